@@ -27,7 +27,8 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 from sft_play.trace.settings import Device, StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")

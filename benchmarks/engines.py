@@ -27,7 +27,8 @@ from typing import Any
 from sft_play.endings import ends_with_me
 from sft_play.facts.hardware import detect
 from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B")
 SMALL = ("sft-play/starter-base",)

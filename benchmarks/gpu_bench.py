@@ -27,7 +27,8 @@ from benchmarks.steps.bench import compare
 from sft_play.errors import DoesNotFit, HardwareError, SftPlayError
 from sft_play.facts.hardware import detect
 from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 
 MODELS = {"8b": "Qwen/Qwen3-8B", "4b": "Qwen/Qwen3-4B"}
 MODES, LENGTHS, KINDS = ("qlora", "lora", "full"), (2048, 8192), ("mixed", "blocks")

@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.verify.small import make_small_run
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 

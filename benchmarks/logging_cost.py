@@ -28,7 +28,9 @@ from sft_play.data.stats import RowStats
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import detect
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.runs import RunFolder, versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import versions
 from sft_play.training.callbacks import MetricsFile
 from sft_play.training.monitor import Monitor, expected_of
 from sft_play.training.peaks import Peaks

@@ -421,7 +421,7 @@ def score(verdicts: Sequence[Verdict]) -> dict[str, Any]:
 
 def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:
     """The score with its date, versions and every verdict, in the order of the code."""
-    from sft_play.runs import versions
+    from sft_play.runs.manifest import versions
 
     def as_json(verdict: Verdict) -> dict[str, Any]:
         mutant = asdict(verdict.mutant)
@@ -449,7 +449,7 @@ def killed_before(file: Path, drawn: Sequence[Mutant]) -> list[Verdict]:
 
 def main() -> int:
     """Draw, run and write the verdicts."""
-    from sft_play.runs import write_json
+    from sft_play.runs.files import write_json
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=int(os.environ.get("MUTANTS", "200")))

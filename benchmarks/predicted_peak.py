@@ -37,7 +37,9 @@ from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.runs import RunFolder, versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import versions
 
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = ("sft-play/starter-base",)
@@ -151,7 +153,7 @@ def random_model(config: RunConfig, plan: Plan, model_spec: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.model import DTYPES, keep_4bit_trainable
+    from sft_play.training.model_loading import DTYPES, keep_4bit_trainable
 
     device = torch.device(plan.hardware.device)
     torch.manual_seed(0)
@@ -175,7 +177,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
     from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
-    from sft_play.training.model import DTYPES, quantization
+    from sft_play.training.model_loading import DTYPES, quantization
 
     head = model.get_output_embeddings()
     for module in list(model.modules()):
@@ -203,7 +205,7 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """
     import torch
 
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.tokenizer import load_tokenizer
 
     level = psutil.Process().memory_info().rss

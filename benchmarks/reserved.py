@@ -22,7 +22,8 @@ from typing import Any
 
 from benchmarks.closed_form import Setting, predicted, setting_of, trace_settings
 from sft_play.facts.hardware import detect
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 from sft_play.trace.allocator import SimulatedOutOfMemory
 from sft_play.trace.replay import Event, replay
 

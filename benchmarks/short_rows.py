@@ -24,7 +24,7 @@ from sft_play.facts.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import named
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.row_tokens import RowTokens, row_tokens
-from sft_play.runs import write_json
+from sft_play.runs.files import write_json
 
 MODELS = (
     ("meta-llama/Llama-3.1-8B-Instruct", "lora"),

@@ -29,7 +29,8 @@ import yaml
 
 from sft_play.environment import for_another_run, waiting_threads
 from sft_play.facts.hardware import detect
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 from sft_play.starter.names import CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,8 @@ from pathlib import Path
 
 from sft_play.environment import for_another_run
 from sft_play.facts.hardware import detect
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = {

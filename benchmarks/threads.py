@@ -27,7 +27,8 @@ import psutil
 
 from sft_play.environment import SLEEPING, SPINNING
 from sft_play.facts.hardware import detect
-from sft_play.runs import versions, write_json
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
 
 NAMES = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 SETTINGS: dict[str, dict[str, str]] = {

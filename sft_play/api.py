@@ -14,12 +14,12 @@ import json
 import os
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch.device import machine_for
 from sft_play.planner.plan import Plan
+from sft_play.runs.creation import is_finished, new_folder, resumes
 from sft_play.starting.one_process import start_here
 from sft_play.starting.plan_run import plan_for
 
@@ -62,12 +62,12 @@ def train(run: LoadedConfig) -> dict[str, Any]:
     """
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
-    folder = runs.new_folder(run.config.output, config_path=run.path)
-    goes_on = runs.goes_on(folder, run.config.output)
-    if not (goes_on and runs.is_finished(folder)):
+    folder = new_folder(run.config.output, config_path=run.path)
+    is_resumed = resumes(folder, run.config.output)
+    if not (is_resumed and is_finished(folder)):
         from sft_play.finished.report import reported
 
         with reported(folder):
-            start_here(run, folder, resume=goes_on)
+            start_here(run, folder, resume=is_resumed)
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
     return {"run": str(folder.path), **summary}

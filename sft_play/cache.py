@@ -22,6 +22,7 @@ def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
 @contextlib.contextmanager
 def locked(path: Path, *, waiting: str) -> Iterator[None]:
     """Hold the lock on this file; logs `waiting` where another process holds it."""
+    # The file stays: if its holder removed it, two waiting processes could lock two files of the same name.
     with path.open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         plan = _refused_plan(error)
         if is_json and plan is not None:
             write_json_line(plan)
-        sys.stdout.flush()
+        sys.stdout.flush()  # so that the error comes last where both streams go to one file
         if not failures.hand_over(error):  # a rank's agent reports it once for all ranks
             kind = "" if isinstance(error, Interrupted) else "error: "
             sys.stderr.write(redact(f"[{command}] {kind}{escape_control(str(error))}\n"))

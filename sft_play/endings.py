@@ -49,12 +49,10 @@ def _watch(parent: int, number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def ends_with_me(
-    environment: Mapping[str, str], *, number: signal.Signals = signal.SIGKILL, parent: int | None = None
-) -> dict[str, str]:
+def ends_with_me(environment: Mapping[str, str], *, number: signal.Signals = signal.SIGKILL) -> dict[str, str]:
     """The environment of a child that calls `leave_with_starter` first. By default it is killed, without saving
     anything; SIGTERM as `number` lets it save."""
-    return {**environment, PARENT_VARIABLE: f"{parent or os.getpid()}:{number.name}"}
+    return {**environment, PARENT_VARIABLE: f"{os.getpid()}:{number.name}"}
 
 
 def leave_with_starter() -> None:

@@ -34,9 +34,13 @@ def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
         name: value for name, value in environment.items() if name not in left_out and not name.startswith(FAMILIES)
     }
     kept["ACCELERATE_CONFIG"] = "none"  # accelerate's own file may name several machines
+    return with_this_package(kept)
+
+
+def with_this_package(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is to import this very package, whatever folder it starts in."""
     package = str(Path(__file__).resolve().parents[1])
-    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
-    return kept
+    return {**environment, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])}
 
 
 SPINNING = {"GOMP_SPINCOUNT": "3000"}
@@ -87,9 +91,10 @@ def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/"))
     """
     if any(name in environment for name in (ALLOCATOR, *OLDER_ALLOCATOR)):
         return {}
+    # by the driver's devices: asking CUDA would load it before the variable is set
     dev = root / "dev"
     has_nvidia = (dev / "nvidiactl").exists() or any(dev.glob("nvidia[0-9]*"))
-    if sys.platform != "linux" or (dev / "dxg").exists() or not has_nvidia:
+    if sys.platform != "linux" or (dev / "dxg").exists() or not has_nvidia:  # dxg: the GPU as WSL has it
         return {}
     return {ALLOCATOR: GROWING}
 

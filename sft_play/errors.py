@@ -73,4 +73,5 @@ def in_stage(name: str | None) -> Iterator[None]:
     except SftPlayError as error:
         if name is None:
             raise
+        # the cause is read again: a plan that does not fit is on the first error (cli._refused_plan)
         raise type(error)(f"stage {name}: {error}") from error

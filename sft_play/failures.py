@@ -47,6 +47,7 @@ long as this lasts, a rank that hangs keeps a GPU busy."""
 Kind = Literal["user", "stopped", "fault", "peer", "hung"]
 """The user can fix it; stopped by the user; a bug of ours or of a library; another rank is gone; one hangs."""
 
+# Texts of gloo, NCCL and torch's TCPStore: torch raises one RuntimeError for all of them.
 _PEER_GONE = re.compile(
     r"gloo/transport\S*\] .*(clos|reset|refused|broken pipe|read error|write error|no route|unreachable)"
     r"|Connection (closed|reset|refused) by (peer|remote)|Connection was likely closed|Broken pipe"
@@ -227,7 +228,7 @@ def _leave_after(agent: int) -> None:
     while os.getppid() == agent:
         time.sleep(1)
     time.sleep(ORPHAN_S)
-    os._exit(1)
+    os._exit(1)  # not sys.exit: the main thread may hang in a collective, and nothing of Python's would end it
 
 
 def ranks_of_agent(agent: int) -> Iterator[psutil.Process]:
@@ -255,7 +256,10 @@ def end_at_once(agent: int) -> None:
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(agent)
-        tree = [root, *root.children(recursive=True)]
+        tree = [
+            root,
+            *root.children(recursive=True),
+        ]  # listed first: orphans get another parent
     for process in [*tree, *ranks_of_agent(agent)]:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -22,6 +22,8 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
 
+# With the marks that reorder text (U+202A and the like), which could make a line read as another, and lone surrogates,
+# which cannot be encoded.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _URL_USERINFO = re.compile(r"(?P<scheme>[a-zA-Z][a-zA-Z0-9+.-]*://)(?:[^/\s@:]+:[^\s\"']*@|[^/\s@]+@)")
 # Token formats of services: secret wherever they come from.
@@ -62,6 +64,7 @@ def _is_secret(name: str) -> bool:
 def redact(text: str, *, secrets: Iterable[str] | None = None) -> str:
     """Text without tokens, keys, values of secret environment variables, or passwords inside URLs."""
     for secret in secret_values(os.environ.items()) if secrets is None else secrets:
+        # as it is, as a text in JSON (metrics, the manifest), and as JSON inside such a text
         for form in {secret, json.dumps(secret)[1:-1], json.dumps(json.dumps(secret)[1:-1])[1:-1]}:
             text = text.replace(form, "***")
     return _TOKEN_SHAPES.sub("***", _URL_USERINFO.sub(r"\g<scheme>***@", text))
@@ -159,7 +162,7 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     if shared is not None:
         handler.addFilter(_OnceOverRanks(shared))
     root = logging.getLogger()
-    for old in root.handlers[:]:
+    for old in root.handlers[:]:  # cli.main sets up twice: under the word typed, then under the command's name
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)

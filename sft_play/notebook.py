@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from sft_play import failures
+from sft_play.environment import with_this_package
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.command import Launch, Nodes, torchrun
@@ -59,6 +60,7 @@ def read(path: Path) -> list[Cell]:
         name = f"{path.name}, cell {number}"
         text, magic = _plain(source, name)
         refused += [f"cell {number}, line {line}: {one_line(words, limit=60)}" for line, words in magic]
+        # so that a traceback shows the cell's lines, which are in no file
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
         tree = ast.parse(text, name) if not magic else ast.Module([], [])
         if tree.body:
@@ -109,7 +111,7 @@ def _plain(source: str, name: str) -> tuple[str, list[tuple[int, str]]]:
     Only lines that Python does not understand are examined: `%` may start the second line of an expression.
     """
     lines, refused = source.splitlines(), []
-    for _ in range(len(lines)):
+    for _ in range(len(lines)):  # each round takes away one line that does not parse
         try:
             ast.parse("\n".join(lines), name)
             break
@@ -138,7 +140,7 @@ def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # lines appear as they are printed, in a pipe too
     module = types.ModuleType("__main__")
     module.__dict__["display"] = _display
-    sys.modules["__main__"] = module
+    sys.modules["__main__"] = module  # where pickle looks for classes that cells define
     folder = path.absolute().parent
     os.chdir(folder)
     sys.path.insert(0, str(folder))
@@ -169,6 +171,7 @@ def _codes(cell: Cell) -> list[types.CodeType]:
     shows = isinstance(body[-1], ast.Expr) and not cell.source.rstrip().endswith(";")
     first, last = (body[:-1], body[-1:]) if shows else (body, [])
     codes = [compile(ast.Module(first, []), cell.name, "exec")] if first else []
+    # "single" hands the value to sys.displayhook, as an interactive Python does
     return codes + ([compile(ast.Interactive(last), cell.name, "single")] if last else [])
 
 
@@ -219,9 +222,7 @@ def launch_of(path: Path, machine: Hardware, *, processes: int | None, gpus: Seq
 
 def start(launch: Launch) -> NoReturn:
     """Replace this process by the agent of the ranks, which handles signals and sets the exit code."""
-    package = str(Path(__file__).resolve().parents[1])
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}  # torchrun's own defaults
-    kept["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [kept.get("PYTHONPATH")])])
-    sys.stdout.flush()
+    environment = with_this_package(launch.environment_in(os.environ))  # the cells run in the notebook's folder
+    sys.stdout.flush()  # execve drops what is still buffered
     sys.stderr.flush()
-    os.execve(launch.words[0], launch.watched, {**kept, **launch.environment})
+    os.execve(launch.words[0], launch.watched, environment)

@@ -278,37 +278,13 @@ OTHER_WORDS = {
 """Other launchers' names for the same, in capitals without underscores."""
 
 OF_OTHERS = (
-    *(
-        "ACCELERATE_",
-        "AMD_",
-        "AWS_",
-        "BITSANDBYTES_",
-        "BLIS_",
-        "BNB_",
-        "CLEARML_",
-        "COMET_",
-        "CONDA_",
-        "CUBLAS_",
-        "CUDA_",
-    ),
-    *("CUDNN_", "CURL_", "DS_", "FI_", "FLASH_", "GCC_", "GIT_", "GLOO_", "GOMP_", "GOOGLE_", "GPU_", "GRPC_", "HF_"),
-    *("HIP_", "HSA_", "HUGGINGFACE_", "KMP_", "LC_", "LD_", "MAKE", "MALLOC_", "MKL_", "MLFLOW_", "MPI_", "NCCL_"),
-    *("NEPTUNE_", "NUMEXPR_", "NVIDIA_", "NVTE_", "OMPI_", "OMP_", "OPENBLAS_", "PIP_", "PYTHON", "PYTORCH_", "RAYON_"),
-    *("RCCL_", "ROCM_", "ROCR_", "SAFETENSORS_", "SFT_PLAY_", "SLURM_", "SSL_", "TF_", "TIKTOKEN_", "TOKENIZERS_"),
-    *(
-        "TORCH",
-        "TQDM_",
-        "TRANSFORMERS_",
-        "TRITON_",
-        "TRL_",
-        "UCX_",
-        "UNSLOTH_",
-        "UV_",
-        "VECLIB_",
-        "WANDB_",
-        "XDG_",
-        "XLA_",
-    ),
+    *("ACCELERATE_", "AMD_", "AWS_", "BITSANDBYTES_", "BLIS_", "BNB_", "CLEARML_", "COMET_", "CONDA_", "CUBLAS_"),
+    *("CUDA_", "CUDNN_", "CURL_", "DS_", "FI_", "FLASH_", "GCC_", "GIT_", "GLOO_", "GOMP_", "GOOGLE_", "GPU_"),
+    *("GRPC_", "HF_", "HIP_", "HSA_", "HUGGINGFACE_", "KMP_", "LC_", "LD_", "MAKE", "MALLOC_", "MKL_", "MLFLOW_"),
+    *("MPI_", "NCCL_", "NEPTUNE_", "NUMEXPR_", "NVIDIA_", "NVTE_", "OMPI_", "OMP_", "OPENBLAS_", "PIP_", "PYTHON"),
+    *("PYTORCH_", "RAYON_", "RCCL_", "ROCM_", "ROCR_", "SAFETENSORS_", "SFT_PLAY_", "SLURM_", "SSL_", "TF_"),
+    *("TIKTOKEN_", "TOKENIZERS_", "TORCH", "TQDM_", "TRANSFORMERS_", "TRITON_", "TRL_", "UCX_", "UNSLOTH_", "UV_"),
+    *("VECLIB_", "WANDB_", "XDG_", "XLA_"),
 )
 """Prefixes of other programs' and libraries' variables: `make train HF_TOKEN=…` passes them on."""
 _OTHERS = (
@@ -451,7 +427,7 @@ def _distance(one: str, other: str) -> int:
         before, last, row = row, before, [i]
         for j, b in enumerate(other, start=1):
             best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:  # `last` is the row before `before`
                 best = min(best, last[j - 2] + 1)
             row.append(best)
     return row[-1]

@@ -34,9 +34,13 @@ def finished_run(
     from peft import get_peft_model
 
     from sft_play.api import plan
-    from sft_play.config.load import load_config, resolved
-    from sft_play.runs import FORMAT, write_json
-    from sft_play.training.model import build_model_spec, read_model, save_model, weights_facts
+    from sft_play.config.load import load_config
+    from sft_play.config.resolved import resolved
+    from sft_play.runs.files import write_json
+    from sft_play.runs.folder import FORMAT
+    from sft_play.training.model_loading import read_model, weights_facts
+    from sft_play.training.model_saving import save_model
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.tokenizer import load_tokenizer
 
     data = folder.parent / f"{folder.name}.jsonl"

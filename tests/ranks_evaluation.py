@@ -22,7 +22,7 @@ from sft_play.data.stats import RowStats
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training.trainer import build_trainer
 from tests.ranks import write_found
 

@@ -21,7 +21,7 @@ from sft_play.facts.families import TENSOR_PARALLEL
 from sft_play.planner.layout import Layout
 from sft_play.training import context_parallel, tensor_parallel
 from sft_play.training.collate import Collator
-from sft_play.training.model import linear_layers
+from sft_play.training.lora_config import linear_layers
 from tests.ranks import write_found
 
 RANKS = 2

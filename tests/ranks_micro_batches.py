@@ -21,7 +21,7 @@ from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training import varlen
 from sft_play.training.trainer import build_trainer
 from tests.ranks import write_found

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
-from sft_play.runs import RunFolder
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.units import GIB
 
 MANIFEST = {
-    "format": runs.FORMAT,
+    "format": FORMAT,
     "status": "finished",
     "config_path": "/home/me/my run.yaml",
     "overrides": ["train.epochs=2", "output.name=first"],
@@ -89,14 +89,14 @@ def recorded_run(
     for name in ("plan.json", "resolved.json", "config.yaml"):
         if like is not None and (like / name).is_file():
             shutil.copy(like / name, folder / name)
-    runs.write_json(folder / "manifest.json", MANIFEST | (manifest or {}))
+    write_json(folder / "manifest.json", MANIFEST | (manifest or {}))
     if summary is not None:
-        runs.write_json(folder / "summary.json", summary)
+        write_json(folder / "summary.json", summary)
     if settings is not None:
         path = folder / "resolved.json"
         resolved = json.loads(path.read_text())
         settings(resolved)
-        runs.write_json(path, resolved)
+        write_json(path, resolved)
     lines = list(metrics)
     if lines:
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -108,7 +108,8 @@ def recorded_run(
 def planned_folder(folder: Path, base: Path) -> Path:
     """A folder with the plan and the settings of a LoRA run of `base` on a CPU."""
     from sft_play.api import plan
-    from sft_play.config.load import load_config, resolved
+    from sft_play.config.load import load_config
+    from sft_play.config.resolved import resolved
 
     folder.mkdir(parents=True)
     rows = folder / "rows.jsonl"
@@ -120,6 +121,6 @@ def planned_folder(folder: Path, base: Path) -> Path:
     )
     loaded = load_config(folder / "config.yaml")
     planned = plan(loaded)
-    runs.write_json(folder / "plan.json", planned.as_json())
-    runs.write_json(folder / "resolved.json", resolved(loaded.config, effective_batch=8))
+    write_json(folder / "plan.json", planned.as_json())
+    write_json(folder / "resolved.json", resolved(loaded.config, effective_batch=8))
     return folder

@@ -174,7 +174,6 @@ def check(config: dict[str, Any]) -> None:
     for key in (
         "window",
         "activation",
-        "gated_mlp",
         "norms_per_layer",
         "position_rows",
         "head_bias",
@@ -312,11 +311,9 @@ def test_published_configs_have_the_modules_of_their_classes(origin):
 def test_what_a_step_keeps_is_read_too():
     gpt2 = parse_config(file_of("gpt2", resid_pdrop=0.2), name="m")
     assert (gpt2.dropout, gpt2.attention_dropout, gpt2.embedding_dropout) == (0.2, 0.1, 0.1)
-    assert (gpt2.activation, gpt2.norm, gpt2.gated_mlp, gpt2.fused_qkv, gpt2.rotary_dim) == (
-        "gelu_new", "layer", False, True, 0,
-    )  # fmt: skip
+    assert (gpt2.activation, gpt2.norm, gpt2.fused_qkv, gpt2.rotary_dim) == ("gelu_new", "layer", True, 0)
     gemma = parse_config(file_of("gemma2"), name="m")
-    assert (gemma.attention_softcap, gemma.logit_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, 30.0, "gemma", 4)
+    assert (gemma.attention_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, "gemma", 4)
     phi = parse_config(file_of("phi"), name="m")
     assert (phi.rotary_dim, phi.head_dim, phi.parallel_blocks, phi.head_bias) == (8, 16, True, True)
     assert parse_config(file_of("phi", rope_parameters={"partial_rotary_factor": 0.25}), name="m").rotary_dim == 4
@@ -385,6 +382,7 @@ BAD: list[tuple[object, str]] = [
     ({**file_of("mixtral"), "num_local_experts": -8}, "num_local_experts: -8"),
     ({**file_of("gpt2"), "resid_pdrop": 2}, "resid_pdrop: 2; it must be a number from 0 to 1"),
     ({**file_of("gemma2"), "attn_logit_softcapping": "x"}, "it must be a number above 0"),
+    ({**file_of("gemma2"), "attn_logit_softcapping": True}, "it must be a number above 0"),
 ]
 
 

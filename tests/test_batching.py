@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sft_play import runs
-from sft_play.config.load import LoadedConfig, config_from_text, resolved
+from sft_play.config.load import LoadedConfig, config_from_text
+from sft_play.config.resolved import resolved
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named
@@ -22,7 +22,10 @@ from sft_play.planner.batching import BatchPlan, arithmetic, effective_batch, sp
 from sft_play.planner.layout import Stopped
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.show import batch_lines
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import create_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import new_manifest
+from sft_play.runs.resuming import check_same_run
 from sft_play.starting.over_ranks import plan_ranks
 from sft_play.starting.resumed import kept_of
 from tests.models import uneven_run
@@ -173,22 +176,22 @@ def test_the_settings_of_a_resumed_run_keep_the_batch_that_the_user_gave(tmp_pat
         before = loaded.config.model_dump()
         folder = RunFolder(tmp_path / str(number))
         batch = {"micro_batch": micro, "grad_accum": accum, "ranks": first}
-        manifest = {**runs.new_manifest(loaded, hardware={}, data={}), "batch": batch, "layout": "ddp"}
-        runs.create(
+        manifest = {**new_manifest(loaded, hardware={}, data={}), "batch": batch, "layout": "ddp"}
+        create_run(
             folder, loaded, manifest=manifest | {"processes": first}, plan={"effective_batch": effective}
         ).close()
         kept = json.loads((folder.path / "resolved.json").read_text())["train"]
         ranks = draw.choice([ranks for ranks in range(2, 9) if effective % ranks == 0] or [1])
         machine = Hardware((), "CPU", 8, 2**37, 2**37, cpu_ranks=ranks)
         strategy = "ddp" if ranks > 1 else "single"
-        plan, _ = plan_ranks(loaded, machine, LaunchOptions(strategy=strategy), going_on=folder)
+        plan, _ = plan_ranks(loaded, machine, LaunchOptions(strategy=strategy), resume_from=folder)
         assert plan.batch.effective_batch == effective
         assert plan.batch.ranks == ranks
         assert loaded.config.model_dump() == before
         now = resolved(loaded.config, effective_batch=plan.batch.effective_batch)["train"]
         for name in ("batch_size", "grad_accum", "effective_batch_size"):
             assert now[name] == kept[name], (given, first, ranks)
-        runs.check_same_run(folder, loaded, data={}, batch=dataclasses.asdict(plan.batch))
+        check_same_run(folder, loaded, data={}, batch=dataclasses.asdict(plan.batch))
         kinds.add((len(given), ranks == first))
     assert len(kinds) == 6
 

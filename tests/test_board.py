@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training import board
 from sft_play.training.board import Board, layout_of
 from sft_play.training.exact_match import Answer, Question

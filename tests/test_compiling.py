@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from sft_play.config.load import config_from_text
-from sft_play.training import adapter_inputs, compiling, proof, varlen
+from sft_play.training import adapter_inputs, compiling, model_spec, proof, varlen
 from tests.test_adapter_inputs import adapted
 
 pytestmark = pytest.mark.build
@@ -160,7 +160,7 @@ def packed(model: Any, lengths: tuple[int, ...]) -> torch.Tensor:
 def test_a_compiled_block_keeps_no_more_for_its_backward_pass_than_a_plain_one(tiny_llama, kind):
     """The plan counts the plain one's bytes: the partitioner, which inductor has too, keeps fewer."""
     model = model_of(tiny_llama, kind, checkpointing=False)
-    block = compiling.blocks_of(model)[1]
+    block = model_spec.blocks_of(model)[1]
     weights = {one.untyped_storage().data_ptr() for one in model.parameters()}
     ids, states = torch.arange(64)[None], torch.randn(1, 64, 64, requires_grad=True)
     angles = next(one for name, one in model.named_modules() if name.endswith("rotary_emb"))(states, ids)
@@ -257,7 +257,7 @@ def test_all_ranks_stay_plain_where_one_cannot(monkeypatch, caplog):
 def test_a_class_without_known_blocks_and_one_that_does_not_compile_stay_plain(monkeypatch, caplog):
     model = AutoModelForCausalLM.from_config(llama())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "GradientCheckpointingLayer", nn.Bilinear)
+        patch.setattr(model_spec, "GradientCheckpointingLayer", nn.Bilinear)
         assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
     layer = type(model.model.layers[0])
     monkeypatch.setattr(layer, "forward", torch.compiler.disable(layer.forward))

@@ -15,15 +15,17 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.launch import deepspeed_config as ds
-from sft_play.launch.launch_options import DeepspeedWish, LaunchOptions
+from sft_play.launch.deepspeed.fill import PlanNumbers, fill
+from sft_play.launch.deepspeed.layout import keeps_params, layout_of
+from sft_play.launch.deepspeed.run_settings import with_batch
+from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.starting.over_ranks import plan_ranks
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 
-NUMBERS = ds.PlanNumbers("zero3", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
+NUMBERS = PlanNumbers("zero3", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}
@@ -39,7 +41,7 @@ def settings(**train: object):
 
 
 def taken(train, config, ranks=2):
-    found, lines = ds.with_batch(train, config, ranks=ranks, name="theirs.json")
+    found, lines = with_batch(train, config, ranks=ranks, name="theirs.json")
     return (found.batch_size, found.grad_accum, found.effective_batch_size), lines
 
 
@@ -81,7 +83,7 @@ def test_an_effective_batch_that_nobody_gave_is_the_product():
 )
 def test_a_contradiction_of_what_the_user_wrote_names_both(train, config, words):
     with pytest.raises(ConfigError) as error:
-        ds.with_batch(settings(**train), config, ranks=2, name="theirs.json")
+        with_batch(settings(**train), config, ranks=2, name="theirs.json")
     assert all(word in str(error.value) for word in ["theirs.json: ", *words]), error.value
     assert "\n" not in str(error.value)
 
@@ -101,7 +103,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
         train, said = settings(**text), {key: value for key, value in config.items() if value != "auto"}
         before = train.model_copy()
         try:
-            found, lines = ds.with_batch(train, config, ranks=ranks, name="f")
+            found, lines = with_batch(train, config, ranks=ranks, name="f")
         except ConfigError as error:
             refused += 1
             for line in str(error).splitlines():
@@ -122,7 +124,7 @@ def test_any_numbers_multiply_exactly_or_one_error_names_them(seed):
             split = splits(found, ranks=ranks)[0]
             numbers = replace(NUMBERS, micro_batch=split.micro_batch, grad_accum=split.grad_accum,
                               data_parallel_ranks=ranks)  # fmt: skip
-            ds.fill(config, numbers) if found.batch_size != "auto" or found.grad_accum != "auto" else None
+            fill(config, numbers) if found.batch_size != "auto" or found.grad_accum != "auto" else None
     assert agreed > 50
     assert refused > 50
 
@@ -136,7 +138,7 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
     for bf16, fp16 in itertools.product(states, states):
         raw = {"bf16": bf16, "fp16": fp16, "zero_optimization": {"stage": 3}}
         raw = {key: dict(value) for key, value in raw.items() if value is not None}
-        config, lines = ds.fill(raw, numbers)
+        config, lines = fill(raw, numbers)
         assert config.get("bf16", {}).get("enabled", False) is (compute == "bfloat16")
         assert config.get("fp16", {}).get("enabled", False) is (compute == "float16")
         turned = [line for line in lines if "as train.bf16 and train.fp16 choose" in line]
@@ -149,14 +151,14 @@ def test_precision_is_the_runs_whatever_a_file_says(compute):
 
 def test_autocast_in_another_dtype_is_turned_off_and_in_the_same_stays():
     for dtype, on in (({"dtype": "torch.bfloat16"}, True), ({}, True), ({"dtype": "fp16"}, False)):
-        config, lines = ds.fill({"torch_autocast": {"enabled": True, **dtype}}, NUMBERS)
+        config, lines = fill({"torch_autocast": {"enabled": True, **dtype}}, NUMBERS)
         assert config["torch_autocast"]["enabled"] is on
         assert any("torch_autocast.enabled: true → false" in line for line in lines) is not on
 
 
 def test_checkpoints_of_stage_3_hold_whole_weights_whatever_the_file_says():
     for given in ({}, {"stage3_gather_16bit_weights_on_model_save": False}):
-        config, lines = ds.fill({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
+        config, lines = fill({"zero_optimization": {"stage": 3, **given}}, NUMBERS)
         assert config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
         assert any("stage3_gather_16bit_weights_on_model_save → true" in line for line in lines)
 
@@ -193,6 +195,24 @@ def test_the_typed_file_is_planned_for_the_starter(command, tmp_path, monkeypatc
     assert code == 2
     assert "that.json: gradient_accumulation_steps: 4 contradicts train.grad_accum=2" in printed
     assert printed.count("error:") == 1
+
+
+def test_a_launch_says_which_numbers_of_accelerates_deepspeed_block_it_does_not_take(
+    command, tmp_path, monkeypatch, tiny_llama
+):
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        "distributed_type: DEEPSPEED\nnum_processes: 2\nuse_cpu: true\n"
+        "deepspeed_config: {zero_stage: 2, gradient_clipping: 0.5, gradient_accumulation_steps: auto}\n"
+    )
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(file))
+    words = ["launch-command", "--config", str(ROOT / "configs/run_starter.yaml"), f"model.name={tiny_llama}"]
+    code, printed = command(*words, f"output.dir={tmp_path}")
+    assert code == 0, printed
+    assert "theirs.yaml says deepspeed_config.gradient_clipping: 0.5, the plan 1: the plan wins" in printed
+    code, printed = command(*words, f"output.dir={tmp_path}", "train.max_grad_norm=0.5")
+    assert code == 0, printed
+    assert "gradient_clipping: 0.5, the plan" not in printed
 
 
 @pytest.mark.build
@@ -243,15 +263,15 @@ def test_a_file_means_kept_weights_where_it_offloads_the_states_alone():
         ({"stage": 2}, False),
     ]:
         config = {"zero_optimization": zero}
-        assert ds.keeps_params(config, ds.layout_of(config)) is keeps
+        assert keeps_params(config, layout_of(config)) is keeps
 
 
 def test_a_file_without_a_bucket_size_gets_the_one_that_is_planned():
     for layout in ("zero2", "zero3"):
-        filled, lines = ds.fill({"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout))
+        filled, lines = fill({"zero_optimization": {"stage": int(layout[-1])}}, replace(NUMBERS, layout=layout))
         assert filled["zero_optimization"]["reduce_bucket_size"] == replace(NUMBERS, layout=layout).hidden_size ** 2
         assert any("reduce_bucket_size" in line for line in lines)
-    filled, _ = ds.fill({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2"))
+    filled, _ = fill({"zero_optimization": {"stage": 2, "reduce_bucket_size": 7}}, replace(NUMBERS, layout="zero2"))
     assert filled["zero_optimization"]["reduce_bucket_size"] == 7
 
 
@@ -271,11 +291,11 @@ def test_an_optimizer_of_a_file_that_changes_the_training_is_refused_by_a_run(tm
     loaded = load_config(
         ROOT / "configs" / "run_lora.yaml", overrides=["train.effective_batch_size=8", "train.learning_rate=2e-4"]
     )
-    wish = LaunchOptions(deepspeed=DeepspeedWish(file))
+    asked = LaunchOptions(deepspeed=DeepspeedRequest(file))
     if not contradicts:
-        assert "optimizer" not in (plan_ranks(loaded, named("2xH100"), wish)[1] or {})
+        assert "optimizer" not in (plan_ranks(loaded, named("2xH100"), asked)[1] or {})
         return
     with pytest.raises(ConfigError) as caught:
-        plan_ranks(loaded, named("2xH100"), wish)
+        plan_ranks(loaded, named("2xH100"), asked)
     for words in contradicts:
         assert words in str(caught.value)

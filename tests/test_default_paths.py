@@ -12,7 +12,8 @@ import pytest
 from sft_play.commands.check import check
 from sft_play.commands.preview import preview
 from sft_play.commands.render import render
-from sft_play.config.load import config_from_text, load_config, resolved
+from sft_play.config.load import config_from_text, load_config
+from sft_play.config.resolved import resolved
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.sources.files import data_paths
 from sft_play.data.splits import build_splits

@@ -32,7 +32,8 @@ from sft_play.diagnose.report import Report
 from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware, named
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
@@ -693,7 +694,7 @@ def test_a_node_that_never_comes_is_named_after_the_limit():
     (found,) = met(HERE, count=3, limit_s=0.5)
     assert found.verdict == "FAIL"
     assert re.search(
-        r"nodes 1, 2 of 3 did not come to 127\.0\.0\.1:\d+ within 0 s: start the same command", found.found
+        r"nodes 1, 2 of 3 did not connect to 127\.0\.0\.1:\d+ within 0 s: start the same command", found.found
     )
 
 

@@ -19,7 +19,8 @@ from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
 from sft_play.planner.precision import Precision
 from sft_play.training.experts import CASTING, choose_experts
-from sft_play.training.model import build_model_spec, load_model
+from sft_play.training.model_loading import load_model
+from sft_play.training.model_spec import build_model_spec
 
 pytestmark = pytest.mark.build
 

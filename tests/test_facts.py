@@ -12,6 +12,7 @@ import pytest
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import (
     config_json,
+    hub_answers,
     local_folder,
     parse_config,
     refuse_remote_code,
@@ -70,6 +71,24 @@ def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(mon
     monkeypatch.setattr("sft_play.facts.architecture.hub_answers", lambda: False)
     with pytest.raises(ModelError, match=r"not a folder here .* not in the local cache, .* cannot be reached"):
         config_json("nobody/no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("environment", "answers"),
+    [
+        ({}, True),
+        ({"HF_HUB_OFFLINE": "1"}, False),
+        ({"TRANSFORMERS_OFFLINE": "yes"}, False),
+        ({"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "1"}, True),
+        ({"HF_HUB_OFFLINE": "", "TRANSFORMERS_OFFLINE": "1"}, False),
+    ],
+)
+def test_the_hub_is_offline_where_huggingface_hub_is(monkeypatch, environment, answers):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {**environment, "HTTPS_PROXY": "http://proxy:3128"}.items():  # with a proxy nothing is asked
+        monkeypatch.setenv(name, value)
+    assert hub_answers() == answers
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.failures import Failure
 from sft_play.launch.command import Nodes, nccl_variables, require_free_port, torchrun
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from tests import warm
 from tests.conftest import ROOT, Command, chat, clean_environment
 
@@ -623,9 +623,9 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
         port = holder.getsockname()[1]
         first = torchrun(["train"], processes=2, nodes=Nodes(2, 0, "head", port))
         with pytest.raises(HardwareError, match=f"MASTER_PORT={port} cannot be listened on: .*pid {os.getpid()}"):
-            require_free_port(first)
-        require_free_port(torchrun(["train"], processes=2, nodes=Nodes(2, 1, "head", port)))  # it will not listen
-    require_free_port(first)
+            require_free_port(first.port)
+        require_free_port(torchrun(["train"], processes=2, nodes=Nodes(2, 1, "head", port)).port)  # it will not listen
+    require_free_port(first.port)
 
 
 def test_the_agent_is_run_where_torchs_launcher_is_shown():

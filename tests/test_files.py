@@ -454,7 +454,7 @@ class TestSources:
         assert "there is no data/processed/val.jsonl" in paths.notes[0]
 
     def test_the_digest_of_a_source_follows_its_content(self, tmp_path):
-        from sft_play.runs import sha256_of
+        from sft_play.runs.files import sha256_of
 
         path = lines(tmp_path / "a.jsonl", ROW)
         glob, before = Source(f"{tmp_path}/*.jsonl"), source_digest(path)

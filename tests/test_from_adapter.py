@@ -141,7 +141,7 @@ def test_a_config_may_repeat_the_adapters_settings_and_choose_another_dropout(tm
 
 
 def test_what_a_run_has_resolved_needs_no_adapter_to_be_read_again(tmp_path, world):
-    from sft_play.config.load import resolved
+    from sft_play.config.resolved import resolved
 
     config = settings(tmp_path, world, adapter="plain")
     plain = {**resolved(config)}
@@ -160,7 +160,7 @@ def bare(folder: Path, world: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"peft_type": "IA3"}, "is of PEFT's kind IA3, and this toolkit trains LORA"),
+        ({"peft_type": "IA3"}, "has peft_type=IA3, and only LORA can be trained here"),
         ({"rank_pattern": {"q_proj": 8}}, 'has rank_pattern={"q_proj": 8}, which this toolkit does not train'),
         ({"bias": "all"}, "has bias=all"),
         ({"layers_to_transform": [1]}, "has layers_to_transform=[1]"),
@@ -265,7 +265,7 @@ def test_the_first_step_loses_what_the_adapter_loses(tmp_path, world, command, k
     assert before == pytest.approx(of_adapter, rel=tolerance)
     fact = json.loads((run / "manifest.json").read_text())["data"]["adapter"]
     file = world / "outputs" / kind / "adapter" / "adapter_model.safetensors"
-    from sft_play.runs import sha256_of
+    from sft_play.runs.files import sha256_of
 
     assert fact == {"path": str(file.parent), "sha256": sha256_of(file), "run": kind}
     old, new = load_file(file), load_file(run / "adapter" / "adapter_model.safetensors")

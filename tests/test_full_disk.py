@@ -14,7 +14,8 @@ from safetensors import SafetensorError
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.writing import built_folder, writing
-from sft_play.runs import LOCK, RunFolder, lock
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import LOCK, lock
 from tests.finished_runs import finished_run
 
 pytestmark = pytest.mark.build

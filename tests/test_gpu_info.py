@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from sft_play.diagnose import assumed_machine, gpu_info, gpu_page, nvidia
-from sft_play.facts import amd, ask, hardware
+from sft_play.facts import amd, ask, hardware, host
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from sft_play.facts.seen import Pcie, Seen, SeenGpu
@@ -520,7 +520,7 @@ def test_a_mac_shares_its_memory_with_its_gpu(monkeypatch, bare):
     bare("sysctl", {"-n machdep.cpu.brand_string": "Apple M3 Max\n"})
     monkeypatch.setattr(hardware.sys, "platform", "darwin")
     monkeypatch.setattr(hardware.platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(hardware, "_memory", lambda: (64 * GIB, 48 * GIB))
+    monkeypatch.setattr(host, "memory", lambda: (64 * GIB, 48 * GIB))
     assert hardware.detect({}).shared_gpu == "Apple M3 Max"
     seen = gpu_info.all_gpus()
     assert seen.gpus[0].name == "Apple M3 Max"

@@ -15,7 +15,7 @@ from sft_play.config.schema import MixedPrecisionConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.launch.deepspeed_config import with_dtypes
+from sft_play.launch.deepspeed.run_settings import with_dtypes
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.gradients import DIVIDES_GRADIENTS, effects, gradients_of, refusal
@@ -383,6 +383,10 @@ def test_a_report_of_four_ranks_by_hand():
     hybrid = report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned=planned, moved=90)
     assert hybrid.kinds["all_gather"].bytes == 20  # two ranks of a shard
     assert hybrid.kinds["all_reduce"].sent_bytes == 100  # over two copies
+    mesh = report(ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned=planned, moved=90)
+    assert mesh.kinds["all_gather"].bytes == 20  # two ranks of a shard
+    assert mesh.kinds["all_gather"].sent_bytes == 10
+    assert mesh.kinds["all_reduce"].sent_bytes == 100  # over two tensor-parallel ranks
 
 
 # --- on real ranks ----------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import HardwareError
-from sft_play.facts import hardware
+from sft_play.facts import host, visible_gpus
+from sft_play.facts.gpu import Gpu
 from sft_play.facts.gpu_catalog import CATALOG, ENTRIES, FAMILIES, find, gpus_by_memory, key_of, nearest, reserve_bytes
-from sft_play.facts.hardware import Gpu, Hardware, detect, named
+from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.units import GIB, MIB
 from tests.conftest import ROOT
 
@@ -34,7 +35,7 @@ def fake_nvidia_smi(folder, lines, listed=()):
 def smi(tmp_path, monkeypatch):
     """A function that sets what nvidia-smi shows, on a machine where NVML does not answer."""
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(hardware.nvml, "see", lambda **_: None)
+    monkeypatch.setattr(visible_gpus.nvml, "see", lambda **_: None)
     return lambda lines, listed=(): fake_nvidia_smi(tmp_path, lines, listed)
 
 
@@ -83,7 +84,7 @@ def test_cuda_visible_devices_is_honoured(two_h200s, variable, indices):
 
 
 def test_a_machine_without_gpus_has_its_ram(monkeypatch):
-    monkeypatch.setattr(hardware, "_probe_gpus", lambda: ())
+    monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: ())
     found = detect({})
     assert found.device == "cpu"
     assert found.ram_bytes >= found.ram_free_bytes > 0
@@ -101,7 +102,7 @@ def test_a_machine_without_gpus_has_its_ram(monkeypatch):
 )
 def test_a_nvidia_smi_that_shows_no_gpu_is_a_machine_without_gpus(smi, line):
     smi([line])
-    assert hardware._probe_nvidia_smi() == ()
+    assert visible_gpus._probe_nvidia_smi() == ()
 
 
 def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(smi):
@@ -314,6 +315,14 @@ def test_an_instance_has_its_own_memory_and_its_share_of_the_rates(nvml):
     assert "sees one instance only, MIG-1" in detect({}).notes[0]
 
 
+def test_a_compute_instance_has_its_own_slices_and_the_memory_of_its_gpu_instance(nvml):
+    """1c.3g.20gb: one of the three compute slices (MIG user guide, compute instances)."""
+    nvml(FakeGpu("GPU-aaa", "NVIDIA A100-SXM4-40GB", 40_960, instances=[("MIG-1", "1c.3g.20gb", 19_968)]))
+    gpu = detect({}).gpus[0]
+    assert gpu.rate("bfloat16") == pytest.approx(312e12 / 7)
+    assert gpu.bandwidth == pytest.approx(1555e9 * 19_968 / 40_960)
+
+
 def test_a_split_gpu_without_instances_is_not_there_and_says_so(nvml):
     nvml(FakeGpu("GPU-a", "NVIDIA H100 80GB HBM3", 81_559, (9, 0), instances=[]))
     found = detect({})
@@ -324,7 +333,7 @@ def test_a_split_gpu_without_instances_is_not_there_and_says_so(nvml):
 def test_nvidia_smi_answers_where_nvml_does_not(smi, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: "0, GPU-a, Tesla T4, 15360, 15000, 7.5\n")
+    monkeypatch.setattr(visible_gpus, "_nvidia_smi", lambda *_: "0, GPU-a, Tesla T4, 15360, 15000, 7.5\n")
     found = detect({})
     assert [gpu.name for gpu in found.gpus] == ["Tesla T4"]
     assert not found.gpus[0].has_bf16
@@ -342,8 +351,8 @@ def write(path, text):
 
 @pytest.fixture
 def cgroup(tmp_path, monkeypatch):
-    monkeypatch.setattr(hardware, "_CGROUP", tmp_path / "cgroup")
-    monkeypatch.setattr(hardware, "_OWN_CGROUP", tmp_path / "own")
+    monkeypatch.setattr(host, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(host, "_OWN_CGROUP", tmp_path / "own")
     return tmp_path
 
 
@@ -354,11 +363,11 @@ def test_ram_is_what_every_control_group_above_leaves(cgroup):
     write(group / "memory.current", str(2 * GIB))
     write(group / "memory.stat", f"anon 1\ninactive_file {GIB}\n")
     write(group / "step0" / "memory.max", "max\n")
-    total, free = hardware._memory()
+    total, free = host.memory()
     assert total == 3 * GIB
     assert free == min(2 * GIB, free)  # 3 GiB less 2 in use, of which 1 is file cache that can be dropped
     write(group / "memory.stat", "anon 1\n")
-    assert hardware._memory()[1] <= GIB
+    assert host.memory()[1] <= GIB
 
 
 def test_version_1_control_groups_are_read_too(cgroup):
@@ -366,12 +375,12 @@ def test_version_1_control_groups_are_read_too(cgroup):
     group = cgroup / "cgroup" / "memory" / "docker" / "x"
     write(group / "memory.limit_in_bytes", str(GIB))
     write(group / "memory.usage_in_bytes", "0")
-    assert hardware._memory()[0] == GIB
+    assert host.memory()[0] == GIB
 
 
 def test_a_limit_above_the_machines_ram_is_none(cgroup):
     write(cgroup / "cgroup" / "memory.max", str(2**62))
-    assert hardware._memory()[0] < 2**62
+    assert host.memory()[0] < 2**62
 
 
 # --- named -----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,19 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.facts.hardware import Gpu, Hardware
-from sft_play.launch import accelerate_config as accel
-from sft_play.launch import deepspeed_config as ds
-from sft_play.launch import deepspeed_keys as keys
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
+from sft_play.launch.accelerate.machines import Machines, machines_of
+from sft_play.launch.accelerate.overridden import overridden_lines
+from sft_play.launch.accelerate.places import PROJECT_FILE, accelerate_path, find_accelerate_file
+from sft_play.launch.accelerate.reading import AccelerateConfig, read_accelerate_file
+from sft_play.launch.accelerate.writing import write_accelerate_file
+from sft_play.launch.deepspeed import keys
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.fill import PlanNumbers, fill
+from sft_play.launch.deepspeed.layout import STAGES, layout_notes, layout_of
+from sft_play.launch.deepspeed.translate import translate
 from tests.conftest import ROOT
 
 
@@ -24,7 +33,7 @@ def machine(gpus: int, *, nodes: int = 1) -> Hardware:
     return Hardware(cards, "cpu", 8, 2**35, 2**35, nodes=nodes)
 
 
-NUMBERS = ds.PlanNumbers("zero2", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
+NUMBERS = PlanNumbers("zero2", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
 
 
 # --- accelerate: written ----------------------------------------------------------------------------------------------
@@ -40,7 +49,7 @@ def loaded_by_accelerate(path: Path):
 )
 def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind, total):
     path = tmp_path / "sub" / "a.yaml"
-    written = accel.write_config(
+    written = write_accelerate_file(
         path, machine(gpus), mixed_precision="bf16", num_machines=machines, main_ip="10.0.0.1" if machines > 1 else None
     )
     theirs = loaded_by_accelerate(path)
@@ -55,11 +64,11 @@ def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind,
 
 def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.yaml"
-    accel.write_config(
+    write_accelerate_file(
         path, machine(4), mixed_precision="no", num_machines=2, machine_rank=1, main_ip="node0", main_port=29700,
         gpu_ids=[1, 3],
     )  # fmt: skip
-    config = accel.read_config(path)
+    config = read_accelerate_file(path)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
     assert (config.machine_rank, config.main_ip, config.main_port) == (1, "node0", 29700)
     assert config.mixed_precision == "no"
@@ -69,28 +78,28 @@ def test_what_is_written_is_read_back(tmp_path):
 @pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
 def test_engines_are_written_as_accelerate_knows_them(tmp_path, kind):
     path = tmp_path / "a.yaml"
-    accel.write_config(path, machine(2), mixed_precision="bf16", distributed_type=kind)
+    write_accelerate_file(path, machine(2), mixed_precision="bf16", distributed_type=kind)
     assert loaded_by_accelerate(path).distributed_type.value == kind
-    assert accel.read_config(path).layout == {"FSDP": "fsdp", "DEEPSPEED": "zero2"}[kind]
+    assert read_accelerate_file(path).layout == {"FSDP": "fsdp", "DEEPSPEED": "zero2"}[kind]
 
 
 def test_a_file_that_nobody_edited_is_renewed_and_an_edited_one_stays(tmp_path):
     path = tmp_path / "a.yaml"
-    write = lambda gpus, **more: accel.write_config(path, machine(gpus), mixed_precision="bf16", **more)  # noqa: E731
+    write = lambda gpus, **more: write_accelerate_file(path, machine(gpus), mixed_precision="bf16", **more)  # noqa: E731
     assert [write(2).how, write(2).how, write(4).how] == ["new", "same", "renewed"]
     path.write_text(path.read_text().replace("num_processes: 4", "num_processes: 3"))
     with pytest.raises(ConfigError, match=r"was edited.*FORCE=1.*ACCELERATE_CONFIG="):
         write(2)
-    assert accel.read_config(path).num_processes == 3
+    assert read_accelerate_file(path).num_processes == 3
     assert write(2, overwrite=True).how == "replaced"
-    assert accel.read_config(path).num_processes == 2
+    assert read_accelerate_file(path).num_processes == 2
 
 
 def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\n")
     with pytest.raises(ConfigError, match="was not written by this command"):
-        accel.write_config(path, machine(2), mixed_precision="bf16")
+        write_accelerate_file(path, machine(2), mixed_precision="bf16")
     assert path.read_text().startswith("distributed_type")
 
 
@@ -109,26 +118,26 @@ def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
 )
 def test_what_cannot_be_meant_is_refused_and_nothing_is_written(tmp_path, options, words):
     with pytest.raises(ConfigError) as error:
-        accel.write_config(tmp_path / "a.yaml", machine(2), **{"mixed_precision": "bf16", **options})
+        write_accelerate_file(tmp_path / "a.yaml", machine(2), **{"mixed_precision": "bf16", **options})
     assert words in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_machines_come_from_the_environment():
     given = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.1.2.3"}
-    assert accel.machines_of(given) == accel.Machines(2, 1, "10.1.2.3", 29500)
-    assert accel.machines_of({}) == accel.Machines()
+    assert machines_of(given) == Machines(2, 1, "10.1.2.3", 29500)
+    assert machines_of({}) == Machines()
     for name, value in [("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1")]:
         with pytest.raises(ConfigError, match=f"{name}={value}"):
-            accel.machines_of({name: value})
+            machines_of({name: value})
 
 
 def test_the_file_is_the_named_one_or_the_projects(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert accel.find_config({}) is None
-    assert accel.find_config({"ACCELERATE_CONFIG": "x.yaml"}) == Path("x.yaml")
-    accel.write_config(accel.config_path({}), machine(2), mixed_precision="bf16")
-    assert accel.find_config({}) == accel.PROJECT_FILE
+    assert find_accelerate_file({}) is None
+    assert find_accelerate_file({"ACCELERATE_CONFIG": "x.yaml"}) == Path("x.yaml")
+    write_accelerate_file(accelerate_path({}), machine(2), mixed_precision="bf16")
+    assert find_accelerate_file({}) == PROJECT_FILE
 
 
 # --- accelerate: read -------------------------------------------------------------------------------------------------
@@ -156,32 +165,31 @@ use_cpu: false
 """
 
 
-def read(tmp_path: Path, text: str) -> accel.AccelerateConfig:
+def read(tmp_path: Path, text: str) -> AccelerateConfig:
     path = tmp_path / "theirs.yaml"
     path.write_text(text)
-    return accel.read_config(path)
+    return read_accelerate_file(path)
 
 
 def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_path):
     config = read(tmp_path, QUESTIONNAIRE)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
     assert (config.machine_rank, config.main_ip, config.main_port) == (1, "192.168.1.4", 29501)
-    assert config.other["downcast_bf16"] == "no"
-    lines = accel.differences(config, mixed_precision="bf16")
+    lines = overridden_lines(config, mixed_precision="bf16")
     assert any("16" in line and "total" in line and "8 on each" in line for line in lines)
     assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)
-    assert len(accel.differences(config, mixed_precision="no")) == 1
+    assert len(overridden_lines(config, mixed_precision="no")) == 1
 
 
 def test_numbers_of_an_engines_block_that_the_plan_decides_are_said(tmp_path):
     block = "DEEPSPEED\ndeepspeed_config:\n  zero_stage: 2\n  gradient_accumulation_steps: 8\n  gradient_clipping: 1.0"
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", block))
-    lines = accel.differences(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
+    lines = overridden_lines(config, mixed_precision="no", grad_accum=4, max_grad_norm=1)
     assert [line for line in lines if "wins" in line] == [
         "theirs.yaml says deepspeed_config.gradient_accumulation_steps: 8, the plan 4: the plan wins"
     ]
     config = read(tmp_path, QUESTIONNAIRE.replace("MULTI_GPU", "FSDP\nfsdp_config:\n  fsdp_offload_params: true"))
-    assert len(accel.differences(config, mixed_precision="no")) == 3
+    assert len(overridden_lines(config, mixed_precision="no")) == 3
 
 
 @pytest.mark.parametrize(
@@ -250,9 +258,9 @@ def test_a_file_of_another_shape_is_one_message(tmp_path, text):
 def test_a_file_that_is_not_there_names_what_is(tmp_path):
     (tmp_path / "there.yaml").write_text("a: 1\n")
     with pytest.raises(ConfigError, match=r"ACCELERATE_CONFIG=.*does not exist.*there\.yaml"):
-        accel.read_config(tmp_path / "none.yaml")
+        read_accelerate_file(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="is a folder"):
-        accel.read_config(tmp_path)
+        read_accelerate_file(tmp_path)
 
 
 # --- DeepSpeed: read --------------------------------------------------------------------------------------------------
@@ -274,7 +282,7 @@ def test_json_with_comments_and_trailing_commas_is_read_and_strings_are_left_alo
       "wandb": {"project": "say \\"//\\" ,]"},
     }
     """
-    data = ds.read(file(tmp_path, text))
+    data = read_deepspeed_file(file(tmp_path, text))
     assert data["zero_optimization"]["stage"] == 2
     assert data["zero_optimization"]["offload_optimizer"]["nvme_path"] == "/a//b/*c*/,}"
     assert data["wandb"]["project"] == 'say "//" ,]'
@@ -283,12 +291,12 @@ def test_json_with_comments_and_trailing_commas_is_read_and_strings_are_left_alo
 @pytest.mark.parametrize("name", ["d.yaml", "d.yml", "d.conf"])
 def test_yaml_is_read_too(tmp_path, name):
     text = "train_batch_size: auto\nzero_optimization:\n  stage: 3\n  reduce_bucket_size: 5e8\n"
-    data = ds.read(file(tmp_path, text, name))
+    data = read_deepspeed_file(file(tmp_path, text, name))
     assert data["zero_optimization"] == {"stage": 3, "reduce_bucket_size": 5e8}
 
 
 def test_a_file_without_ending_is_told_by_its_content(tmp_path):
-    assert ds.read(file(tmp_path, '// x\n{"train_batch_size": 8,}', "ds_config")) == {"train_batch_size": 8}
+    assert read_deepspeed_file(file(tmp_path, '// x\n{"train_batch_size": 8,}', "ds_config")) == {"train_batch_size": 8}
 
 
 @pytest.mark.parametrize(
@@ -309,31 +317,31 @@ def test_a_file_without_ending_is_told_by_its_content(tmp_path):
 )
 def test_what_cannot_be_read_is_one_message(tmp_path, text, name, words):
     with pytest.raises(ConfigError) as error:
-        ds.read(file(tmp_path, text, name))
+        read_deepspeed_file(file(tmp_path, text, name))
     assert all(word in str(error.value) for word in words)
 
 
 def test_a_missing_file_a_folder_and_bytes_are_one_message_each(tmp_path):
     (tmp_path / "there.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"DEEPSPEED_CONFIG=.*none\.json does not exist.*there\.json"):
-        ds.read(tmp_path / "none.json")
+        read_deepspeed_file(tmp_path / "none.json")
     with pytest.raises(ConfigError, match="is a folder"):
-        ds.read(tmp_path)
+        read_deepspeed_file(tmp_path)
     (tmp_path / "b.json").write_bytes(b'{"a": "\xff"}')
     with pytest.raises(ConfigError, match="not UTF-8"):
-        ds.read(tmp_path / "b.json")
+        read_deepspeed_file(tmp_path / "b.json")
 
 
 # --- DeepSpeed: understood --------------------------------------------------------------------------------------------
 
 
 def test_the_old_offload_key_is_translated_aloud():
-    config, notes = ds.understand({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    config, notes = translate({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert config == {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     assert len(notes) == 1
     assert "cpu_offload: true" in notes[0]
     assert "offload_optimizer" in notes[0]
-    assert ds.layout_of(config) == "zero2_offload"
+    assert layout_of(config) == "zero2_offload"
 
 
 @pytest.mark.parametrize(
@@ -361,17 +369,17 @@ def test_the_old_offload_key_is_translated_aloud():
     ],
 )  # fmt: skip
 def test_old_forms_mean_what_they_meant(old, new):
-    config, notes = ds.understand(old)
+    config, notes = translate(old)
     assert config == new
     assert notes
 
 
 def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
-    for layout in ds.STAGES:
-        raw = ds.shipped(layout)
-        assert ds.understand(raw) == (raw, ())
+    for layout in STAGES:
+        raw = shipped_config(layout)
+        assert translate(raw) == (raw, ())
     raw = {"zero_optimization": {"cpu_offload": True}}
-    ds.understand(raw)
+    translate(raw)
     assert raw == {"zero_optimization": {"cpu_offload": True}}
 
 
@@ -410,13 +418,13 @@ def test_todays_keys_pass_without_a_word_and_the_input_is_not_changed():
 )
 def test_what_deepspeed_does_not_know_is_refused_with_the_nearest(raw, words):
     with pytest.raises(ConfigError) as error:
-        ds.understand(raw, name="my.json")
+        translate(raw, name="my.json")
     assert all(word in str(error.value) for word in [*words, "my.json"])
 
 
 def test_all_problems_are_said_at_once():
     with pytest.raises(ConfigError) as error:
-        ds.understand({"aa": 1, "amp": {"enabled": True}, "bf16": {"on": True}})
+        translate({"aa": 1, "amp": {"enabled": True}, "bf16": {"on": True}})
     assert len(str(error.value).splitlines()) == 3
 
 
@@ -433,7 +441,7 @@ def test_the_table_is_that_of_the_installed_deepspeed():
 def test_what_is_filled_loads_in_the_installed_deepspeed():
     if keys.installed_folder() is None:
         pytest.skip("DeepSpeed is not installed here")
-    filled = [ds.fill(ds.shipped(layout), replace(NUMBERS, layout=layout))[0] for layout in ds.STAGES]
+    filled = [fill(shipped_config(layout), replace(NUMBERS, layout=layout))[0] for layout in STAGES]
     code = (
         "import json, sys\n"
         "from deepspeed.runtime.config import DeepSpeedConfig\n"
@@ -463,9 +471,9 @@ def test_an_installed_packages_own_fields_are_known(tmp_path, monkeypatch):
     try:
         if keys.installed_folder() != folder:
             pytest.skip("another DeepSpeed comes first")
-        assert ds.understand({"zero_optimization": {"stage3_brand_new": 1}})[1] == ()
+        assert translate({"zero_optimization": {"stage3_brand_new": 1}})[1] == ()
         with pytest.raises(ConfigError):
-            ds.understand({"zero_optimization": {"old": True}})
+            translate({"zero_optimization": {"old": True}})
     finally:
         keys.known.cache_clear()
 
@@ -475,16 +483,16 @@ def test_an_installed_packages_own_fields_are_known(tmp_path, monkeypatch):
 
 def test_the_shipped_files_are_what_the_code_means():
     found = sorted((ROOT / "configs" / "deepspeed").glob("*"))
-    assert [path.stem for path in found] == sorted(ds.SHIPPED_FILES)
+    assert [path.stem for path in found] == ["zero2", "zero3", "zero3_offload"]
     for path in found:
-        assert ds.read(path) == ds.shipped(path.stem)
+        assert read_deepspeed_file(path) == shipped_config(path.stem)
 
 
-@pytest.mark.parametrize("layout", sorted(ds.STAGES))
+@pytest.mark.parametrize("layout", sorted(STAGES))
 def test_no_auto_is_left_and_every_filled_value_is_shown(layout):
-    config, lines = ds.fill(ds.shipped(layout), replace(NUMBERS, layout=layout))
+    config, lines = fill(shipped_config(layout), replace(NUMBERS, layout=layout))
     assert "auto" not in json.dumps(config)
-    assert ds.layout_of(config) == layout
+    assert layout_of(config) == layout
     # micro 2 x accumulation 4 x 2 ranks = 16; 1024 squared = 1,048,576; 0.9 of it = 943,718.4; 10 x 1024 = 10,240
     assert (config["train_batch_size"], config["train_micro_batch_size_per_gpu"]) == (16, 2)
     assert config["gradient_accumulation_steps"] == 4
@@ -500,7 +508,7 @@ def test_no_auto_is_left_and_every_filled_value_is_shown(layout):
 
 
 def test_an_empty_file_becomes_the_planned_layout():
-    config, lines = ds.fill({}, replace(NUMBERS, layout="zero2"))
+    config, lines = fill({}, replace(NUMBERS, layout="zero2"))
     assert config["zero_optimization"]["stage"] == 2
     assert any("stage → 2" in line for line in lines)
     assert config["bf16"] == {"enabled": True}
@@ -521,7 +529,7 @@ def test_an_empty_file_becomes_the_planned_layout():
 )
 def test_a_number_that_contradicts_the_plan_names_both(config, words):
     with pytest.raises(ConfigError) as error:
-        ds.fill(config, replace(NUMBERS, learning_rate=2e-4), name="my.json")
+        fill(config, replace(NUMBERS, learning_rate=2e-4), name="my.json")
     assert all(word in str(error.value) for word in [*words, "my.json"])
 
 
@@ -530,25 +538,25 @@ def test_blocks_that_only_repeat_the_run_are_left_out_aloud():
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto"}},
     }
-    config, lines = ds.fill(raw, replace(NUMBERS, learning_rate=0.0002, betas=(0.9, 0.999)))
+    config, lines = fill(raw, replace(NUMBERS, learning_rate=0.0002, betas=(0.9, 0.999)))
     assert not {"optimizer", "scheduler"} & set(config)
     assert sum("left out" in line for line in lines) == 2
 
 
 def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
     numbers = replace(NUMBERS, layout="zero3_offload")
-    config, lines = ds.fill(ds.shipped("zero3_offload"), numbers, torch_adam="no C++ compiler")
+    config, lines = fill(shipped_config("zero3_offload"), numbers, torch_adam="no C++ compiler")
     assert config["zero_force_ds_cpu_optimizer"] is False
     assert any("no C++ compiler" in line for line in lines)
-    assert "zero_force_ds_cpu_optimizer" not in ds.fill(ds.shipped("zero3_offload"), numbers)[0]
-    assert "zero_force_ds_cpu_optimizer" not in ds.fill(ds.shipped("zero2"), NUMBERS, torch_adam="x")[0]
+    assert "zero_force_ds_cpu_optimizer" not in fill(shipped_config("zero3_offload"), numbers)[0]
+    assert "zero_force_ds_cpu_optimizer" not in fill(shipped_config("zero2"), NUMBERS, torch_adam="x")[0]
 
 
 def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "my-compiler -x")
-    assert [word for word in ds.adam_obstacles() if "my-compiler" in word]
-    assert "no ninja" in ds.adam_obstacles()
+    assert [word for word in adam_obstacles() if "my-compiler" in word]
+    assert "no ninja" in adam_obstacles()
 
 
 @pytest.mark.parametrize(
@@ -560,7 +568,7 @@ def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
 )
 def test_a_file_that_means_no_layout_is_refused(zero, words):
     with pytest.raises(ConfigError, match=words):
-        ds.layout_of({"zero_optimization": zero})
+        layout_of({"zero_optimization": zero})
 
 
 @pytest.mark.parametrize(
@@ -573,20 +581,20 @@ def test_a_file_that_means_no_layout_is_refused(zero, words):
     ],
 )
 def test_where_a_file_differs_from_its_layout_is_said(zero, layout, words):
-    assert ds.layout_of({"zero_optimization": zero}) == layout
-    notes = ds.layout_notes({"zero_optimization": zero})
+    assert layout_of({"zero_optimization": zero}) == layout
+    notes = layout_notes({"zero_optimization": zero})
     assert len(notes) == 1
     assert words in notes[0]
 
 
 def test_layouts_as_they_are_planned_need_no_note():
-    assert [ds.layout_notes(ds.shipped(layout)) for layout in ds.STAGES] == [()] * 5
+    assert [layout_notes(shipped_config(layout)) for layout in STAGES] == [()] * 5
 
 
 def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
     raw = {"zero_optimization": {"stage": 2, "stage3_prefetch_bucket_size": "auto", "sub_group_size": "auto",
                                  "zenflow": {"select_strategy": "auto"}}}  # fmt: skip
-    config, lines = ds.fill(raw, NUMBERS)
+    config, lines = fill(raw, NUMBERS)
     assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
     assert not {"sub_group_size", "stage3_prefetch_bucket_size"} & set(config["zero_optimization"])
     assert any("sub_group_size" in line for line in lines)

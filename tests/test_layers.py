@@ -246,6 +246,15 @@ def test_planning_loads_no_torch():
     assert answer.returncode == 0, answer.stderr
 
 
+@pytest.mark.parametrize("package", ["training", "trace"])
+def test_the_map_of_a_large_package_names_each_of_its_modules_once(package):
+    """Its docstring: where a reader finds what."""
+    named = re.findall(r"`(\w+)`", ast.get_docstring(tree_of(PACKAGE / package / "__init__.py")) or "")
+    theirs = {name.rpartition(".")[2] for name in modules() if name.startswith(f"{package}.")}
+    assert len(theirs) > 10
+    assert sorted(named) == sorted(theirs)
+
+
 def test_nothing_prints_and_entry_points_are_thin():
     for name, path in modules().items():
         tree = tree_of(path)

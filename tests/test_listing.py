@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import runs
 from sft_play.errors import RunFolderError
 from sft_play.finished.listing import list_runs, prune, to_prune
-from sft_play.runs import RunFolder
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import FORMAT, RunFolder
 
 NOW = datetime(2026, 11, 23, tzinfo=UTC)
 
@@ -22,8 +22,8 @@ def make_run(output: Path, name: str, *, status: str = "finished", hours: float 
     (folder.path / "checkpoints" / "checkpoint-4").mkdir(parents=True)
     (folder.path / "checkpoints" / "checkpoint-4" / "weights").write_bytes(b"x" * 1000)
     started = (NOW - timedelta(hours=hours)).isoformat()
-    runs.write_json(folder.manifest_path, {"format": runs.FORMAT, "status": status, "started": started})
-    runs.write_json(folder.path / "resolved.json", {"model": {"name": "some/base"}, "tuning": {"mode": "lora"}})
+    write_json(folder.manifest_path, {"format": FORMAT, "status": status, "started": started})
+    write_json(folder.path / "resolved.json", {"model": {"name": "some/base"}, "tuning": {"mode": "lora"}})
     lines = [{"step": 2, "loss": 3.0}, {"step": 4, "loss": 2.0, **figures}]
     folder.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 9, "lo')
     return folder
@@ -61,8 +61,9 @@ def _locked_elsewhere(folder: RunFolder):
     import sys
 
     code = (
-        "import sys, time; from pathlib import Path; from sft_play import runs; "
-        "mark = runs.lock(runs.RunFolder(Path(sys.argv[1]))); print('locked', flush=True); time.sleep(60)"
+        "import sys, time; from pathlib import Path; "
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
+        "mark = lock(RunFolder(Path(sys.argv[1]))); print('locked', flush=True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -79,7 +80,7 @@ def test_the_best_figure_is_the_best_of_all_evaluations(tmp_path, seed):
         "".join(json.dumps({"step": n, "eval_loss": x}) + "\n" for n, x in enumerate(losses))
     )
     after = draw.uniform(0, 5)
-    runs.write_json(folder.path / "summary.json", {"after": {"loss": after, "exact_match": None}})
+    write_json(folder.path / "summary.json", {"after": {"loss": after, "exact_match": None}})
     (run,) = list_runs(tmp_path).runs
     assert run.best == ("loss", min(*losses, after))
 

@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sft_play import runs
 from sft_play.diagnose import memory_check, memory_page, processes, seen_run
 from sft_play.diagnose.memory_check import Check, Peaks, look
 from sft_play.diagnose.memory_page import lines, watch
 from sft_play.diagnose.processes import Group, Rank, command_of, lock_holder
 from sft_play.diagnose.seen_run import find_run
 from sft_play.errors import RunFolderError
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
 from sft_play.facts.seen import GpuProcess, Seen, SeenGpu
-from sft_play.runs import FORMAT, RunFolder
+from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
 from tests.conftest import ROOT, clean_environment
 
 GIB = 2**30
@@ -326,11 +327,12 @@ def test_command_lines_that_train_are_known(words, command):
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
-from sft_play import runs
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import lock
 folder, forks = sys.argv[1:3]
 if os.environ.get("RANK", "0") == "0":
     file = open(os.path.join(folder, "train.log"), "a")
-    held = runs.lock(runs.RunFolder(Path(folder)), by=json.loads(os.environ.get("PART", "null")))
+    held = lock(RunFolder(Path(folder)), by=json.loads(os.environ.get("PART", "null")))
 for _ in range(int(forks)):
     if os.fork() == 0:
         time.sleep(60)
@@ -409,22 +411,22 @@ def test_ranks_that_a_person_started_are_one_run_by_their_launcher(training, tmp
 def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
     folder = run_folder(tmp_path / "out", "locked")
     assert lock_holder(folder) is None  # no lock yet
-    (folder.path / runs.LOCK).touch()
+    (folder.path / LOCK).touch()
     assert lock_holder(folder) is None
     process = training(folder)
     assert lock_holder(folder) == process.pid
     with pytest.raises(RunFolderError, match="is being written by another process"):
-        runs.lock(folder)
+        lock(folder)
     end(process)
     assert lock_holder(folder) is None
-    launcher = training(folder, PART=str(runs.LAUNCHER))
+    launcher = training(folder, PART=str(LAUNCHER))
     assert lock_holder(folder) == launcher.pid
-    writer = training(folder, PART=str(runs.WRITER))
+    writer = training(folder, PART=str(WRITER))
     assert lock_holder(folder) == writer.pid
     end(launcher)
     assert lock_holder(folder) == writer.pid
     end(writer)
-    runs.lock(folder).close()
+    lock(folder).close()
 
 
 def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):

@@ -21,14 +21,14 @@ from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware, named
-from sft_play.launch.accelerate_config import mesh_in, read_config
-from sft_play.launch.exported import accelerate_choices, drop_accelerate
+from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
+from sft_play.launch.accelerate.reading import mesh_in, read_accelerate_file
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of
 from sft_play.planner.plan import PlanRequest, job_of, plan_from_json
-from sft_play.training.distributed import WRAPPED_CLASS
+from sft_play.training.engine_check import WRAPPED_CLASS
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
 from tests.ranks_mesh import NOT_DIVIDED
@@ -478,7 +478,7 @@ def test_a_parallelism_config_of_accelerate_is_a_mesh(tmp_path, seed):
     file = tmp_path / "accelerate.yaml"
     file.write_text("distributed_type: FSDP\nparallelism_config: {parallelism_config_tp_size: two}\n")
     with pytest.raises(ConfigError, match="parallelism_config_tp_size: two is not a whole number from 1 on"):
-        read_config(file)
+        read_accelerate_file(file)
 
 
 def test_a_file_of_accelerate_with_context_parallelism_is_launched_so(world, tmp_path):

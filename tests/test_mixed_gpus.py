@@ -11,9 +11,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import HardwareError
-from sft_play.facts import hardware as facts
+from sft_play.facts import visible_gpus
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.launch_options import launch_options_of
 from sft_play.launch.ranks import Ranks
@@ -107,18 +108,18 @@ def test_a_rank_with_another_gpu_is_told_which_are_alike(monkeypatch):
 
 def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch):
     names = ["NVIDIA GeForce RTX 3060", "NVIDIA A100 80GB PCIe", "NVIDIA A100 80GB PCIe"]
-    found = tuple(facts._Found(f"GPU-{n}", gpu) for n, gpu in enumerate(machine(*names).gpus))
-    monkeypatch.setattr(facts, "_probe_gpus", lambda: found)
-    hardware = facts.detect({})
+    found = tuple(visible_gpus.Found(f"GPU-{n}", gpu) for n, gpu in enumerate(machine(*names).gpus))
+    monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: found)
+    hardware = detect({})
     assert any("goes by the smallest memory" in note and "GPUS=1,2 (2 x" in note for note in hardware.notes)
     text = "model: {name: Qwen/Qwen2.5-0.5B}\ntrain: {effective_batch_size: 30}\n"
     config = config_from_text(text, name="run.yaml")
     assert make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), hardware)).budget_bytes == 12 * GIB
     small = replace(found[2].gpu, total_bytes=40 * GIB)
-    monkeypatch.setattr(facts, "_probe_gpus", lambda: (found[1], replace(found[2], gpu=small)))
-    assert facts.detect({}).notes == ("the GPUs have 40 to 80 GiB: plans go by the smallest",)
-    monkeypatch.setattr(facts, "_probe_gpus", lambda: found[1:])
-    assert facts.detect({}).notes == ()
+    monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: (found[1], replace(found[2], gpu=small)))
+    assert detect({}).notes == ("the GPUs have 40 to 80 GiB: plans go by the smallest",)
+    monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: found[1:])
+    assert detect({}).notes == ()
 
 
 def test_one_gpu_of_a_mixed_machine_is_told_what_those_that_are_alike_would_do(monkeypatch, caplog):

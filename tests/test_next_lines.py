@@ -89,7 +89,7 @@ def push() -> Any:
 
 def record() -> Any:
     from sft_play.finished.record import Part, Record
-    from sft_play.runs import RunFolder
+    from sft_play.runs.folder import RunFolder
 
     return Record(RunFolder(RUN), "finished", {}, {}, {}, (Part(None, {}, {}, {}, {}, {}),), ())
 
@@ -115,7 +115,7 @@ def reproduce(*differing: Any) -> Any:
 
 def runs(*, is_empty: bool = False) -> Any:
     from sft_play.finished.listing import ListedRun, RunList
-    from sft_play.runs import RunFolder
+    from sft_play.runs.folder import RunFolder
 
     listed = ListedRun(RunFolder(RUN), "base", "lora", "finished", 3, None, 10, 0, None)
     return RunList(RUN.parent, () if is_empty else (listed,), datetime.now(UTC))

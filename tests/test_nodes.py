@@ -23,11 +23,11 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.launch import node_rendezvous
-from sft_play.launch.accelerate_config import read_config
+from sft_play.launch.accelerate.reading import read_accelerate_file
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
-from sft_play.launch.node_rendezvous import Met, card_of, choose_interface, meet
+from sft_play.launch.network import choose_interface
+from sft_play.launch.node_rendezvous import Met, card_of, differences, meet
 from sft_play.launch.ranks import Ranks
 from tests.conftest import ROOT, VARIABLES, clean_environment
 
@@ -428,8 +428,8 @@ def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
         lambda: meet(Nodes(2, 1, "127.0.0.1", free_port()), card, limit_s=1),
     )
     assert [type(answer) for answer in answers] == [HardwareError, HardwareError]
-    assert "nodes 1, 2 of 3 did not come to 127.0.0.1:" in str(answers[0])
-    assert "node 0 was not met at 127.0.0.1:" in str(answers[1])
+    assert "nodes 1, 2 of 3 did not connect to 127.0.0.1:" in str(answers[0])
+    assert "node 0 did not answer at 127.0.0.1:" in str(answers[1])
     assert "MASTER_ADDR= resolves to this machine itself" in str(answers[1])
 
 
@@ -459,9 +459,9 @@ def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world
         return {**card_of(config, machine, options or LaunchOptions(strategy="ddp")), "node": 1}
 
     first = {**card, "node": 0}
-    assert node_rendezvous.differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
-    assert node_rendezvous.differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
-    assert node_rendezvous.differences(first, told(options=LaunchOptions(strategy="fsdp"))) == [
+    assert differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
+    assert differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
+    assert differences(first, told(options=LaunchOptions(strategy="fsdp"))) == [
         "STRATEGY is ddp on node 0 and fsdp on node 1"
     ]
 
@@ -499,9 +499,9 @@ def test_an_accelerate_file_for_several_machines_has_to_say_where_they_meet(tmp_
     file = tmp_path / "a.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 4\nmachine_rank: 1\n")
     with pytest.raises(ConfigError, match="num_machines: 2 needs main_process_ip"):
-        with_accelerate(LaunchOptions(), read_config(file))
+        with_accelerate(LaunchOptions(), read_accelerate_file(file))
     given = LaunchOptions(nodes=Nodes(2, 0, "10.0.0.1", 29_500))
-    assert with_accelerate(given, read_config(file)).nodes == given.nodes  # the command line says it
+    assert with_accelerate(given, read_accelerate_file(file)).nodes == given.nodes  # the command line says it
 
 
 # --- Slurm ------------------------------------------------------------------------------------------------------------

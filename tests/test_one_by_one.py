@@ -14,8 +14,9 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
+from sft_play.facts.gpu import Gpu
 from sft_play.facts.gpu_catalog import ENTRIES
-from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.model_shape import Mla
 from sft_play.planner import candidates
 from sft_play.planner.candidates import micro_batches
@@ -334,7 +335,7 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     assert not varlen.needs_lengths(varlen.ATTENTION)
     assert torch.equal(torch.get_rng_state(), state)
     assert asked == [(getattr(torch, compute), (4, 32), (2, 32), window) for window in (None, varlen_proof.WINDOW)]
-    assert "PyTorch's kernel for boundaries is within" in caplog.text
+    assert "PyTorch's varlen kernel is within" in caplog.text
     # ranks that share a layer's heads have a part of them; and nothing is tried where the plan does not count on it
     asked.clear()
     varlen_proof.trust_kernel(*prepared(parts=2), device=torch.device("cpu"))
@@ -369,7 +370,8 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
     assert not varlen._flash_in_use
     (line,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert line.startswith(
-        "Attention: each chat is a call of its own, with the same numbers, but slower and with more memory than planned"
+        "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
+        "memory than planned"
     )
     assert says in line
 

@@ -15,7 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
-from sft_play import runs
 from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
@@ -23,11 +22,13 @@ from sft_play.data.sources.files import data_paths
 from sft_play.data.splits import build_splits
 from sft_play.errors import SftPlayError
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import new_folder, resumes
+from sft_play.runs.folder import FORMAT, RunFolder
 from tests.conftest import chat, need_documents_extra
 
 GIB = 2**30
@@ -354,7 +355,7 @@ def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
     from sft_play.planner.precision import Precision
     from sft_play.training.backend import choose_backend
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.trainable import trainable_note
 
     drawn = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=100)
@@ -388,7 +389,8 @@ def origin(config: RunConfig) -> Facts:
     """The adapter that training begins with."""
     from peft import get_peft_model
 
-    from sft_play.training.model import build_model_spec, read_model
+    from sft_play.training.model_loading import read_model
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.origin import origin_of
 
     precision = Precision("float32", "float32", "")
@@ -401,7 +403,7 @@ def origin(config: RunConfig) -> Facts:
 
 def loading(config: RunConfig) -> Facts:
     """What tokenizer and config are asked for with."""
-    from sft_play.training import model, tokenizer
+    from sft_play.training import model_spec, tokenizer
 
     seen: Facts = {}
 
@@ -414,7 +416,7 @@ def loading(config: RunConfig) -> Facts:
 
     for what, target, ask in (
         ("tokenizer", "transformers.AutoTokenizer", tokenizer.load_tokenizer),
-        ("config", "sft_play.training.model.AutoConfig", model._whole_config),
+        ("config", "sft_play.training.model_spec.AutoConfig", model_spec._whole_config),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{target}.from_pretrained", record(what))
@@ -426,7 +428,7 @@ def loading(config: RunConfig) -> Facts:
 def weights(config: RunConfig) -> Facts:
     """What the weights are asked for with."""
     from sft_play.planner.precision import Precision
-    from sft_play.training import model
+    from sft_play.training import model_loading, model_spec
 
     seen: Facts = {}
 
@@ -435,11 +437,11 @@ def weights(config: RunConfig) -> Facts:
         raise OSError("recorded")
 
     precision = Precision("float32", "float32", "")
-    drawn = model.build_model_spec(config, precision, tokenizer_size=100)
+    drawn = model_spec.build_model_spec(config, precision, tokenizer_size=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft_play.training.model.AutoModelForCausalLM.from_pretrained", record)
+        patch.setattr("sft_play.training.model_loading.AutoModelForCausalLM.from_pretrained", record)
         with pytest.raises(SftPlayError):
-            model.load_model(config, precision, drawn, device="cpu")
+            model_loading.load_model(config, precision, drawn, device="cpu")
     return seen
 
 
@@ -447,16 +449,16 @@ def folder(config: RunConfig) -> Facts:
     """The folder of a new run."""
     Path(config.output.dir, "there").mkdir(parents=True, exist_ok=True)
     now = datetime(2026, 1, 1, tzinfo=UTC)
-    return {"path": str(runs.new_folder(config.output, config_path=Path("run.yaml"), now=now).path)}
+    return {"path": str(new_folder(config.output, config_path=Path("run.yaml"), now=now).path)}
 
 
 def decision(config: RunConfig) -> Facts:
     """What an existing folder of ours means."""
     path = Path(config.output.dir) / "ours"
     path.mkdir(parents=True, exist_ok=True)
-    (path / "manifest.json").write_text(json.dumps({"format": runs.FORMAT}))
-    folder = runs.new_folder(config.output, config_path=Path("run.yaml"))
-    return {"path": str(folder.path), "goes_on": runs.goes_on(folder, config.output)}
+    (path / "manifest.json").write_text(json.dumps({"format": FORMAT}))
+    folder = new_folder(config.output, config_path=Path("run.yaml"))
+    return {"path": str(folder.path), "goes_on": resumes(folder, config.output)}
 
 
 def device(config: RunConfig) -> Facts:
@@ -489,7 +491,7 @@ def over_ranks(config: RunConfig) -> Facts:
     from sft_play.planner.gradients import gradients_of
     from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
     from sft_play.planner.precision import choose_precision
-    from sft_play.training.distributed import engine_arguments
+    from sft_play.training.engines import engine_arguments
     from sft_play.training.profile import window_of
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)

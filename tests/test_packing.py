@@ -417,7 +417,8 @@ def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypat
 def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
     from sft_play.config.load import config_from_text
     from sft_play.facts.architecture import shape_of
-    from sft_play.facts.hardware import Gpu, Hardware
+    from sft_play.facts.gpu import Gpu
+    from sft_play.facts.hardware import Hardware
     from sft_play.planner.plan import PlanRequest, make_plan
 
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)

@@ -15,14 +15,16 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware, named
 from sft_play.planner import calibration
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.whatif import QUESTIONS
-from sft_play.planner.candidates import choose, speed_words
+from sft_play.planner.candidates import choose
 from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
 from sft_play.planner.plan import Plan, PlanRequest, Traced, Work, make_plan, plan_from_json, require_fit
+from sft_play.planner.rejections import speed_words
 from sft_play.planner.show import choice_line, detected_lines, grid_lines, largest_line, plan_lines
 from sft_play.starting.measured import remember
 from tests.conftest import Command

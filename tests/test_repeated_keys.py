@@ -186,7 +186,8 @@ def test_the_gpu_and_the_precision_decide_and_the_plan_says_so(model, machine, w
 
 
 def test_the_model_spec_says_why_and_loading_puts_it_to_use(tiny_llama):
-    from sft_play.training.model import build_model_spec, load_model
+    from sft_play.training.model_loading import load_model
+    from sft_play.training.model_spec import build_model_spec
 
     config = config_from_text(f"model: {{name: {tiny_llama}}}\ntuning: {{mode: full}}", name="x")
     for repeats in (True, False):

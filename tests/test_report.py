@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from sft_play import runs
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished import charts as charts_module
 from sft_play.finished import report as report_module
@@ -25,6 +24,7 @@ from sft_play.finished.report import report, report_at_end, reported
 from sft_play.finished.report_charts import charts_of
 from sft_play.finished.report_sections import sections_of
 from sft_play.finished.run_figures import duration, size
+from sft_play.runs.folder import RunFolder
 from sft_play.training.evaluate import Figures
 from sft_play.training.exact_match import Answer, Question
 from sft_play.training.summary import KEPT_SAMPLES, samples
@@ -63,7 +63,7 @@ class _Reader(HTMLParser):
         self.text += data + "\n"
 
 
-def page_of(folder: runs.RunFolder, **options) -> _Reader:
+def page_of(folder: RunFolder, **options) -> _Reader:
     return _Reader(report(read_record(folder), **options).path.read_text(encoding="utf-8"))
 
 
@@ -453,7 +453,7 @@ def test_the_report_is_named_at_the_end_however_the_run_ended(tmp_path, undrawn,
     with pytest.raises(RunFolderError), reported(folder):  # refused before it began: nothing is written
         raise RunFolderError("another process is writing it")
     assert not page.exists()
-    with pytest.raises(ConfigError), reported(runs.RunFolder(tmp_path / "never")):
+    with pytest.raises(ConfigError), reported(RunFolder(tmp_path / "never")):
         raise ConfigError("no")
     assert not (tmp_path / "never").exists()
 

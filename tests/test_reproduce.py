@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from sft_play import runs
 from sft_play.errors import RunFolderError
 from sft_play.finished.equal_weights import compare_weights
 from sft_play.finished.reproduce import first_other_loss
 from sft_play.finished.run_code import code_of
+from sft_play.runs.manifest import code_facts, versions
 from tests import warm
 from tests.conftest import ROOT, chat
 
@@ -140,7 +140,7 @@ def test_other_versions_and_another_machine_are_told(copy):
     change(first / "manifest.json", versions__numpy="1.0", hardware__cpu_name="Another", cpu__capability="AVX9")
     (copy / "rows.jsonl").touch()
     told = reproduced(copy, "first")["not_as_recorded"]
-    assert told[0] == f"numpy 1.0 then, {runs.versions()['numpy']} now"
+    assert told[0] == f"numpy 1.0 then, {versions()['numpy']} now"
     assert any(line.startswith("CPU Another then, ") for line in told)
     assert any(line.startswith("CPU instructions AVX9 then, ") for line in told)
 
@@ -196,7 +196,7 @@ def checkout(tmp_path):
     for number in (1, 2):
         (package / "__init__.py").write_text(f"number = {number}\n")
         git("add", "."), git("commit", "--quiet", "-m", str(number))
-        manifests.append({"code": runs.code_facts(package)})
+        manifests.append({"code": code_facts(package)})
     return package, manifests
 
 
@@ -217,7 +217,7 @@ def test_the_code_is_this_one_or_a_clone_of_the_commit(checkout):
 def test_code_that_cannot_be_had_is_refused_unless_the_present_one_is_asked_for(checkout):
     package, _ = checkout
     (package / "__init__.py").write_text("number = 3\n")
-    dirty = {"code": runs.code_facts(package)}
+    dirty = {"code": code_facts(package)}
     assert dirty["code"]["git"]["dirty"]
     with code_of(dirty, package=package) as (place, said):  # changed without a commit, and still the same
         assert (place, "with changes" in said) == (package.parent, True)
@@ -238,12 +238,12 @@ def test_code_that_cannot_be_had_is_refused_unless_the_present_one_is_asked_for(
 
 def test_the_digest_of_the_code_is_of_names_and_contents(tmp_path):
     (tmp_path / "a.py").write_text("x = 1\n")
-    first = runs.code_facts(tmp_path)
+    first = code_facts(tmp_path)
     assert first["git"] is None  # no repository tracks it
     (tmp_path / "a.txt").write_text("no code")
-    assert runs.code_facts(tmp_path) == first
+    assert code_facts(tmp_path) == first
     (tmp_path / "a.py").rename(tmp_path / "b.py")
-    assert runs.code_facts(tmp_path) != first
+    assert code_facts(tmp_path) != first
 
 
 @pytest.mark.slow

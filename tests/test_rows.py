@@ -187,7 +187,7 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import Hardware
     from sft_play.planner.plan import PlanRequest, make_plan
-    from sft_play.runs import RunFolder
+    from sft_play.runs.folder import RunFolder
     from sft_play.training.trainer import build_trainer
 
     text = (

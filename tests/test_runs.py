@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -11,10 +12,17 @@ from datetime import UTC, datetime
 
 import pytest
 
-from sft_play import runs
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
 from sft_play.log import escape_control, one_line, redact
+from sft_play.runs import creation
+from sft_play.runs.creation import create_run, new_folder
+from sft_play.runs.files import write_json
+from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
+from sft_play.runs.lookup import find_resumable
+from sft_play.runs.manifest import git_state, new_manifest
+from sft_play.runs.metrics import keep_metrics_until
+from sft_play.runs.resuming import check_same_run
 from tests.conftest import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -28,18 +36,18 @@ def loaded(tmp_path, text="", overrides=()):
 
 def make(tmp_path, name="one", **changes):
     job = loaded(tmp_path, overrides=(f"output.name={name}",))
-    folder = runs.new_folder(job.config.output, config_path=job.path, now=NOW)
-    manifest = runs.new_manifest(job, hardware={}, data={}) | changes
-    runs.create(folder, job, manifest=manifest, plan={"fits": True})
+    folder = new_folder(job.config.output, config_path=job.path, now=NOW)
+    manifest = new_manifest(job, hardware={}, data={}) | changes
+    create_run(folder, job, manifest=manifest, plan={"fits": True})
     return folder
 
 
 def test_a_run_is_named_by_its_config_and_the_time(tmp_path):
     job = loaded(tmp_path)
-    folder = runs.new_folder(job.config.output, config_path=job.path, now=NOW)
+    folder = new_folder(job.config.output, config_path=job.path, now=NOW)
     assert folder.path == tmp_path / "outputs" / "run-20260102T030405Z"
     folder.path.mkdir(parents=True)
-    assert runs.new_folder(job.config.output, config_path=job.path, now=NOW).path.name == "run-20260102T030405Z-2"
+    assert new_folder(job.config.output, config_path=job.path, now=NOW).path.name == "run-20260102T030405Z-2"
 
 
 @pytest.mark.parametrize(
@@ -48,22 +56,22 @@ def test_a_run_is_named_by_its_config_and_the_time(tmp_path):
 def test_a_name_that_could_leave_the_folder_is_refused(tmp_path, name):
     job = loaded(tmp_path, overrides=(f"output.name={json.dumps(name)}",))
     with pytest.raises(RunFolderError, match=r"output\.name=.*is refused"):
-        runs.new_folder(job.config.output, config_path=job.path)
+        new_folder(job.config.output, config_path=job.path)
 
 
 def test_an_existing_folder_is_a_named_decision(tmp_path):
     make(tmp_path)
     job = loaded(tmp_path, overrides=("output.name=one",))
     with pytest.raises(RunFolderError, match=r"if_exists=resume.*if_exists=replace.*another output\.name"):
-        runs.new_folder(job.config.output, config_path=job.path)
+        new_folder(job.config.output, config_path=job.path)
 
 
 def test_replace_moves_aside_only_a_folder_of_ours(tmp_path):
     folder = make(tmp_path)
     (folder.path / "mine.txt").write_text("kept")
     job = loaded(tmp_path, overrides=("output.name=one", "output.if_exists=replace"))
-    again = runs.new_folder(job.config.output, config_path=job.path)
-    runs.create(again, job, manifest=runs.new_manifest(job, hardware={}, data={}), plan={})
+    again = new_folder(job.config.output, config_path=job.path)
+    create_run(again, job, manifest=new_manifest(job, hardware={}, data={}), plan={})
     aside = [path for path in (tmp_path / "outputs").iterdir() if ".replaced-" in path.name]
     assert [(path / "mine.txt").read_text() for path in aside] == ["kept"]
     assert not (again.path / "mine.txt").exists()
@@ -73,7 +81,7 @@ def test_replace_moves_aside_only_a_folder_of_ours(tmp_path):
     (foreign / "thesis.doc").write_text("precious")
     job = loaded(tmp_path, overrides=("output.name=two", "output.if_exists=replace"))
     with pytest.raises(RunFolderError, match="has no manifest of this toolkit"):
-        runs.new_folder(job.config.output, config_path=job.path)
+        new_folder(job.config.output, config_path=job.path)
     assert (foreign / "thesis.doc").read_text() == "precious"
 
 
@@ -81,15 +89,15 @@ def test_an_output_dir_that_is_a_file_is_named(tmp_path):
     (tmp_path / "outputs").write_text("x")
     job = loaded(tmp_path)
     with pytest.raises(RunFolderError, match="is a file"):
-        runs.new_folder(job.config.output, config_path=job.path)
+        new_folder(job.config.output, config_path=job.path)
 
 
 def test_nothing_is_left_of_a_folder_that_could_not_be_made(tmp_path, monkeypatch):
     job = loaded(tmp_path, overrides=("output.name=one",))
-    folder = runs.new_folder(job.config.output, config_path=job.path)
-    monkeypatch.setattr(runs, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    folder = new_folder(job.config.output, config_path=job.path)
+    monkeypatch.setattr(creation, "write_json", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        runs.create(folder, job, manifest={}, plan={})
+        create_run(folder, job, manifest={}, plan={})
     assert list((tmp_path / "outputs").iterdir()) == []
 
 
@@ -98,14 +106,14 @@ def test_the_newest_unfinished_run_of_a_config_is_resumed(tmp_path):
     make(tmp_path, "new", status="stopped", started="2026-01-02T00:00:00+00:00")
     make(tmp_path, "done", status="finished", started="2026-01-03T00:00:00+00:00")
     job = loaded(tmp_path)
-    assert runs.find_resumable(job.config.output, config_path=job.path).path.name == "new"
-    assert runs.find_resumable(job.config.output, config_path=job.path, name="old").path.name == "old"
+    assert find_resumable(job.config.output, config_path=job.path).path.name == "new"
+    assert find_resumable(job.config.output, config_path=job.path, name="old").path.name == "old"
     with pytest.raises(RunFolderError, match="is finished"):
-        runs.find_resumable(job.config.output, config_path=job.path, name="done")
+        find_resumable(job.config.output, config_path=job.path, name="done")
     with pytest.raises(RunFolderError, match=r"there is no run nine in .* the runs there: done, new, old"):
-        runs.find_resumable(job.config.output, config_path=job.path, name="nine")
+        find_resumable(job.config.output, config_path=job.path, name="nine")
     with pytest.raises(RunFolderError, match=r"no unfinished run of"):
-        runs.find_resumable(job.config.output, config_path=tmp_path / "other.yaml")
+        find_resumable(job.config.output, config_path=tmp_path / "other.yaml")
 
 
 def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
@@ -113,9 +121,7 @@ def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
     text = "tuning: {mode: lora}\ntrain: {seed: 7, logging_steps: 5, stop_after_steps: 3}\n"
     other = loaded(tmp_path, text, overrides=("output.name=one",))
     with pytest.raises(RunFolderError) as error:
-        runs.check_same_run(
-            folder, other, data={"train": {"sha256": "bb", "path": "t.jsonl"}}, batch={"micro_batch": 2}
-        )
+        check_same_run(folder, other, data={"train": {"sha256": "bb", "path": "t.jsonl"}}, batch={"micro_batch": 2})
     message = str(error.value)
     for part in (
         'tuning.mode: the run has "qlora", now "lora"',
@@ -127,7 +133,7 @@ def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
     assert "logging_steps" not in message
     assert "stop_after_steps" not in message
     same = loaded(tmp_path, overrides=("output.name=one", "train.stop_after_steps=9"))
-    runs.check_same_run(folder, same, data={"train": {"sha256": "aa"}}, batch={"micro_batch": 4})
+    check_same_run(folder, same, data={"train": {"sha256": "aa"}}, batch={"micro_batch": 4})
 
 
 SECRETS = {
@@ -144,9 +150,9 @@ def test_no_secret_reaches_a_file_of_the_run(tmp_path, monkeypatch):
     text = "# notes: " + " ".join(SECRETS.values()) + "\n# https://user:hunter2hunter2@host/x.git\n"
     overrides = (f"model.name=/data/{SECRETS['MY_DB_PASSWORD']}/model", "output.name=one")
     job = loaded(tmp_path, text, overrides)
-    folder = runs.new_folder(job.config.output, config_path=job.path)
-    manifest = runs.new_manifest(job, hardware={"note": SECRETS["HF_TOKEN"]}, data={SECRETS["WANDB_API_KEY"]: 1})
-    runs.create(folder, job, manifest=manifest, plan={"reasons": [SECRETS["AWS_SECRET_ACCESS_KEY"]]})
+    folder = new_folder(job.config.output, config_path=job.path)
+    manifest = new_manifest(job, hardware={"note": SECRETS["HF_TOKEN"]}, data={SECRETS["WANDB_API_KEY"]: 1})
+    create_run(folder, job, manifest=manifest, plan={"reasons": [SECRETS["AWS_SECRET_ACCESS_KEY"]]})
     handler = runs_log(folder)
     logging.getLogger("sft_play.x").warning("token %s at https://me:pw12345678@host", SECRETS["HF_TOKEN"])
     logging.getLogger().removeHandler(handler)
@@ -195,7 +201,7 @@ def test_a_git_remote_with_credentials_is_not_recorded(tmp_path, monkeypatch):
     git("init", "-q")
     git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-q", "--allow-empty", "-m", "x")
     git("remote", "add", "origin", "https://user:ghp_abcdefghijklmnopqrstuvwxyz012345@github.com/x/y.git")
-    state = runs.git_state(tmp_path)
+    state = git_state(tmp_path)
     assert len(state["commit"]) == 40
     assert "ghp_" not in json.dumps(state)
 
@@ -223,17 +229,18 @@ def test_short_values_of_secret_looking_variables_hide_nothing(monkeypatch):
 def test_a_run_that_another_process_writes_is_left_alone(tmp_path):
     folder = make(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from sft_play import runs; "
-        f"mark = runs.lock(runs.RunFolder(Path({str(folder.path)!r}))); "
+        "import sys; from pathlib import Path; "
+        "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
+        f"mark = lock(RunFolder(Path({str(folder.path)!r}))); "
         "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
     with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
         assert other.stdout.read(6) == "locked"
         with pytest.raises(RunFolderError, match="being written by another process"):
-            runs.lock(folder)
+            lock(folder)
         other.stdin.close()
-    runs.lock(folder).close()
+    lock(folder).close()
 
 
 @pytest.mark.parametrize(
@@ -249,7 +256,7 @@ def test_a_damaged_run_says_what_is_damaged(tmp_path, file, content, message):
     (folder.path / file).write_text(content)
     job = loaded(tmp_path, overrides=("output.name=one",))
     with pytest.raises(RunFolderError, match=message):
-        runs.check_same_run(folder, job, data={}, batch={})
+        check_same_run(folder, job, data={}, batch={})
 
 
 @pytest.mark.parametrize("path", ["train.adam_beta2", "train.weight_decay", "model.max_seq_len", "tuning.lora.r"])
@@ -263,20 +270,20 @@ def test_a_key_that_a_version_added_hinders_no_old_run_unless_it_changes_somethi
         holder = holder[part]
     had = holder.pop(name)
     (folder.path / "resolved.json").write_text(json.dumps(old))
-    runs.check_same_run(folder, job, data={}, batch={})
+    check_same_run(folder, job, data={}, batch={})
     another = had / 2 if had else 0.25
     word = f"{path}={another if isinstance(had, float) else 2 * had}"
     with pytest.raises(RunFolderError, match=path):
-        runs.check_same_run(folder, loaded(tmp_path, overrides=("output.name=one", word)), data={}, batch={})
+        check_same_run(folder, loaded(tmp_path, overrides=("output.name=one", word)), data={}, batch={})
 
 
 def test_a_folder_that_appeared_meanwhile_is_not_touched(tmp_path):
     job = loaded(tmp_path, overrides=("output.name=one",))
-    folder = runs.new_folder(job.config.output, config_path=job.path)
+    folder = new_folder(job.config.output, config_path=job.path)
     folder.path.mkdir(parents=True)
     (folder.path / "theirs").write_text("kept")
     with pytest.raises(RunFolderError, match="by another process in the meantime"):
-        runs.create(folder, job, manifest={}, plan={})
+        create_run(folder, job, manifest={}, plan={})
     assert (folder.path / "theirs").read_text() == "kept"
 
 
@@ -285,17 +292,17 @@ def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
     path.write_text(
         "".join(json.dumps({"step": step}) + "\n" for step in range(5)) + '5\n{"step": null}\n{"step": 5, "lo'
     )
-    runs.keep_metrics_until(path, 2)
+    keep_metrics_until(path, 2)
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 1, 2]
 
 
 def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
-    runs.write_json(path, {"a": 1})
+    write_json(path, {"a": 1})
     real = os.fdopen
     monkeypatch.setattr(os, "fdopen", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        runs.write_json(path, {"a": 2})
+        write_json(path, {"a": 2})
     monkeypatch.setattr(os, "fdopen", real)
     assert json.loads(path.read_text()) == {"a": 1}
     assert [item.name for item in tmp_path.iterdir()] == ["x.json"]
@@ -311,8 +318,9 @@ def writer(tmp_path):
 
     def begin(folder, by=None):
         code = (
-            "import sys; from pathlib import Path; from sft_play import runs; "
-            f"mark = runs.lock(runs.RunFolder(Path({str(folder.path)!r})), by={by}); "
+            "import sys; from pathlib import Path; "
+            "from sft_play.runs.folder import RunFolder; from sft_play.runs.locking import lock; "
+            f"mark = lock(RunFolder(Path({str(folder.path)!r})), by={by}); "
             "sys.stdout.write('locked'); sys.stdout.flush(); sys.stdin.read()"
         )
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "cwd": ROOT}
@@ -336,9 +344,9 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
     other = writer(folder)
     job = loaded(tmp_path, overrides=("output.name=one", "output.if_exists=replace"))
     takers = {
-        "a start that replaces": lambda: runs.new_folder(job.config.output, config_path=job.path),
-        "one that looked before it was there": lambda: runs.create(folder, job, manifest={}, plan={}),
-        "a resumed run": lambda: runs.lock(folder),
+        "a start that replaces": lambda: new_folder(job.config.output, config_path=job.path),
+        "one that looked before it was there": lambda: create_run(folder, job, manifest={}, plan={}),
+        "a resumed run": lambda: lock(folder),
         "consolidate": lambda: consolidate(folder),
         "consolidate into it": lambda: consolidate(folder, out=folder.path / "here"),
     }
@@ -355,49 +363,51 @@ def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_
     other.wait()
     with pytest.raises(RunFolderError, match="no complete checkpoint"):
         consolidate(folder)
-    mark = runs.create(runs.new_folder(job.config.output, config_path=job.path), job, manifest={}, plan={})
+    mark = create_run(new_folder(job.config.output, config_path=job.path), job, manifest={}, plan={})
     with pytest.raises(RunFolderError, match="already being written by this process"):
-        runs.lock(folder)
+        lock(folder)
     mark.close()
-    assert not (folder.path / runs.LOCK).exists()
+    assert not (folder.path / LOCK).exists()
     assert len(list((tmp_path / "outputs").glob("one.replaced-*"))) == 1
 
 
 def test_the_command_that_starts_ranks_and_the_rank_that_writes_have_a_part_each(tmp_path, writer):
     folder = make(tmp_path)
-    parent = writer(folder, runs.LAUNCHER)
-    for by in (None, runs.LAUNCHER):
+    parent = writer(folder, LAUNCHER)
+    for by in (None, LAUNCHER):
         with pytest.raises(RunFolderError, match=f"pid {parent.pid} on "):
-            runs.lock(folder, by=by)
-    rank = writer(folder, runs.WRITER)
+            lock(folder, by=by)
+    rank = writer(folder, WRITER)
     parent.kill()
     parent.wait()
-    for by in (None, runs.WRITER):  # the rank still saves
+    for by in (None, WRITER):  # the rank still saves
         with pytest.raises(RunFolderError, match="being written by another process"):
-            runs.lock(folder, by=by)
+            lock(folder, by=by)
     rank.kill()
     rank.wait()
-    runs.lock(folder).close()
+    lock(folder).close()
 
 
 TAKE_TURNS = """
 import os, random, sys, time
 from pathlib import Path
-from sft_play import runs
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
+from sft_play.runs.creation import create_run, new_folder
+from sft_play.runs.folder import FORMAT
+from sft_play.runs.locking import lock
 base, seed = Path(sys.argv[1]), int(sys.argv[2])
 draw, made, until = random.Random(seed), 0, time.monotonic() + float(sys.argv[3])
 text = f"model: {{name: gpt2}}\\noutput: {{dir: {base}, name: one, if_exists: replace}}"
 job = LoadedConfig(config_from_text(text, name="run.yaml"), base / "run.yaml", text, ())
 while time.monotonic() < until:
     try:
-        folder = runs.new_folder(job.config.output, config_path=job.path)
+        folder = new_folder(job.config.output, config_path=job.path)
         time.sleep(draw.random() * 0.004)
         if draw.random() < 0.5 or not folder.path.exists():
-            mark = runs.create(folder, job, manifest={"format": runs.FORMAT, "pid": os.getpid()}, plan={})
+            mark = create_run(folder, job, manifest={"format": FORMAT, "pid": os.getpid()}, plan={})
         else:
-            mark = runs.lock(folder)
+            mark = lock(folder)
             folder.update_manifest(pid=os.getpid())
     except RunFolderError as error:
         known = ("being written by another", "created by another process in the meantime", "No such file",
@@ -434,15 +444,15 @@ def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, mo
     ended.wait()
     pid = os.getppid() if owner == "alive" else ended.pid
     host = "another-host" if owner == "elsewhere" else socket.gethostname()
-    (folder.path / runs.LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "2026-01-02T03:04:05+00:00"}))
+    (folder.path / LOCK).write_text(json.dumps({"pid": pid, "host": host, "since": "2026-01-02T03:04:05+00:00"}))
 
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr(runs.fcntl, "lockf", refuse)
+    monkeypatch.setattr(fcntl, "lockf", refuse)
     if owner == "dead":
-        runs.lock(folder).close()
+        lock(folder).close()
     else:
         with pytest.raises(RunFolderError, match=rf"pid {pid} on {host}, since 2026-01-02.*remove .*run\.lock"):
-            runs.lock(folder)
+            lock(folder)
     assert "the file system does not support locks (No locks available)" in caplog.text

@@ -302,7 +302,7 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
     from transformers import AutoModelForCausalLM
 
     from sft_play.training import stream
-    from sft_play.training.model import whole_shapes
+    from sft_play.training.model_saving import whole_shapes
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     shapes = whole_shapes(model)
@@ -328,7 +328,7 @@ def test_experts_that_are_saved_apart_are_not_written_one_by_one():
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     from sft_play.training import stream
-    from sft_play.training.model import whole_shapes
+    from sft_play.training.model_saving import whole_shapes
 
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -221,7 +221,7 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import Hardware
     from sft_play.planner.plan import PlanRequest, make_plan
-    from sft_play.runs import RunFolder
+    from sft_play.runs.folder import RunFolder
     from sft_play.training.monitor import Monitor
     from sft_play.training.trainer import build_trainer
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from sft_play.cli import main
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from tests.conftest import chat
 
 # --- the run YAML -----------------------------------------------------------------------------------------------------

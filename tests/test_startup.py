@@ -13,12 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import heap, runs
+from sft_play import heap
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import first_rows
 from sft_play.data.sources.files import data_paths
 from sft_play.errors import DataError, RunFolderError
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import require_writable
+from sft_play.runs.files import write_json
+from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.locking import lock
 from tests.conftest import ROOT, chat
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")
@@ -106,8 +109,8 @@ def place(tmp_path_factory, tiny_llama, sums):
     )
     held = RunFolder(folder / "outputs" / "held")
     held.path.mkdir(parents=True)
-    runs.write_json(held.manifest_path, {"format": runs.FORMAT, "status": "running"})
-    with runs.lock(held):
+    write_json(held.manifest_path, {"format": FORMAT, "status": "running"})
+    with lock(held):
         yield folder
 
 
@@ -150,11 +153,11 @@ def test_the_parent_of_ranks_starts_them_without_a_library(refused):
 
 
 def test_looking_whether_a_folder_can_be_written_leaves_nothing(tmp_path):
-    runs.require_writable(RunFolder(tmp_path / "outputs" / "deep" / "run"))
+    require_writable(RunFolder(tmp_path / "outputs" / "deep" / "run"))
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match="cannot be written: Not a directory"):
-        runs.require_writable(RunFolder(tmp_path / "file" / "run"))
+        require_writable(RunFolder(tmp_path / "file" / "run"))
 
 
 # --- the first look ---------------------------------------------------------------------------------------------------
@@ -309,7 +312,8 @@ def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
     from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import detect
     from sft_play.planner.precision import choose_precision
-    from sft_play.training.model import build_model_spec, load_model
+    from sft_play.training.model_loading import load_model
+    from sft_play.training.model_spec import build_model_spec
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     model.save_pretrained(tmp_path, max_shard_size="100KB")

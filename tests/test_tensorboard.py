@@ -23,11 +23,10 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play import runs
 from sft_play.commands import boards as commands
 from sft_play.config.load import load_config
 from sft_play.launch import tensorboard as board
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -390,7 +389,7 @@ def make_run(base: Path, name: str, status: str | None, *, files: int = 1) -> Ru
     (folder.tensorboard / "notes.txt").write_text("mine")
     if status is not None:
         folder.log_path.write_text("")
-        folder.manifest_path.write_text(json.dumps({"format": runs.FORMAT, "status": status}))
+        folder.manifest_path.write_text(json.dumps({"format": FORMAT, "status": status}))
     return folder
 
 

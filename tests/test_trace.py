@@ -16,7 +16,7 @@ from torch._subclasses import FakeTensorMode
 from sft_play.facts.installed import version_of
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
-from sft_play.trace import build, fakes, kernels, patches, ranks, remembered, step
+from sft_play.trace import build, fakes, kernels, patches, ranks, remembered, replacements, step
 from sft_play.trace.remembered import cached_trace
 from sft_play.trace.replay import BIRTH, DEATH, MARK, USED, WAIT, replay
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
@@ -172,7 +172,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
         optim="adamw_torch_fused", report_to=[], save_strategy="no", disable_tqdm=True, max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True}, **_checkpointing(settings.checkpointing),
     )  # fmt: skip
-    with log, patches.installed(patches.Situation(settings, log)):
+    with log, patches.installed(replacements.Situation(settings, log)):
         trainer = PlannedTrainer(
             model=AutoModelForCausalLM.from_config(
                 build.config_of(settings), dtype=torch.bfloat16, attn_implementation="eager"
@@ -309,7 +309,7 @@ def test_the_engine_sums_gradients_in_place_and_the_log_knows():
 def test_dropout_keeps_a_mask_of_one_byte():
     settings = dataclasses.replace(SMALL, mode="lora", peft={**LORA, "lora_dropout": 0.5}, checkpointing=False)
     log = StorageLog()
-    with patches.installed(patches.Situation(settings, log)), FakeTensorMode(), log:
+    with patches.installed(replacements.Situation(settings, log)), FakeTensorMode(), log:
         x = torch.zeros(1000, requires_grad=True)
         before = log.current
         out = F.dropout(x, 0.5)
@@ -323,7 +323,7 @@ def test_dropout_keeps_a_mask_of_one_byte():
 def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
     half, norm = torch.randn(4, 8, dtype=dtype), torch.nn.LayerNorm(8).to(dtype)
     expected = torch.nn.functional.layer_norm(half.float(), (8,), norm.weight.float(), norm.bias.float())
-    with patches.installed(patches.Situation(SMALL, StorageLog())):
+    with patches.installed(replacements.Situation(SMALL, StorageLog())):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             inside = norm(half), torch.pow(half, 3.0)
         outside = norm(half), torch.pow(half, 3.0)
@@ -335,7 +335,7 @@ def test_autocast_takes_layer_norm_and_powers_in_fp32_as_cuda_does(dtype):
 
 def test_fp16_softmax_in_fp32_keeps_its_result_alone():
     log = StorageLog()
-    with patches.installed(patches.Situation(SMALL, log)), FakeTensorMode(), log:
+    with patches.installed(replacements.Situation(SMALL, log)), FakeTensorMode(), log:
         x = torch.zeros(10, 100, dtype=torch.float16, requires_grad=True)
         before, log.peak = log.current, log.current
         out = F.softmax(x, dim=-1, dtype=torch.float32)
@@ -398,7 +398,7 @@ def test_masks_are_those_that_transformers_makes_of_real_values(mask, is_square)
         return None if found is None else (tuple(found.shape), found.dtype)
 
     expected = made()
-    with patches.installed(patches.Situation(dataclasses.replace(SMALL, mask=mask), StorageLog())):
+    with patches.installed(replacements.Situation(dataclasses.replace(SMALL, mask=mask), StorageLog())):
         assert made() == expected
     assert (expected is not None) == is_square
 

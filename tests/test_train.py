@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sft_play.errors import TrainingError
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training import checkpoints
 from sft_play.training.callbacks import GradientCheck, Progress
 from tests.bundled import data_file
@@ -594,7 +594,7 @@ def test_missing_weights_are_not_filled_with_random_numbers(train, tmp_path, tin
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     code, printed, _ = train("one", f"model.name={folder}")
     assert code == 2
-    assert "do not fill the model: model.layers.1.mlp.up_proj.weight" in printed
+    assert "do not match the model: model.layers.1.mlp.up_proj.weight" in printed
 
 
 def test_a_model_without_its_own_output_head_is_refused(train, tmp_path):
@@ -604,7 +604,7 @@ def test_a_model_without_its_own_output_head_is_refused(train, tmp_path):
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     code, printed, _ = train("one", f"model.name={folder}")
     assert code == 2
-    assert "do not fill the model: lm_head.weight" in printed
+    assert "do not match the model: lm_head.weight" in printed
 
 
 @pytest.mark.parametrize(
@@ -773,7 +773,7 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
     from datetime import date
 
-    from sft_play.runs import first_day
+    from sft_play.runs.resuming import first_day
 
     template = tmp_path / "dated.jinja"
     template.write_text(

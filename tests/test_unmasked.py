@@ -12,7 +12,8 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
 from sft_play.planner.padding import why_masked
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests.conftest import chat
@@ -206,7 +207,7 @@ def run_yaml(folder: Any, model: Any) -> Any:
 
 @pytest.mark.build
 def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training import collate, model, unmasked
+    from sft_play.training import collate, model_spec, unmasked
 
     given: list[set[str]] = []
     real = collate.Collator.__call__
@@ -221,7 +222,7 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
     for name in ("plain", "masked"):
         given.clear()
         if name == "masked":
-            monkeypatch.setattr(model, "padding_of", lambda *_, **__: unmasked.Padding(True, "a test says so"))
+            monkeypatch.setattr(model_spec, "padding_of", lambda *_, **__: unmasked.Padding(True, "a test says so"))
         code, said = command("train", "--config", str(path), f"output.name={name}")
         assert code == 0, said
         lines = (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()

@@ -23,15 +23,17 @@ import torch
 from datasets import Dataset
 from safetensors.torch import load_file
 
-from sft_play import runs
 from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
 from sft_play.failures import Failure
 from sft_play.planner.precision import Precision
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import create_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import new_manifest, versions
+from sft_play.runs.resuming import check_same_run
 from sft_play.training import backend, bridge, checkpoints, handover, unsloth_environment, unsloth_worker
-from sft_play.training.model import build_model_spec
+from sft_play.training.model_spec import build_model_spec
 from sft_play.training.unsloth_environment import Answer
 from tests import warm
 from tests.conftest import ROOT
@@ -154,7 +156,7 @@ def test_the_environment_in_the_present_folder_is_found(no_unsloth, tmp_path):
     assert unsloth_environment.find_python({"UNSLOTH_VENV": str(tmp_path / ".venv-unsloth")}) == python
 
 
-NOT_CARRIED = {
+UNSUPPORTED = {
     "tuning.mode=full": "tuning.mode=full",
     "task_mode=cpt_mixed data.text_path=x.txt": "task_mode=cpt_mixed",
     "tuning.lora.use_dora=true": "tuning.lora.use_dora=true",
@@ -166,14 +168,14 @@ NOT_CARRIED = {
 }
 
 
-@pytest.mark.parametrize("override", sorted(NOT_CARRIED))
-def test_what_is_not_carried_is_named_before_anything_loads(standin, override):
+@pytest.mark.parametrize("override", sorted(UNSUPPORTED))
+def test_what_is_not_supported_is_named_before_anything_loads(standin, override):
     said = problem(config(*override.split()))
     assert said is not None
-    assert NOT_CARRIED[override] in said
+    assert UNSUPPORTED[override] in said
 
 
-def test_all_that_is_not_carried_is_named_at_once(standin):
+def test_all_that_is_not_supported_is_named_at_once(standin):
     said = problem(config("tuning.lora.use_dora=true", "data.packing=best_fit"))
     assert said is not None
     assert "use_dora" in said
@@ -184,18 +186,18 @@ def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypa
     """Whoever adds an option that only training looks at has it refused on Unsloth, not lost."""
     everything = dict.fromkeys(leaves(), ("set", False))
     monkeypatch.setattr(backend, "_values", lambda _: everything)
-    refused = {item.partition("=")[0] for item in backend.not_carried(config())}
+    refused = {item.partition("=")[0] for item in backend.unsupported(config())}
     told = {path for path in leaves() if path not in refused}
-    here = {path for path in told - backend._CARRIED if not leaves()[path].owner.startswith(backend._MADE_HERE)}
+    here = {path for path in told - backend._SUPPORTED if not leaves()[path].owner.startswith(backend._MADE_HERE)}
     assert not here
     assert refused >= {"data.packing", "tuning.lora.use_dora", "tuning.lora.modules_to_save"}
-    assert set(leaves()) >= backend._CARRIED
+    assert set(leaves()) >= backend._SUPPORTED
 
 
 def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
     new = dataclasses.replace(leaves()["train.seed"], path="train.new", owner="train.trainer")
     monkeypatch.setattr(backend, "leaves", lambda: {**leaves(), "train.new": new})
-    assert any(item.startswith("train.new=") for item in backend.not_carried(config()))
+    assert any(item.startswith("train.new=") for item in backend.unsupported(config()))
 
 
 @pytest.mark.parametrize(
@@ -276,7 +278,7 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
 
 def document(folder: Path, **changes: Any) -> handover.Document:
     told = {
-        "schema_version": handover.SCHEMA, "sft_play": runs.versions()["sft_play"], "folder": str(folder),
+        "schema_version": handover.SCHEMA, "sft_play": versions()["sft_play"], "folder": str(folder),
         "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}}, "plan": {},
         "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None, "splits": {},
         "held_out": "val",
@@ -298,7 +300,7 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema_version": 99}, "has the form 99, but this worker reads 1"),
+        ({"schema_version": 99}, "has schema version 99, but this worker reads 1"),
         ({"sft_play": "0.0.0"}, "was written by sft_play 0.0.0"),
         ({"stop_ids": ["x"]}, "stop_ids.0"),
         ({"new": 1}, "new"),
@@ -390,11 +392,11 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
         words = ("tuning.backend=unsloth", "tuning.backend_fallback=bnb", f"output.name={was}")
         loaded = load_config(path, overrides=words)
         folder = RunFolder(tmp_path / str(was))
-        manifest = {**runs.new_manifest(loaded, hardware={}, data={}), **({"backend": was} if was else {})}
-        runs.create(folder, loaded, manifest=manifest, plan={}).close()
+        manifest = {**new_manifest(loaded, hardware={}, data={}), **({"backend": was} if was else {})}
+        create_run(folder, loaded, manifest=manifest, plan={}).close()
         with pytest.raises(RunFolderError, match=f"trained by {was or 'bnb'}, and {now} would continue it here"):
-            runs.check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=now)
-        runs.check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=was or "bnb")
+            check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=now)
+        check_same_run(folder, loaded, data={}, batch={"ranks": 8}, backend=was or "bnb")
 
 
 def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypatch, tiny_llama):

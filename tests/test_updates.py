@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from sft_play import runs
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import shape_of
@@ -23,9 +22,9 @@ from sft_play.planner.memory.model_states import resident
 from sft_play.planner.memory.structure import numbers
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.precision import Precision, with_updates
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import resumed
-from sft_play.training import distributed
+from sft_play.training import gathered_weights
 from sft_play.training.rounding import round_stochastically, rounding
 from sft_play.training.updates import UpdateFacts
 from tests.models import make_llama
@@ -334,7 +333,7 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     """Whatever would fit now: another way would round its weights, or find states of another dtype."""
     folder = RunFolder(tmp_path)
     batch = {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
-    folder.write_json("manifest.json", {"format": runs.FORMAT, "batch": batch, "layout": layout, "processes": 1})
+    folder.write_json("manifest.json", {"format": FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
     stopped = resumed.stopped_run(folder)
     for wish in ("auto", "stochastic"):
@@ -422,7 +421,7 @@ def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", modules_to_save=["norm"], use_dora=True))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name and "lora_" in name)  # frozen adapters are saved too
-    found = dict(distributed.saved_with_adapter(model))
+    found = dict(gathered_weights.saved_with_adapter(model))
     wanted = get_peft_model_state_dict(model)
     saved = get_peft_model_state_dict(model, state_dict=found)
     assert saved.keys() == wanted.keys()

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from collections.abc import Iterable
+from pathlib import Path
+
 import pytest
-from transformers import Trainer
+import torch
+from transformers import Trainer, TrainerState
 from trl import SFTTrainer
 
 from sft_play.errors import BackendError
 from sft_play.training import upstream
 from sft_play.training.loop import PlannedLoop
 from sft_play.training.loop_checkpoints import CheckpointedLoop
+from sft_play.training.monitor import Monitor
 from sft_play.training.trainer import PlannedTrainer
 from sft_play.training.unsloth_run import UnslothLoop
 
 pytestmark = pytest.mark.build
 LOOPS = (CheckpointedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)
+OF_A_TRAINER = ("self", "super()", "trainer", "_trainer")
 KNOWN = [*upstream.OVERRIDDEN, *upstream.USED]
 
 
@@ -31,6 +39,65 @@ def test_every_private_override_is_listed_with_a_reason_and_nothing_else_is():
     for one in KNOWN:
         assert len(one.reason.split()) >= 5, one.name
         assert one.used_by, one.name
+
+
+def private_names(sources: Iterable[str]) -> set[str]:
+    """Names that begin with an underscore and that code asks of itself, of `super()` or of a trainer."""
+    found = set()
+    for node in (node for source in sources for node in ast.walk(ast.parse(source))):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            found |= {node.attr} if ast.unparse(node.value).rpartition(".")[2] in OF_A_TRAINER else set()
+    return found
+
+
+def test_every_private_name_of_a_trainer_that_training_uses_is_listed():
+    """Methods and attributes of transformers' and TRL's trainers, by the libraries' own sources."""
+    theirs = private_names(inspect.getsource(base) for base in (Trainer, SFTTrainer))
+    own = {name for loop in LOOPS for name in vars(loop)} - {one.name for one in upstream.OVERRIDDEN}
+    folder = Path(upstream.__file__).parent
+    for path in sorted(folder.glob("*.py")):
+        text = path.read_text(encoding="utf-8")
+        is_loop = path.stem in {loop.__module__.rpartition(".")[2] for loop in LOOPS}
+        used = private_names([text if is_loop else text.replace("self._", "other._")]) & theirs
+        assert used - own <= {one.name for one in KNOWN}, path.name
+    loops = [(folder / f"{name}.py").read_text(encoding="utf-8") for name in ("loop", "loop_checkpoints")]
+    assert {"_tr_loss", "_globalstep_last_logged", "_save", "_save_rng_state"} <= private_names(loops) & theirs
+
+
+def test_the_library_counts_the_tokens_of_batches_that_are_not_empty(monkeypatch):
+    """Of transformers' and Unsloth's counting both: they look for labels in the first batch of a step."""
+    counted = []
+
+    def count(self, epoch_iterator, num_batches, device):
+        counted.append((list(epoch_iterator), num_batches, device))
+        return counted[-1][0], 7
+
+    monkeypatch.setattr(Trainer, "get_batch_samples", count)
+    loop = object.__new__(PlannedLoop)
+    loop._monitor = Monitor()
+    rows = iter([{}, {}, {"labels": 1}, {"labels": 2}, {}, {"labels": 3}])
+    assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {}, {"labels": 1}, {"labels": 2}], 7)
+    assert loop._passes == 2
+    assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {"labels": 3}], 7)  # the last step of an epoch
+    assert loop._passes == 1
+    assert counted == [([{"labels": 1}, {"labels": 2}], 2, "cpu"), ([{"labels": 3}], 1, "cpu")]
+
+
+@pytest.mark.parametrize(("first_step", "steps"), [(0, 5), (100, 5)])
+def test_the_mean_loss_of_a_run_is_that_of_all_ranks_however_many_steps_came_before(monkeypatch, first_step, steps):
+    """The Trainer's last sum since a log is one rank's own: 4.0 here, 6.0 on average; 6.0 were logged before."""
+    logged = {}
+    monkeypatch.setattr(Trainer, "log", lambda self, logs, start_time=None: logged.update(logs))
+    loop = object.__new__(PlannedLoop)
+    loop._eval_head, loop._tr_loss, loop._total_loss_scalar = None, torch.tensor(4.0), 6.0 + 4.0
+    loop.state = TrainerState(global_step=first_step + steps)
+    monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 6.0)
+    for divisor in (steps, first_step + steps):  # transformers 5.23's, and that of older versions
+        loop.log({"train_loss": 10.0 / divisor})
+        assert logged["train_loss"] == pytest.approx(12.0 / divisor)
+    monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 4.0)  # one process: nothing to put right
+    loop.log({"train_loss": 0.7})
+    assert logged["train_loss"] == 0.7
 
 
 def test_the_installed_libraries_are_known():
@@ -82,6 +149,6 @@ def test_a_loop_that_is_not_trls_needs_nothing_of_trl(monkeypatch):
 
 
 def test_the_guard_is_looked_at_before_a_trainer_is_made(monkeypatch):
-    monkeypatch.delattr(Trainer, "_get_eval_sampler")
-    with pytest.raises(BackendError, match="_get_eval_sampler is gone"):
+    monkeypatch.delattr(Trainer, "_load_best_model")
+    with pytest.raises(BackendError, match="_load_best_model is gone"):
         PlannedTrainer(model=None)

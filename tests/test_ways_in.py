@@ -15,6 +15,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -25,12 +26,15 @@ from sft_play.commands.request import read_request
 from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
-from sft_play.launch import exported, node_rendezvous
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.accelerate_config import accelerate_place, find_config, read_config, read_found
+from sft_play.launch import node_rendezvous
+from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate, refuse_too_few_processes
+from sft_play.launch.accelerate.places import accelerate_place, find_accelerate_file
+from sft_play.launch.accelerate.reading import read_accelerate_file, read_found_file
 from sft_play.launch.command import Nodes
-from sft_play.launch.exported import node_variables, rank_variables, refuse_tasks, refuse_too_few
+from sft_play.launch.exported import _MPI, meeting_variables, node_variables, rank_variables, refuse_tasks
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
+from sft_play.launch.node_rendezvous import refuse_lone_node
 from sft_play.launch.ranks import Ranks, ranks_of
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
@@ -55,7 +59,7 @@ BY_ACCELERATE = {"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND"
 def test_mpis_words_are_ranks_of_several_processes_and_torchruns_win(rank, more, local, family, has_size, own):
     world, local = rank + more, min(local, rank)
     on_node = local + 1
-    names = exported._MPI[family]
+    names = _MPI[family]
     environment = dict(zip(names, map(str, (rank, world, local, on_node)), strict=True))
     if not has_size:
         del environment[names[3]]
@@ -142,7 +146,7 @@ def test_a_run_of_our_own_beside_this_one_inherits_no_place_among_nodes():
     kept = for_another_run({**exported_ones, "WORLD_SIZE": "2", "NNODES": "2", "HF_HOME": "here"})
     assert not set(exported_ones) & set(kept)
     assert kept["HF_HOME"] == "here"
-    assert find_config(kept) is None
+    assert find_accelerate_file(kept) is None
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -163,16 +167,16 @@ def test_tasks_of_slurm_that_would_each_be_a_run_are_refused(nodes, tasks, local
 
 def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
     for nodes in (Nodes(), Nodes(1, 0, "127.0.0.1", None), Nodes(1, 0, "localhost", 5), Nodes(2, 1, "192.0.2.1", 5)):
-        node_rendezvous.refuse_lone_node(nodes)
+        refuse_lone_node(nodes)
     for address in ("192.0.2.1", "no-such-host.invalid"):
         with pytest.raises(ConfigError, match=r"is another machine.*give NNODES=2 NODE_RANK=1 .* or NNODES=1 for"):
-            node_rendezvous.refuse_lone_node(Nodes(1, 0, address, None))
+            refuse_lone_node(Nodes(1, 0, address, None))
 
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(node_rendezvous, "_is_ours", lambda address: address == "192.0.2.7")
+    monkeypatch.setattr(node_rendezvous, "is_own", lambda address: address == "192.0.2.7")
     with caplog.at_level("WARNING"):
-        node_rendezvous.refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
+        refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text
 
 
@@ -208,22 +212,22 @@ def test_accelerates_own_place_is_where_accelerate_says(tmp_path, variable):
 def test_the_named_file_wins_then_the_projects_then_accelerates_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environment = {"HF_HOME": str(tmp_path / "home")}
-    assert find_config(environment) is None
+    assert find_accelerate_file(environment) is None
     own = accelerate_file(accelerate_place(environment), num_machines=2, main_process_ip="10.0.0.1")
-    assert find_config(environment) == own
-    config, (line,) = read_found(own, environment)
+    assert find_accelerate_file(environment) == own
+    config, (line,) = read_found_file(own, environment)
     assert config.num_machines == 2
     assert str(own) in line
     assert "ACCELERATE_CONFIG=none leaves it out" in line
     project = accelerate_file(tmp_path / "configs" / "accelerate" / "default_config.yaml")
-    assert find_config(environment) == project.relative_to(tmp_path)
-    assert read_found(project, environment)[1] == ()
-    assert find_config({**environment, "ACCELERATE_CONFIG": "none"}) is None
-    assert find_config({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
-    assert read_found(own, {**environment, "ACCELERATE_CONFIG": str(own)})[1] == ()
+    assert find_accelerate_file(environment) == project.relative_to(tmp_path)
+    assert read_found_file(project, environment)[1] == ()
+    assert find_accelerate_file({**environment, "ACCELERATE_CONFIG": "none"}) is None
+    assert find_accelerate_file({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
+    assert read_found_file(own, {**environment, "ACCELERATE_CONFIG": str(own)})[1] == ()
     own.write_text("distributed_type: TPU\n")
     with pytest.raises(ConfigError, match=r"is not supported(.|\n)*ACCELERATE_CONFIG=none leaves it out"):
-        read_found(own, environment)
+        read_found_file(own, environment)
 
 
 @QUICK
@@ -232,7 +236,7 @@ def test_accelerates_file_for_several_machines_is_a_launch_over_them(tmp_path_fa
     path = tmp_path_factory.mktemp("accelerate") / "file.yaml"
     accelerate_file(path, num_machines=machines, machine_rank=min(rank, machines - 1), num_processes=machines * each,
                     main_process_ip="10.0.0.1" if address else None, main_process_port=1234)  # fmt: skip
-    config = read_config(path)
+    config = read_accelerate_file(path)
     if machines > 1 and not address:
         with pytest.raises(ConfigError, match="needs main_process_ip"):
             with_accelerate(LaunchOptions(), config)
@@ -266,6 +270,7 @@ def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeyp
         (["accelerate-launch", "--config_file", "FILE", "train.py"], "6 processes"),
         (["accelerate", "launch", "train.py"], "several processes"),
         (["accelerate", "launch", "--num_processes", "1", "train.py"], None),
+        (["tini", "-n", "1", "--", "bash"], "several processes"),
     ],
 )
 def test_accelerate_that_starts_one_process_instead_of_several_is_noticed(tmp_path, monkeypatch, words, asked):
@@ -279,17 +284,17 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_noticed(tmp_pa
         def parents(self) -> list[Parent]:
             return [Parent()]
 
-    monkeypatch.setattr(exported.psutil, "Process", Here)
+    monkeypatch.setattr(psutil, "Process", Here)
     monkeypatch.chdir(tmp_path)
     environment = {**BY_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    refuse_too_few({**BY_ACCELERATE})
-    refuse_too_few({"MASTER_ADDR": "127.0.0.1"})
-    refuse_too_few({**environment, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+    refuse_too_few_processes({**BY_ACCELERATE})
+    refuse_too_few_processes({"MASTER_ADDR": "127.0.0.1"})
+    refuse_too_few_processes({**environment, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
     if asked is None:
-        refuse_too_few(environment)
+        refuse_too_few_processes(environment)
         return
     with pytest.raises(ConfigError, match=f"was asked for {asked} and started 1"):
-        refuse_too_few(environment)
+        refuse_too_few_processes(environment)
 
 
 @pytest.mark.parametrize(
@@ -309,7 +314,7 @@ def test_accelerate_that_starts_one_process_instead_of_several_is_noticed(tmp_pa
 )  # fmt: skip
 def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told, strategy, engine):
     environment = {**BY_ACCELERATE, **told, "HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
-    choices = exported.accelerate_choices(environment)
+    choices = accelerate_choices(environment)
     assert choices is not None
     options = with_accelerate(LaunchOptions(), choices)
     assert (options.strategy, options.deepspeed is not None) == (strategy, engine)
@@ -317,9 +322,9 @@ def test_what_accelerate_tells_its_ranks_is_the_layout_and_is_acted_on_once(told
         assert options.deepspeed is not None
         assert options.deepspeed.file == Path("ds.json")
     assert with_accelerate(LaunchOptions(strategy="zero1"), choices).strategy == "zero1"
-    exported.drop_accelerate(environment)
+    drop_accelerate(environment)
     assert environment == {"HF_HOME": "here", "ACCELERATE_CONFIG": "f.yaml"}
-    assert exported.accelerate_choices(environment) is None
+    assert accelerate_choices(environment) is None
 
 
 # --- GPUs that stay idle ----------------------------------------------------------------------------------------------
@@ -518,10 +523,7 @@ def test_accelerate_launch_that_starts_one_cpu_process_of_two_stops(world, tmp_p
 def test_ranks_that_mpi_starts_find_each_other(world, alone):
     """What `mpirun -np 2 python scripts/train.py` gives its ranks, without MPI: Open MPI's variables."""
     port = str(free_port())
-    ranks = [
-        dict(zip(exported._MPI[0], map(str, (rank, 2, rank, 2)), strict=True)) | {"MASTER_PORT": port}
-        for rank in (0, 1)
-    ]
+    ranks = [dict(zip(_MPI[0], map(str, (rank, 2, rank, 2)), strict=True)) | {"MASTER_PORT": port} for rank in (0, 1)]
     words = [*run_words(world, "by-mpi"), "--strategy", "ddp"]
     assert_trained(world, "by-mpi", alone, together(world, [words, words], ranks), DDP)
 
@@ -532,11 +534,11 @@ def test_ranks_without_a_meeting_place_are_on_one_machine(nodes, given_port):
     environment = {"MASTER_PORT": "5"} if given_port else {}
     if nodes > 1:
         with pytest.raises(ConfigError, match=r"MASTER_ADDR.* not in the environment: ranks on 2 nodes"):
-            exported.meeting_variables(environment, nodes=nodes)
+            meeting_variables(environment, nodes=nodes)
         return
-    found = exported.meeting_variables(environment, nodes=nodes)
+    found = meeting_variables(environment, nodes=nodes)
     assert found == {"MASTER_ADDR": "127.0.0.1"} | ({} if given_port else {"MASTER_PORT": "29500"})
-    assert exported.meeting_variables({**environment, **found}, nodes=2) == {}
+    assert meeting_variables({**environment, **found}, nodes=2) == {}
 
 
 @build

@@ -13,8 +13,10 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.errors import DoesNotFit
 from sft_play.facts import hardware as facts
+from sft_play.facts import host
 from sft_play.facts.architecture import shape_of
-from sft_play.facts.hardware import Hardware, named, on_wsl
+from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.host import on_wsl
 from sft_play.planner.memory.margins import DESKTOP_BYTES
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.units import GIB
@@ -46,10 +48,9 @@ def test_wsl_is_known_by_its_kernel(tmp_path, release, found):
 @pytest.mark.parametrize("gpus", [0, 1])
 def test_a_machine_under_wsl_says_that_a_desktop_shares_its_gpu(tmp_path, monkeypatch, gpus):
     (tmp_path / "osrelease").write_text(WSL)
-    monkeypatch.setattr(facts, "OSRELEASE", tmp_path / "osrelease")
+    monkeypatch.setattr(host, "OSRELEASE", tmp_path / "osrelease")
     card = dataclasses.replace(named("RTX4090").gpus[0], free_bytes=20 * GIB)
-    monkeypatch.setattr(facts, "_seen", lambda *_: (tuple(SimpleNamespace(gpu=card) for _ in range(gpus)), ()))
-    monkeypatch.setattr(facts, "_probe_amd", lambda *_: None)
+    monkeypatch.setattr(facts, "visible_gpus", lambda _: (tuple(SimpleNamespace(gpu=card) for _ in range(gpus)), ()))
     monkeypatch.setattr(facts, "_link", lambda *_: None)
     monkeypatch.setattr(facts, "_detected", lambda gpu, entry: gpu)
     found = facts.detect({})

@@ -16,6 +16,7 @@ from sft_play.facts.hardware import named
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import Layout, layouts_for
 from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.loading import copied_in_ram, loading_terms, read_in_ram
 from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
@@ -64,12 +65,12 @@ def test_loading_holds_all_weights_on_every_rank_but_under_fsdp():
     adapters = 4 * walk("zero3", 2).trained.params  # PEFT makes them fp32
     for ranks in (2, 8):
         for name in ("ddp", "zero2", "zero3", "zero3_offload"):
-            assert sum(walk(name, ranks).loading().values()) == whole + adapters, name
+            assert sum(loading_terms(walk(name, ranks)).values()) == whole + adapters, name
         fsdp = walk("fsdp", ranks)  # its parts, the largest unit (the table), and a tensor that arrives
         part = fsdp.resident.weights + fsdp.resident.adapters
-        assert sum(fsdp.loading().values()) == part + 2 * (2 * WORDS * H)
+        assert sum(loading_terms(fsdp).values()) == part + 2 * (2 * WORDS * H)
     plain = walk("zero3", 8, mode="lora")  # read and divided tensor by tensor: its part, and the largest table
-    assert sum(plain.loading().values()) == plain.resident.weights + plain.resident.adapters + 2 * WORDS * H
+    assert sum(loading_terms(plain).values()) == plain.resident.weights + plain.resident.adapters + 2 * WORDS * H
 
 
 LLAMA_70B = "meta-llama/Llama-3.1-70B"
@@ -116,7 +117,7 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
         step = Step(1, 2, 512, layout=Layout(name, ranks, ranks))
         return Walk(run(mode=mode, name=model), shape, precision, step)
 
-    found = [sum(loaded("fsdp", ranks).loading().values()) for ranks in (2, 4, 8, 16)]
+    found = [sum(loading_terms(loaded("fsdp", ranks)).values()) for ranks in (2, 4, 8, 16)]
     assert sorted(found, reverse=True) == found
     width = 4 if precision.load == "float32" else 2
     units = [shape.vocab_size * shape.hidden_size, *(kind.params for kind in shape.layers)]
@@ -126,9 +127,9 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     parts = one.resident.weights + one.resident.adapters
     assert parts + largest < found[0] <= parts + unit + largest
     same = shape.stored_dtype == precision.load
-    assert one.copied_in_ram() == width * (shape.expert_params if same else shape.params)
-    assert one.read_in_ram() == one.copied_in_ram() + largest
-    assert loaded("ddp", 2).read_in_ram() == largest  # each tensor goes straight to its GPU
+    assert copied_in_ram(one) == width * (shape.expert_params if same else shape.params)
+    assert read_in_ram(one) == copied_in_ram(one) + largest
+    assert read_in_ram(loaded("ddp", 2)) == largest  # each tensor goes straight to its GPU
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -237,7 +238,7 @@ def engine_of(parts, *, device: str = "cpu"):
 
 @pytest.mark.build
 def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpose():
-    from sft_play.training.distributed import Held, frozen_bytes
+    from sft_play.training.engine_check import Held, frozen_bytes
 
     assert frozen_bytes(engine_of([(500, False), (500, True)])) == (Held(2000, 1500, 1500), 1000)
     assert frozen_bytes(engine_of([(500, False), (500, True)], device="cuda")) == (Held(2000, 1500, 1000), 1000)
@@ -247,7 +248,7 @@ def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpo
 @pytest.mark.parametrize(("sizes", "fine"), [([50_000, 50_000], True), ([50_000, 100_000], False)])
 def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
     from sft_play.errors import TrainingError
-    from sft_play.training.distributed import _refuse_undivided
+    from sft_play.training.engine_check import _refuse_undivided
 
     if fine:
         _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)

@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 from sft_play.errors import ConfigError
 from sft_play.log import escape_control, one_line
-from sft_play.runs import versions, write_json, write_text
+from sft_play.runs.files import write_json, write_text
+from sft_play.runs.manifest import versions
 
 Status = Literal["pass", "fail", "skipped"]
 LATER = "out of time; make gpu-selftest with the same OUT continues it"

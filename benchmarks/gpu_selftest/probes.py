@@ -43,7 +43,7 @@ def nf4() -> dict[str, float]:
     import bitsandbytes as bnb
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    from sft_play.training.model import keep_4bit_trainable
+    from sft_play.training.model_loading import keep_4bit_trainable
 
     torch.manual_seed(0)
     weight = torch.randn(256, 512, device=device(), dtype=torch.bfloat16)

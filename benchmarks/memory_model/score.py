@@ -28,7 +28,7 @@ from sft_play.endings import leave_with
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.runs import versions
+from sft_play.runs.manifest import versions
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 from sft_play.units import GIB
 

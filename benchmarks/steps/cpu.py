@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.steps import material
 from benchmarks.steps.bench import compare
-from sft_play.runs import write_json
+from sft_play.runs.files import write_json
 
 SEQ_LEN, ROWS = 512, 2000
 PACKED: dict[str, dict[str, Any]] = {"data": {"packing": "best_fit"}, "train": {"effective_batch_size": 8}}

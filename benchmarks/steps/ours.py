@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.order import Order
-from sft_play import runs
 from sft_play.config.load import load_config
 from sft_play.endings import leave_with_starter
 from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import set_up_logging
+from sft_play.runs.creation import new_folder
 
 SECONDS = "time_{}_s"
 """The monitor's figure of a part of a step."""
@@ -51,7 +51,7 @@ def measure(order: Order) -> None:
     from sft_play.training import run
 
     loaded = load_config(Path(order.config), overrides=order.overrides)
-    folder = runs.new_folder(loaded.config.output, config_path=loaded.path)
+    folder = new_folder(loaded.config.output, config_path=loaded.path)
     # the run's own code up to its training loop: what is measured is what `make train` does
     train, run.train = run.train, functools.partial(_train, order, run.train)
     try:

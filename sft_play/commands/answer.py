@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from sft_play import runs
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import escape_control
+from sft_play.runs.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def write_out(path: Path, data: Any) -> None:
         if path.exists() and not path.is_file() and not path.is_dir():
             path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
         else:
-            runs.write_json(path.resolve() if path.is_symlink() else path, data)
+            write_json(path.resolve() if path.is_symlink() else path, data)
     except OSError as error:
         raise ConfigError(f"OUT={escape_control(str(path))} cannot be written: {error.strerror}") from None
 

@@ -10,7 +10,6 @@ import webbrowser
 from collections.abc import Mapping
 from pathlib import Path
 
-from sft_play import runs
 from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
 from sft_play.commands.machine import output_dir_of
 from sft_play.commands.request import Request
@@ -18,6 +17,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import CURVES, parts_of, remove
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
+from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
@@ -89,10 +89,10 @@ def _clean(request: Request) -> Answer:
     """Of all runs in the output folder, or of RUN; what is kept is logged with the reason."""
     output = output_dir_of(request)
     if request.run:
-        every = [runs.run_named(output, request.run)]
+        every = [run_named(output, request.run)]
         chosen = {every[0]: parts_of(every[0], "curves")}
     else:
-        every = list(runs.runs_in(output, replaced=True))
+        every = list(runs_in(output, replaced=True))
         chosen = {}
         for folder in every:
             try:
@@ -124,7 +124,7 @@ def _files(files: Mapping[Path, int]) -> str:
 
 def _logdir(request: Request) -> Path:
     base = output_dir_of(request)
-    return runs.run_named(base, request.run).tensorboard if request.run else base
+    return run_named(base, request.run).tensorboard if request.run else base
 
 
 def _inside(folder: Path) -> list[Sidecar]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sft_play import runs
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.machine import output_dir_of
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import MANIFEST, RunFolder
+from sft_play.runs.names import checked_name
 
 HELP = {"consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors"}
 
@@ -24,8 +24,8 @@ def run(request: Request) -> Answer:
     if not detect().gpus:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
     given = Path(request.run).expanduser()
-    if given.name == request.run and not (given / runs.MANIFEST).is_file():
-        given = output_dir_of(request) / runs.checked_name(request.run, key="RUN")
+    if given.name == request.run and not (given / MANIFEST).is_file():
+        given = output_dir_of(request) / checked_name(request.run, key="RUN")
     checkpoint = given if given.name.startswith("checkpoint-") else None
     folder = RunFolder(given.parents[1] if checkpoint else given)
     from sft_play.training.consolidate import consolidate

@@ -12,7 +12,8 @@ from sft_play.config.load import load_config
 from sft_play.diagnose.doctor import Planned, examine
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.launch import accelerate_config
+from sft_play.launch.accelerate.places import find_accelerate_file
+from sft_play.launch.accelerate.reading import read_found_file
 from sft_play.launch.launch_options import with_accelerate
 from sft_play.launch.resolve_options import as_the_mesh_says
 from sft_play.planner.layout import layouts_over
@@ -25,9 +26,9 @@ HELP = {"doctor": "look for what breaks a run: versions, drivers, limits, disk, 
 def run(request: Request) -> Answer:
     """Every finding about this machine, and about the run that `make train` with the same words would start."""
     refuse_hardware(request)
-    options, file = request.options, accelerate_config.find_config(os.environ)
+    options, file = request.options, find_accelerate_file(os.environ)
     if file is not None:
-        options = with_accelerate(options, accelerate_config.read_found(file, os.environ)[0])
+        options = with_accelerate(options, read_found_file(file, os.environ)[0])
     on_cpu = False
     with contextlib.suppress(SftPlayError):  # `planner` raises it again, and the report shows it
         config = load_config(request.config, overrides=request.overrides).config

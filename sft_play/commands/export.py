@@ -10,7 +10,7 @@ from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.finished.run import find_finished
 from sft_play.log import one_line
-from sft_play.runs import lock
+from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
     from sft_play.finished.exported import Format, Quant

@@ -9,19 +9,22 @@ import json
 import logging
 import os
 
-from sft_play import runs
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.finished.report import report_at_end, reported
-from sft_play.launch import accelerate_config
-from sft_play.launch.exported import refuse_tasks, refuse_too_few
+from sft_play.launch.accelerate.launched import refuse_too_few_processes
+from sft_play.launch.accelerate.places import find_accelerate_file
+from sft_play.launch.accelerate.reading import read_accelerate_file
+from sft_play.launch.exported import refuse_tasks
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import is_finished, new_folder, resumes
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import find_resumable
 from sft_play.starting.one_process import start_here
 from sft_play.starting.one_rank import start_rank
 from sft_play.starting.several_ranks import Launched, launch, resume
@@ -64,11 +67,11 @@ def _train(request: Request) -> Answer | int:
     mesh = mesh_of(loaded.config.model.mesh_shape)
     if request.options.nodes.count > 1 or (mesh and mesh.ranks > 1) or accelerate_names_machines():
         return _answer(launch(loaded, request.options))
-    folder = runs.new_folder(output, config_path=loaded.path)
-    goes_on = runs.goes_on(folder, output)
-    if not (goes_on and runs.is_finished(folder)):
+    folder = new_folder(output, config_path=loaded.path)
+    is_resumed = resumes(folder, output)
+    if not (is_resumed and is_finished(folder)):
         with reported(folder):
-            start_here(loaded, folder, resume=goes_on, board=request.options.board)
+            start_here(loaded, folder, resume=is_resumed, board=request.options.board)
     return _summary(folder)
 
 
@@ -77,7 +80,7 @@ def _resume(request: Request) -> Answer | int:
     ranks = launched_ranks(request)
     if ranks is not None:
         return _as_rank(request, loaded, ranks)
-    folder = runs.find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
+    folder = find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
     with reported(folder):
         code = resume(loaded, folder, request.options)
     return code or _summary(folder)
@@ -91,7 +94,7 @@ def _launch(request: Request) -> Answer | int:
     show_only = request.command == "launch-command"
     if not show_only and ranks_of(os.environ) is not None:
         return _train(request)  # under another launcher, whose ranks these are
-    refuse_too_few(os.environ)
+    refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     loaded = load_config(request.config, overrides=request.overrides)
     launched = launch(loaded, dataclasses.replace(request.options, show_only=show_only))
@@ -138,11 +141,11 @@ def accelerate_names_machines() -> bool:
 
     One that cannot be read is only a warning: a single process needs nothing from it.
     """
-    file = accelerate_config.find_config(os.environ)
+    file = find_accelerate_file(os.environ)
     if file is None:
         return False
     try:
-        return accelerate_config.read_config(file).num_machines > 1
+        return read_accelerate_file(file).num_machines > 1
     except ConfigError as error:
         logger.warning("%s; it is not needed for one process", error)
         return False
@@ -154,7 +157,7 @@ def launched_ranks(request: Request) -> Ranks | None:
     Raises:
         ConfigError: the launcher was asked for several processes and started one, or started a run for each of them.
     """
-    refuse_too_few(os.environ)
+    refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     ranks, options = ranks_of(os.environ), request.options
     if ranks is None:

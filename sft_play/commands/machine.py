@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from sft_play import runs
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.log import escape_control
+from sft_play.runs.names import output_dir
 
 
 def asked_machine(request: Request) -> Hardware:
@@ -31,11 +31,11 @@ def refuse_hardware(request: Request) -> None:
 def output_dir_of(request: Request) -> Path:
     """The folder of the run folders."""
     loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
-    return runs.output_dir(loaded.config.output)
+    return output_dir(loaded.config.output)
 
 
 def output_dir_or_default(request: Request) -> Path:
     """The same; the default where no config was given and the starter's does not exist."""
     if not request.config_given and not request.config.is_file():
-        return runs.output_dir(OutputConfig())
+        return output_dir(OutputConfig())
     return output_dir_of(request)

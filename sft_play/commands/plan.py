@@ -13,14 +13,15 @@ from collections.abc import Iterator, Sequence
 from sft_play.commands.answer import Answer
 from sft_play.commands.machine import asked_machine
 from sft_play.commands.request import Request, refuse_variables
-from sft_play.config.load import LoadedConfig, load_config, split_overrides
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.overrides import split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
 from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import missing_kernels
 from sft_play.launch.device import machine_for, say_unseen
-from sft_play.launch.launch_options import DEFAULT_PORT
+from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.log import escape_control, one_line
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget

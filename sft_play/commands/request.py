@@ -16,7 +16,9 @@ from typing import Any, NoReturn
 
 from sft_play.commands import FILES, INTERNAL, help_line
 from sft_play.config.leaves import sections
-from sft_play.config.load import flag_hint, load_config, split_overrides
+from sft_play.config.load import load_config
+from sft_play.config.overrides import split_overrides
+from sft_play.config.unknown_keys import flag_hint
 from sft_play.errors import ConfigError
 from sft_play.launch.exported import node_variables, rank_variables
 from sft_play.launch.launch_options import NODE_VARIABLES, LaunchOptions, launch_options_of

@@ -11,7 +11,9 @@ from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.facts.hardware import detect
-from sft_play.launch import accelerate_config
+from sft_play.launch.accelerate.machines import machines_of
+from sft_play.launch.accelerate.places import accelerate_path
+from sft_play.launch.accelerate.writing import write_accelerate_file
 from sft_play.launch.device import machine_for
 from sft_play.planner.precision import choose_precision
 
@@ -20,8 +22,8 @@ HELP = {"setup-accelerate": "write an accelerate configuration for this machine"
 
 def run(request: Request) -> Answer:
     """Write the file; with INTERACTIVE=1 accelerate asks its own questions and writes it."""
-    path = accelerate_config.config_path(os.environ)
-    if os.environ.get("INTERACTIVE", "") not in ("", "0"):  # accelerate's own prompts need the terminal itself
+    path = accelerate_path(os.environ)
+    if os.environ.get("INTERACTIVE", "") not in ("", "0"):
         words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
         with stdout_to_stderr(wanted=request.json):
             code = subprocess.call(words)
@@ -29,13 +31,13 @@ def run(request: Request) -> Answer:
     loaded = load_config(request.config, overrides=request.overrides)
     hardware = machine_for(loaded.config, detect())
     precision = choose_precision(loaded.config, hardware).compute
-    written = accelerate_config.write_config(
+    written = write_accelerate_file(
         path,
         hardware,
         mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(precision, "no"),  # type: ignore[arg-type]
         gpu_ids=request.options.gpus or None,
         processes=request.options.processes,
         overwrite=request.force,
-        **dataclasses.asdict(accelerate_config.machines_of(os.environ)),
+        **dataclasses.asdict(machines_of(os.environ)),
     )
     return Answer({"ok": True, "path": str(path), "how": written.how, "text": written.text}, written.lines)

@@ -1,1 +1,6 @@
-"""Intent: strict YAML to a frozen `RunConfig`; the only place with defaults."""
+"""A run YAML to `RunConfig` (`schema`): strict, with every problem at once.
+
+`load` is the way in: `yaml_io` reads the text with its lines, `overrides` puts `SET=` into it, `validation` makes it a
+`RunConfig`, `consistency` looks for contradictions. `unknown_keys` and `other_tools` answer keys that are not ours.
+`leaves` is the schema as a table, from which `reference` and messages are written.
+"""

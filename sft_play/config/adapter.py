@@ -26,6 +26,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 LAST = "last"
 """The name that means the run that finished last."""
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+# As in runs/folder.py, which is in a layer above.
 _RUN_FILE, _RUN_FORMAT = "manifest.json", "sft_play run "
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to start an adapter that change the base's weights too, which its files do not hold."""
@@ -212,7 +213,7 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {one_line(str(error))}") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not an adapter's config: it is no mapping")
+        raise ConfigError(f"{path} is not an adapter's config: it is not a mapping")
     return config
 
 
@@ -225,8 +226,8 @@ def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]
     name = f"the adapter {one_line(place)}"
     kind = config.get("peft_type")
     if str(kind).upper() != "LORA":
-        raise ConfigError(f"{name} is of PEFT's kind {one_line(str(kind))}, and this toolkit trains LORA")
-    start = str(config.get("init_lora_weights", True)).lower()
+        raise ConfigError(f"{name} has peft_type={one_line(str(kind))}, and only LORA can be trained here")
+    start = str(config.get("init_lora_weights", True)).lower()  # true, false, or the name of a method
     if start.startswith(_CHANGES_THE_BASE):
         raise ConfigError(f"{name} was started with {one_line(start)}, which changes its base too, and the change is "
                           "not in its files: convert it to a plain LoRA adapter with PEFT first")  # fmt: skip
@@ -236,10 +237,12 @@ def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]
         raise ConfigError(f"{name} has {', '.join(odd)}, which this toolkit does not train: merge it into its base "
                           "with PEFT, and name the merged model in model.name")  # fmt: skip
     targets = config.get("target_modules")
-    if isinstance(targets, str):
+    if isinstance(targets, str):  # a regular expression or all-linear: only the tensors tell what it matched
         targets = sorted({match[1] for key in _tensor_names(weights()) if (match := _ADAPTED.search(key))})
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise ConfigError(f"{name} names no target_modules in its {CONFIG_FILE}")
+    # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
+    # (training/origin).
     names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
     whole: list[Plain] = [*sorted(config.get("modules_to_save") or ())]
     rank, alpha = (_whole(config.get(key), key, name) for key in ("r", "lora_alpha"))

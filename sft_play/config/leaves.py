@@ -40,7 +40,7 @@ def leaves() -> dict[str, Leaf]:
 
 def accepts(path: str, value: Any) -> bool:
     """Whether a leaf accepts a value (plain data), whatever the other leaves are."""
-    data: dict[str, Any] = {"model": {"name": "any"}}
+    data: dict[str, Any] = {"model": {"name": "any"}}  # the one key without a default
     *holders, name = path.split(".")
     section = data
     for holder in holders:
@@ -112,6 +112,7 @@ def _section_type(field: FieldInfo) -> type[Section] | None:
 def _leaf(path: str, field: FieldInfo) -> Leaf:
     extra = field.json_schema_extra
     owner = str(extra[OWNER]) if isinstance(extra, dict) and OWNER in extra else ""
+    # a derived default: the one that follows where no other key of the section is given
     default = field.get_default(call_default_factory=True, validated_data={})
     return Leaf(
         path=path,

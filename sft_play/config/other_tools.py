@@ -125,6 +125,7 @@ def spelled(value: Plain) -> str:
 
 
 def _held_out_share(value: Any, path: str) -> Answer | None:
+    """`val_set_size: 0.05`. Other tools also take a number of rows there, which is no share."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         return None
     if value >= 1:
@@ -138,6 +139,7 @@ def _held_out_share(value: Any, path: str) -> Answer | None:
 
 
 def _percentage(value: Any, path: str) -> Answer | None:
+    """transformers' examples: `validation_split_percentage: 5`."""
     return _held_out_share(value / 100, path) if isinstance(value, int | float) and 0 <= value <= 50 else None
 
 
@@ -195,6 +197,7 @@ def _batches_or_epochs(value: Any) -> tuple[int, str] | None:
 
 
 def _interval(value: Any, path: str) -> Answer | None:
+    """A number of steps, or llm-foundry's `500ba` and `1ep`; every epoch is our null."""
     match _batches_or_epochs(value):
         case (steps, "ba"):
             return to(path, steps)
@@ -204,6 +207,7 @@ def _interval(value: Any, path: str) -> Answer | None:
 
 
 def _duration(value: Any, _: str) -> Answer | None:
+    """llm-foundry's `max_duration: 3ep`, or in batches, which are optimizer steps there."""
     match _batches_or_epochs(value):
         case (steps, "ba"):
             return to("train.max_steps", steps)
@@ -213,16 +217,19 @@ def _duration(value: Any, _: str) -> Answer | None:
 
 
 def _times_per_epoch(value: Any, path: str) -> Answer | None:
+    """axolotl's `saves_per_epoch: 2`: the number of steps depends on the data, so the answer is in words."""
     if isinstance(value, int | float) and value > 1:
         return say(f"{path} counts steps: give 1/{{value}} of an epoch's (make plan says how many there are)")
     return None
 
 
 def _second_beta(value: Any, path: str) -> Answer | None:
+    """`betas: [0.9, 0.95]`: only the second is an option here."""
     return to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None
 
 
 def _seconds(value: Any, path: str) -> Answer | None:
+    """`ddp_timeout: 180000000`, which stands for forever, is the longest that is accepted here."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value > _LONGEST_TIMEOUT_S:
         return to(path, _LONGEST_TIMEOUT_S, "the longest")
     return None
@@ -238,20 +245,24 @@ def _trackers(value: Any, path: str) -> Answer | None:
 
 
 def _text_column(value: Any, path: str) -> Answer | None:
+    """TRL's `dataset_text_field: body`: our name of the column, mapped to theirs."""
     return to(path, {"text": value}) if isinstance(value, str) and value else None
 
 
 def _thinking(value: Any, path: str) -> Answer | None:
+    """`enable_thinking` is a variable of the chat template."""
     return to(path, {"enable_thinking": value}) if isinstance(value, bool) else None
 
 
 def _template(value: Any, _: str) -> Answer | None:
+    """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
     if isinstance(value, str) and (value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2"))):
         return to("data.chat_template", value)
     return None
 
 
 def _deepspeed(value: Any, _: str) -> Answer | None:
+    """`deepspeed: ds.json`: DeepSpeed is chosen by the command, not in the run YAML."""
     if not isinstance(value, str):
         return None
     if re.fullmatch(r"zero[123](_offload)?", value):
@@ -311,6 +322,7 @@ def known(parts: tuple[str, ...]) -> Known | None:
 def answer(row: Known, value: Plain) -> Answer:
     """What a row answers for a value: by spelling, by its reader, as given where our key accepts it, or in words."""
     word = spelled(value)
+    # our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them
     for spelling in (word, {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(word, word)):
         if spelling in row.values:
             return row.values[spelling]

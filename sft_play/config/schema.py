@@ -33,11 +33,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
-        strict=True,
-        use_attribute_docstrings=True,
+        strict=True,  # true is no number, and "1" is none either
+        use_attribute_docstrings=True,  # the text below a field is its description, in messages and in the reference
         allow_inf_nan=False,
-        validate_default=True,
-        protected_namespaces=(),
+        validate_default=True,  # also derived defaults have to be within their limits
     )
 
 
@@ -50,10 +49,10 @@ HUB_KERNEL = r"^[\w.-]+/[\w.-]*flash[\w.-]*@[0-9a-f]{40}$"
 class ModelConfig(Section):
     """The model to train."""
 
-    name: Name = Field(json_schema_extra={OWNER: "training.model"})
+    name: Name = Field(json_schema_extra={OWNER: "training.model_spec"})
     """Hub id (`Qwen/Qwen2.5-3B-Instruct`) or local folder (starts with `/`, `.` or `~`, or exists)."""
 
-    revision: Name | None = leaf(None, owner="training.model")
+    revision: Name | None = leaf(None, owner="training.model_spec")
     """Branch, tag or commit on the hub; null uses the default branch."""
 
     adapter: Name | None = leaf(None, owner="training.origin")
@@ -83,34 +82,34 @@ class ModelConfig(Section):
     """Device mesh, such as `[[2, 4], [fsdp, tp]]`: fsdp shards weights, tp splits tensors, cp splits rows, dp
     replicates. The product is the number of processes. null lets the plan choose."""
 
-    trust_remote_code: bool = leaf(False, owner="training.model")
+    trust_remote_code: bool = leaf(False, owner="training.model_spec")
     """Run Python code that comes with the model."""
 
 
 class LoraConfig(Section):
     """The adapters of `tuning.mode: lora` and `qlora`."""
 
-    r: int = leaf(16, owner="training.model", ge=1, le=65_536)
+    r: int = leaf(16, owner="training.lora_config", ge=1, le=65_536)
     """Rank of the adapters."""
 
-    alpha: int = leaf(32, owner="training.model", ge=1)
+    alpha: int = leaf(32, owner="training.lora_config", ge=1)
     """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with rsLoRA)."""
 
-    dropout: float = leaf(0.0, owner="training.model", ge=0.0, lt=1.0)
+    dropout: float = leaf(0.0, owner="training.lora_config", ge=0.0, lt=1.0)
     """Dropout before the adapter; costs memory for every target module."""
 
     target_modules: Literal["auto"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf(
-        "auto", owner="training.model"
+        "auto", owner="training.lora_config"
     )
     """Modules that get an adapter; auto means every linear layer of the language model, never lm_head."""
 
-    modules_to_save: tuple[Name, ...] = leaf((), owner="training.model")
+    modules_to_save: tuple[Name, ...] = leaf((), owner="training.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 
-    use_rslora: bool = leaf(False, owner="training.model")
+    use_rslora: bool = leaf(False, owner="training.lora_config")
     """Rank-stabilised scaling (https://huggingface.co/papers/2312.03732)."""
 
-    use_dora: bool = leaf(False, owner="training.model")
+    use_dora: bool = leaf(False, owner="training.lora_config")
     """Weight-decomposed adapters (https://huggingface.co/papers/2402.09353)."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = leaf("auto", owner="planner.gradients")
@@ -121,7 +120,7 @@ class LoraConfig(Section):
 class TuningConfig(Section):
     """How the model is fine-tuned."""
 
-    mode: Literal["qlora", "lora", "full"] = leaf("qlora", owner="training.model")
+    mode: Literal["qlora", "lora", "full"] = leaf("qlora", owner="training.model_loading")
     """qlora: adapters on a 4-bit NF4 base; lora: adapters on the base as loaded; full: every weight."""
 
     backend: Literal["bnb", "unsloth"] = leaf("bnb", owner="training.backend")
@@ -573,7 +572,7 @@ class DistributedConfig(Section):
     DDP and ZeRO-1, micro_batch for FSDP2 (step keeps full gradients on every rank meanwhile) and for ZeRO-2 and -3. A
     number of micro-batches can only be 1 or train.grad_accum."""
 
-    find_unused_parameters: bool = leaf(False, owner="training.distributed")
+    find_unused_parameters: bool = leaf(False, owner="training.engines")
     """Under DDP, look after each forward pass for parameters that the loss does not use. Needed for models that skip
     some; costs a pass over the graph. FSDP2 and DeepSpeed do not need it."""
 
@@ -589,13 +588,13 @@ class DistributedConfig(Section):
 class OutputConfig(Section):
     """Where the run is written."""
 
-    dir: Name = leaf("outputs", owner="runs")
+    dir: Name = leaf("outputs", owner="runs.names")
     """Parent folder of the run folders."""
 
-    name: Name | None = leaf(None, owner="runs")
+    name: Name | None = leaf(None, owner="runs.names")
     """Name of the run folder; null uses the config's name with the UTC time."""
 
-    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs")
+    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs.creation")
     """What to do if the run folder exists: stop, resume it, or move it aside."""
 
 
@@ -644,6 +643,7 @@ class StageConfig(Section):
 
 
 AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
+"""Peak learning rate by tuning mode where train.learning_rate is auto: adapters take far higher rates."""
 
 
 class RunConfig(Section):

@@ -79,7 +79,7 @@ def overlays(document: Document) -> Iterator[Overlay]:
 
 
 def _overlay(document: Document, at: int, stage: dict[str, Plain]) -> Overlay:
-    data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})
+    data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})  # the run's
     own: dict[Path_, Path_] = {}
     problems: list[Problem] = []
     for path, given, value in _given(stage, ("curriculum", at)):
@@ -147,6 +147,7 @@ def _place(staged: Document, document: Document, path: Path_, given: Path_) -> N
     staged.overridden = {old for old in staged.overridden if old[: len(path)] != path}
     _move(staged.lines, document.lines, path, given)
     _move(staged.raw, document.raw, path, given)
+    # an override of a stage's key has no line: that of the stage stands for it
     staged.lines.setdefault(path, document.lines.get(given, document.lines.get(given[:2], 1)))
 
 
@@ -172,6 +173,6 @@ def what_trains(config: RunConfig) -> dict[str, Any]:
         section, key = path.split(".")
         data[section].pop(key, None)
     data["train"]["learning_rate"] = config.learning_rate
-    if config.train.max_steps is not None:
+    if config.train.max_steps is not None:  # which takes precedence over epochs
         data["train"].pop("epochs")
     return data

@@ -208,6 +208,7 @@ class _Builder:
     def value(self, node: yaml.Node, path: Path_) -> Plain:
         """The plain data of any node."""
         self._count += 1
+        # an open node is one that contains this one: an alias that names its own ancestor
         if self._count > MAX_VALUES or id(node) in self._open:
             raise ConfigError(f"{self._document.name}:{_line(node)}: aliases expand without end")
         if node.tag.startswith("tag:yaml.org,2002:python") or (
@@ -234,8 +235,8 @@ class _Builder:
         text = str(node.value)
         self._document.lines.setdefault(path, _line(node))
         self._document.raw[path] = text
-        quoted = node.style is not None
-        return text if quoted else _plain_scalar(text)
+        is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
+        return text if is_quoted else _plain_scalar(text)
 
     def _key(self, node: yaml.Node, path: Path_) -> str | None:
         if isinstance(node, yaml.ScalarNode):
@@ -254,7 +255,7 @@ def _plain_scalar(text: str) -> Plain:
     if text in _BOOLS:
         return _BOOLS[text]
     if _INT.fullmatch(text):
-        return int(text) if len(text) < 4_000 else text
+        return int(text) if len(text) < 4_000 else text  # int() refuses texts of more than 4,300 digits
     if _FLOAT.fullmatch(text):
         return float(text)
     if _SPECIAL_FLOAT.fullmatch(text):
@@ -277,6 +278,18 @@ def walk(data: Plain, path: Path_ = ()) -> Iterator[tuple[Path_, Plain]]:
             yield from walk(value, (*path, key))
     else:
         yield path, data
+
+
+def value_at(data: Plain, path: Path_) -> Plain:
+    """The value at a path of plain data; None where there is none."""
+    for part in path:
+        if isinstance(data, list) and isinstance(part, int) and part < len(data):
+            data = data[part]
+        elif isinstance(data, dict) and part in data:
+            data = data[str(part)]
+        else:
+            return None
+    return data
 
 
 def show(value: Plain, *, raw: str | None = None) -> str:

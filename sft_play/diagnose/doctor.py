@@ -19,13 +19,13 @@ from sft_play.facts.installed import COMPUTING, missing_kernels
 from sft_play.facts.model_shape import ModelShape
 from sft_play.facts.space import free_at
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch import node_rendezvous
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.node_rendezvous import Card, Met, meet
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.planner.slow_code import eager_words, missing_words
-from sft_play.runs import output_dir
+from sft_play.runs.names import output_dir
 from sft_play.starter.names import BASE_NAME
 
 MEETING_S = 30.0
@@ -238,10 +238,10 @@ def _together(
     return [*findings, *ranks.judge(outcome, around, options.nodes)]
 
 
-def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[node_rendezvous.Met | None, Finding]:
+def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[Met | None, Finding]:
     """All nodes meet before a rank is started: which ones are missing, and what differs between them."""
     try:
-        met = node_rendezvous.meet(nodes, card_of(around), limit_s=limit_s)
+        met = meet(nodes, card_of(around), limit_s=limit_s)
     except SftPlayError as error:
         # The doctor's time limit is fixed: distributed.timeout_s does not change it.
         words = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
@@ -253,7 +253,7 @@ def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[n
     return met, passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
 
 
-def card_of(around: Surroundings) -> node_rendezvous.Card:
+def card_of(around: Surroundings) -> Card:
     """This node's description, which the others compare with theirs."""
     names = [name for name in around.versions if name in COMPUTING or name.startswith("nvidia-nccl")]
     return {

@@ -18,7 +18,7 @@ from sft_play.diagnose.text import gib, known
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.seen import GpuProcess, SeenGpu
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 
 BIG_OTHERS = 3
 """Processes of others that a warning names."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from sft_play.facts.ask import answer_of, answers_of, number, size, whole
-from sft_play.facts.hardware import Gpu
+from sft_play.facts.gpu import Gpu
 from sft_play.facts.nvml import VENDOR
 from sft_play.facts.seen import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, abilities, matrix, process_name
 

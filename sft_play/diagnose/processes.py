@@ -21,7 +21,8 @@ from typing import IO
 import psutil
 
 from sft_play.failures import RUN_VARIABLE
-from sft_play.runs import LOCK, WRITER, RunFolder
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import LOCK, WRITER
 
 _TRAINING = ("train", "resume", "train-distributed", "train-deepspeed", "rank")
 _SCRIPTS = {f"{name.replace('-', '_')}.py": name for name in (*_TRAINING, "launch-command", "verify-layouts", "plan")}

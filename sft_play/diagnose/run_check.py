@@ -139,7 +139,7 @@ class _Checks:
             yield skipped("tokenizer", "not without the model files; see there")
             return
         with importing():  # here and not at the top: the checks before it answer without any library
-            importlib.import_module("sft_play.training.model")
+            importlib.import_module("sft_play.training.model_spec")
         try:
             loaded = tokenizer_of(self._config)
         except SftPlayError as error:
@@ -298,7 +298,7 @@ class _Checks:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.training.backend import choose_backend
-        from sft_play.training.model import build_model_spec
+        from sft_play.training.model_spec import build_model_spec
         from sft_play.training.origin import origin_of
         from sft_play.training.trainable import trainable_note
 

@@ -11,7 +11,8 @@ from sft_play.diagnose.processes import Group, group_of, groups, lock_holder
 from sft_play.diagnose.text import known
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
-from sft_play.runs import RunFolder, run_named, runs_in
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import run_named, runs_in
 
 
 @dataclass(frozen=True)

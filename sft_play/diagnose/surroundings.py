@@ -24,7 +24,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from sft_play.facts import compiler, nvml, unseen
-from sft_play.facts.hardware import Gpu, Hardware
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import torch_cuda, torch_hip
 from sft_play.facts.space import Space, space_of
 

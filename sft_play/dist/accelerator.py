@@ -9,7 +9,7 @@ import importlib.util
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,21 +17,14 @@ import torch
 from sft_play.dist.one_process import NoOpAccelerator
 from sft_play.dist.settings import DEFAULT_CONFIG, Asked, Device, DistConfig, asked
 from sft_play.errors import BackendError, ConfigError
-from sft_play.launch.deepspeed_config import adam_obstacles
-from sft_play.launch.deepspeed_keys import AUTO_IS_A_VALUE
-from sft_play.launch.exported import drop_accelerate, is_of_accelerate, rank_variables, refuse_too_few
+from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, drop_autos
+from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
 from sft_play.training.deepspeed_comm import init_deepspeed
 
 logger = logging.getLogger(__name__)
-
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_BY_HIDDEN_SIZE: dict[str, Callable[[int], int]] = {
-    "reduce_bucket_size": lambda size: size * size,
-    "stage3_prefetch_bucket_size": lambda size: int(0.9 * size * size),
-    "stage3_param_persistence_threshold": lambda size: 10 * size,
-}
-"""Keys of `zero_optimization` whose "auto" depends on the hidden size; formulas of transformers and accelerate."""
 
 
 def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig = DEFAULT_CONFIG) -> Any:
@@ -49,13 +42,8 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     """
     if importlib.util.find_spec("accelerate") is None:
         return _without_accelerate(config)
-    try:
-        refuse_too_few(os.environ)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{str(error).partition(': without a GPU')[0]}: without a GPU it starts several through MPI only; start "
-            "your script with torchrun --standalone --nproc-per-node 2, or with accelerate launch --multi_gpu"
-        ) from None
+    starts = "torchrun --standalone --nproc-per-node {count}, or accelerate launch --multi_gpu, to start your script"
+    refuse_too_few_processes(os.environ, instead=starts)
     device = _device()
     if not device.is_gpu:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU and warn that there is none
@@ -271,11 +259,12 @@ def _fill_deepspeed(
     sizes = getattr(text, "hidden_sizes", None) or [getattr(text, "hidden_size", None)]
     hidden = max((size for size in sizes if isinstance(size, int)), default=None)  # the widest where layers differ
     zero = config["zero_optimization"]
-    for key, formula in _BY_HIDDEN_SIZE.items():
+    for key, (formula, _) in BY_HIDDEN_SIZE.items():
         if zero.get(key) == "auto" and hidden is not None:
             zero[key] = formula(hidden)
     _drop_blocks(config, others)
-    _drop_autos(config)
+    for line in drop_autos(config):
+        logger.info("DeepSpeed: %s", line)
 
 
 def _fill_batch(
@@ -317,15 +306,3 @@ def _drop_blocks(config: dict[str, Any], others: tuple[Any, ...]) -> None:
             why = "the script's is used" if given is not None else 'nothing resolves its "auto"'
             _warn(f"the DeepSpeed file's {name} block ({one_line(str(block.get('type')))}) is left out: {why}")
             del config[name]
-
-
-def _drop_autos(config: dict[str, Any], path: str = "") -> None:
-    """An unresolved "auto" is DeepSpeed's default in some sections and a crash in others, so none is left."""
-    for key, value in list(config.items()):
-        here = f"{path}{key}"
-        if isinstance(value, dict):
-            if here not in ("optimizer", "scheduler"):
-                _drop_autos(value, f"{here}.")
-        elif value == "auto" and not here.startswith(AUTO_IS_A_VALUE):
-            logger.info('DeepSpeed: %s: "auto" is left out (its default)', here)
-            del config[key]

@@ -108,7 +108,7 @@ class _Loader:
             batch = following
         self._steps.at_end_of_data = False
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # scripts ask for dataset, batch_size, sampler
         return getattr(self.base_dataloader, name)
 
 
@@ -236,7 +236,7 @@ class NoOpAccelerator:
                 return _in_fp32(outputs)
 
             autocast_forward._plain = forward  # type: ignore[attr-defined]
-            model.forward = autocast_forward
+            model.forward = autocast_forward  # the instance's: `unwrap_model` removes it, and the class keeps its own
         return model
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
@@ -283,7 +283,7 @@ class NoOpAccelerator:
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """One micro-batch: gradients accumulate until the last one of a step, or of the data."""
-        if self._steps.at_end_of_data:
+        if self._steps.at_end_of_data:  # the data's last batch ends a step early, as accelerate has it
             self._steps.step, self._steps.is_last = 0, True
         else:
             self._steps.step += 1

@@ -47,6 +47,7 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
     aside = path.with_name(f".{path.name}.building")
     is_first = bool(accelerator.is_main_process)
     with _told_to_stop():
+        # Three barriers: ranks agree that the folder may be written, that all is written, that the swap is made.
         _together(accelerator, lambda: _begin(path, aside) if is_first else None, path)
         try:
             bare = accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -102,6 +103,7 @@ def _together(accelerator: Any, work: Callable[[], Any], path: Path, *, left: st
 @contextlib.contextmanager
 def _told_to_stop() -> Iterator[None]:
     """While open, SIGTERM (from a launcher, after another rank ended) unwinds the stack: partial files are removed."""
+    # Python sets handlers in the main thread only; a handler that a script has set is its own business.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
         yield
         return
@@ -154,8 +156,8 @@ def _finish(path: Path) -> None:
     """Finish a swap that may have been interrupted at any point: the new folder, with the old one's other files."""
     old = _replaced(path)
     if not old.is_dir():
-        return
-    if not path.exists():
+        return  # nothing was being swapped
+    if not path.exists():  # killed between the two renames: the old model comes back
         old.rename(path)
         return
     for item in old.iterdir():
@@ -224,7 +226,7 @@ def _whole(tensor: Any, *, keep: bool) -> torch.Tensor:
 
 def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: Path) -> None:
     """Write the folder beside the old one, and read it back."""
-    from sft_play.training.model import check_saved_weights, whole_shapes
+    from sft_play.training.model_saving import check_saved_weights, whole_shapes
 
     try:
         if hasattr(bare, "peft_config"):

@@ -18,7 +18,8 @@ from sft_play.config.leaves import expects
 from sft_play.config.schema import Name, Section
 from sft_play.config.yaml_io import Document, Problem, parse, read_text, show
 from sft_play.errors import ConfigError
-from sft_play.launch import deepspeed_config
+from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.translate import translate
 from sft_play.log import one_line
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
@@ -207,7 +208,7 @@ def _check_keys(reading: _Reading) -> None:
         if key not in data:
             reading.values[key] = option.default
             continue
-        try:
+        try:  # one key at a time, so that the others are known where one is wrong
             reading.values[key] = getattr(DistConfig.model_validate({key: data[key]}), key)
         except ValidationError:
             wanted = expects(option.annotation, tuple(option.metadata))
@@ -254,6 +255,7 @@ def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: D
     """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
     wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
     best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
+    # A file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported.
     chosen: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
     if wish not in (None, "auto"):
         chosen = wish
@@ -273,7 +275,7 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
         return None, "the package deepspeed is not installed"
     given, offload = reading.get("deepspeed_config"), bool(reading.get("zero3_offload"))
     if given is None:
-        return _filled(deepspeed_config.shipped("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
+        return _filled(shipped_config("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
     places = _places(Path(given), *([reading.folder] if reading.folder is not None else []))
     path = _existing(places)
     if path is None:
@@ -281,7 +283,7 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
         return None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
     name = one_line(str(path))
     try:
-        config, notes = deepspeed_config.understand(deepspeed_config.read(path), name=name)
+        config, notes = translate(read_deepspeed_file(path), name=name)
     except ConfigError as error:
         reading.problems += str(error).replace("DEEPSPEED_CONFIG=", "deepspeed_config: ").splitlines()
         return None, None
@@ -296,7 +298,7 @@ def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, A
     config["zero_optimization"] = zero
     if zero.get("stage", "auto") in ("auto", None):
         zero["stage"] = 3 if reading.get("zero3_offload") else 2
-    if reading.get("zero3_offload"):
+    if reading.get("zero3_offload"):  # what the file offloads already, such as to NVMe, stays there
         for key in ("offload_optimizer", "offload_param"):
             section = zero.get(key)
             if not isinstance(section, dict) or section.get("device", "none") in ("none", "auto", None):

@@ -1,1 +1,7 @@
-"""Facts: the machine there is (or that a user names), and what a model's `config.json` means. No torch."""
+"""What is given before a plan is made: the machine, the model's shape, and what is installed. No torch.
+
+The machine: `hardware` (named: `machine_spec`; found: `visible_gpus`, `nvml`, `amd`, `host`), with rates from
+`gpu_catalog`; `unseen` and `compiler` say why a GPU or a kernel would not run. The model: `architecture` finds its
+config.json, `decoder` lays out its blocks by `families`, `config_fields` and `class_defaults`, and `model_shape` is the
+result. `fp16`, `liger` and `installed` are what is known of numbers, kernels and packages.
+"""

@@ -50,6 +50,7 @@ def see() -> Seen | None:
     static, metric = map(_gpu_list, answers_of("amd-smi", ("static", "--json"), ("metric", "--json")))
     if not static:
         return None
+    # two commands list the same GPUs, and are matched by number and not by place
     by_number = {whole(_field(item, "gpu")): item for item in metric}
     gpus = tuple(_gpu(index, item, by_number.get(whole(_field(item, "gpu")), {})) for index, item in enumerate(static))
     driver = _field(_field(static[0], "driver"), "version", "driver_version")

@@ -76,7 +76,7 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
     folder = local_folder(name)
     if folder is not None:
         return _read_config(folder, str(folder))
-    if name in KNOWN_MODELS and revision is None:
+    if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
         return KNOWN_MODELS[name].config
     return _fetch_config(name, revision)
 
@@ -143,7 +143,7 @@ def _fetch_config(name: str, revision: str | None) -> Config:
         RepositoryNotFoundError,
     )
 
-    offline = not hub_answers()
+    offline = not hub_answers()  # then only the cache is read, at once
     try:
         path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
     except HFValidationError:
@@ -181,7 +181,9 @@ def hub_answers() -> bool:
 
     The library would retry for half a minute before it reports that there is no network.
     """
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
+    # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
+    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    if offline.upper() in ("1", "TRUE", "YES", "ON"):
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True

@@ -76,5 +76,6 @@ def size(text: Any, *, unit: str = "mib") -> int | None:
     value = number(text)
     if value is None:
         return None
+    # what is left of the text without its number
     given_unit = str(text.get("unit", "")) if isinstance(text, Mapping) else str(text).strip().lstrip("-0123456789. ")
     return int(value * _UNITS.get(given_unit.strip().lower(), _UNITS[unit]))

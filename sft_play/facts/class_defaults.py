@@ -113,14 +113,14 @@ CLASS_DEFAULTS: dict[str, dict[str, int | float | bool | str | None]] = {
         "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000, "max_position_embeddings": 8192,
         "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096,
-        "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0,
         "attention_dropout": 0.0,
     },
     "gemma3_text": {
         "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 256, "intermediate_size": 9216, "vocab_size": 262208, "max_position_embeddings": 131072,
         "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096,
-        "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": None,
         "attention_dropout": 0.0,
     },
     "glm": {
@@ -261,7 +261,7 @@ CLASS_DEFAULTS: dict[str, dict[str, int | float | bool | str | None]] = {
     "nanochat": {
         "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 6, "num_key_value_heads": None,
         "intermediate_size": 8192, "vocab_size": 50304, "max_position_embeddings": 2048, "tie_word_embeddings": False,
-        "attention_bias": False, "hidden_act": "relu2", "final_logit_softcapping": 15.0, "attention_dropout": 0.0,
+        "attention_bias": False, "hidden_act": "relu2", "attention_dropout": 0.0,
     },
     "nemotron": {
         "hidden_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 48, "num_key_value_heads": None,
@@ -373,7 +373,7 @@ CLASS_DEFAULTS: dict[str, dict[str, int | float | bool | str | None]] = {
         "hidden_size": 2304, "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
         "head_dim": 256, "intermediate_size": 9216, "vocab_size": 256000, "max_position_embeddings": 8192,
         "tie_word_embeddings": True, "attention_bias": False, "sliding_window": 4096,
-        "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0,
         "attention_dropout": 0.0,
     },
 }

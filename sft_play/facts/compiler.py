@@ -64,6 +64,7 @@ class Toolchain:
 def look(environment: Mapping[str, str]) -> Toolchain:
     """This machine's, from a trial: a one-line module is compiled as Triton would compile its own."""
     compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    # as Triton does it: Debian's posix_local has no Python.h (triton 3.7.1, runtime/build.py)
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
     names = re.findall(r"^(?:ID|ID_LIKE)=\"?([^\"\n]*)\"?$", text_of(_OS_RELEASE), re.MULTILINE)
@@ -115,6 +116,7 @@ def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[
         compiler = shutil.which(environment.get("CXX") or default)
         if compiler is None:
             return f"no C++ compiler (CXX, or {default})", _install(tools).replace("gcc", "g++")
+        # on a CPU neither Triton nor libcuda is needed: obstacle() must only look at the compiler and the headers
         tools = replace(tools, triton=True, compiler=compiler, failed=_trial(compiler, tools.headers), ldconfig=True)
     return obstacle(tools)
 
@@ -171,5 +173,5 @@ def _trial(compiler: str, headers: Path) -> str | None:
             return str(error)
     if done.returncode == 0:
         return None
-    lines = done.stderr.strip().splitlines()
+    lines = done.stderr.strip().splitlines()  # the first error; what follows are its consequences
     return next((line for line in lines if "error" in line), lines[-1] if lines else f"exit code {done.returncode}")

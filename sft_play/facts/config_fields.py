@@ -106,6 +106,7 @@ class Fields:
             raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
         wrapped = isinstance(inner, Mapping) and bool(inner)
         text = dict(inner) if wrapped and inner is not None else dict(config)
+        # an image-text model's config has the language model's in text_config, which may leave out its type
         outer = str(config["model_type"])
         kind = text.get("model_type") or WRAPPERS.get(outer)
         kind = WRAPPERS.get(outer, outer) if kind == outer or not isinstance(kind, str) else kind
@@ -115,6 +116,7 @@ class Fields:
                 "the plan knows without transformers"
             )
         values = _usual_names(CLASS_DEFAULTS[kind]) | _usual_names(text)
+        # defaults are those of one model of the class: a file without sizes is not taken for it
         if not wrapped and not any(key in text for key in ("hidden_size", *ALIASES["hidden_size"])):
             raise cls(kind, values, name)._no_number("hidden_size", None)
         return cls(kind, values, name)
@@ -129,6 +131,7 @@ class Fields:
         # in Python true is an int
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._no_number(key, value)
+        # a limit is listed under one of a field's names
         usual = next((usual for usual, others in ALIASES.items() if key in others), key)
         most = LARGEST.get(usual, _LARGEST_OTHER)
         if value > most:
@@ -160,7 +163,7 @@ class Fields:
         value = self.values.get(key)
         if value is None or value is False:
             return None
-        if not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise self._refusal(key, value, "it must be a number above 0")
         return float(value)
 
@@ -193,6 +196,7 @@ def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
         given = next((other for other in others if other in config), None)
         if given is not None and usual not in config:
             renamed[usual] = config[given]
+    # defaults and files may use different names for it: under all of them the file's value wins
     given = next((key for key in _EXPERT_COUNTS if key in config), None)
     if given is not None:
         renamed |= dict.fromkeys(_EXPERT_COUNTS, config[given])

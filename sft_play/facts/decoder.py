@@ -43,6 +43,7 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     refuse_other_models(config, name=name)
     fields = Fields.of_language_model(config, name)
     family = FAMILIES[fields.kind]
+    # the rest of a class's code that fields alone do not describe
     if fields.kind in _SPECIAL:
         family, fields = _SPECIAL[fields.kind](family, fields)
     inner = config.get("text_config")
@@ -54,6 +55,7 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
 
 def _falcon(family: Family, fields: Fields) -> tuple[Family, Fields]:
     heads = fields.need("num_attention_heads")
+    # 40B and 180B are of the new architecture; in the old one, of 7B, multi_query means a single key head
     if fields.flag("new_decoder_architecture"):
         keys, norms = fields.count("num_key_value_heads") or heads, fields.count("num_ln_in_parallel_attn") or 2
     else:
@@ -65,6 +67,7 @@ def _falcon(family: Family, fields: Fields) -> tuple[Family, Fields]:
 
 def _opt(family: Family, fields: Fields) -> tuple[Family, Fields]:
     biased, norms = fields.flag("enable_bias"), fields.flag("layer_norm_elementwise_affine")
+    # OPT-350M norms after its blocks, and so has no last norm
     last = fields.flag("do_layer_norm_before") and not fields.flag("_remove_final_layer_norm")
     family = replace(
         family, qkv_bias=biased, out_bias=biased, mlp_bias=biased, last_norm=last, norm="layer" if norms else "none",
@@ -135,6 +138,7 @@ class _Builder:
         kinds = list(dict.fromkeys(blocks))
         layers = tuple(marked(self._block(*kind, count=blocks.count(kind)), fields.kind) for kind in kinds)
         common = max(layers, key=lambda kind: kind.count)
+        # config.json may have a window that no block uses (Qwen2: use_sliding_window)
         slides = any(kind.attention in ("sliding", "chunked") for kind in layers)
         width = (fields.count("word_embed_proj_dim") or 0) if fields.kind == "opt" else 0
         narrow = width if width != self.hidden else 0  # OPT-350M's embedding is narrower than its blocks
@@ -161,7 +165,6 @@ class _Builder:
             clamped_gate=family.experts is not None and family.experts.clamped,
             routes_in_fp32=family.experts is not None and family.experts.fp32_weights,
             own_experts=family.experts is not None and family.experts.own_code,
-            gated_mlp=len(family.mlp) == 3 or family.fused_gate,
             activation=str(fields.values.get(self._own(_ACTIVATION)) or "gelu"),
             head_bias=fields.flag(family.head_bias),
             norm=family.norm,
@@ -175,7 +178,6 @@ class _Builder:
             rotary_dim=self._rotary_dim(),
             sinks=family.sinks,
             attention_softcap=fields.real("attn_logit_softcapping"),
-            logit_softcap=fields.real("final_logit_softcapping"),
             parallel_blocks=fields.flag(family.parallel),
             dropout=fields.share(self._own(_RESIDUAL_DROPOUT)),
             attention_dropout=fields.share(self._own(_ATTENTION_DROPOUT)),
@@ -200,6 +202,7 @@ class _Builder:
     def _head_dim(self) -> int:
         if self.mla is not None:
             return self.mla.nope_dim + self.mla.rope_dim
+        # some classes ignore the field, and always divide
         own = self.fields.count("head_dim") if self.family.own_head_dim else None
         if own is None and self.hidden % self.heads:
             raise ModelError(
@@ -218,7 +221,7 @@ class _Builder:
             return 0
         if self.mla is not None:
             return self.mla.rope_dim
-        fixed = self.fields.count("rotary_dim")
+        fixed = self.fields.count("rotary_dim")  # GPT-J: elements; the others give a share of the head
         rope = self.fields.values.get("rope_parameters")
         share = rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None
         for key in ("rotary_pct", "partial_rotary_factor"):
@@ -262,6 +265,7 @@ class _Builder:
         family, bias = self.family, self.fields.flag(self.family.qkv_bias)
         if self.mla is not None:
             return self._latent_attention(self.mla, bias)
+        # q is not always the hidden width: Gemma's and Qwen3's heads are wider together
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         out = Linear(family.out, q, self.hidden, self.fields.flag(family.out_bias))
         if len(family.qkv) == 1:
@@ -292,7 +296,7 @@ class _Builder:
         return (*into, Linear(paths[-1], width, self.hidden, bias))
 
     def _qk_norms(self) -> int:
-        if self.mla is not None:
+        if self.mla is not None:  # norms of the compressed keys and queries
             return self.mla.kv_rank + (self.mla.q_rank or 0)
         if not self.fields.flag(self.family.qk_norm):
             return 0
@@ -315,7 +319,7 @@ class _Builder:
         router += number if experts.router_extra != "none" else 0
         if shared and experts.shared is not None:
             linears += self._shared_mlp(experts, experts.shared, shared)
-        biases = 2 * width + self.hidden if experts.expert_bias else 0
+        biases = 2 * width + self.hidden if experts.expert_bias else 0  # of gate and up, and of down
         return replace(
             plain,
             linears=linears,
@@ -361,6 +365,7 @@ class _Builder:
             return "full"
         if rule == "gpt_neo":
             return self._gpt_neo_kind(index)
+        # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
         named = fields.values.get("layer_types")
         if isinstance(named, list) and rule != "all":
             return self._named_kind(named, index)

@@ -53,6 +53,7 @@ def _built_with(what: str) -> str | None:
         spec = importlib.util.find_spec("torch")
         if spec is not None and spec.origin is not None:
             text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8")
+            # `cuda: Optional[str] = '13.0'`, or None
             match = re.search(rf"^{what}\b[^=\n]*=\s*['\"]([0-9][^'\"]*)['\"]", text, re.MULTILINE)
             return match[1] if match else None
     return None

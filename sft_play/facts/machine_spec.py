@@ -196,7 +196,7 @@ def _head(text: str, where: str) -> MachineSpec:
     is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) and not re.match(r"[0-9.]+\s*[xX*×]", name)
     if match is None or not is_name:
         raise HardwareError(f"{where} is not COUNTxGPU, {_EXAMPLE}; or cpu, or a YAML file")
-    counts = [int(number) for number in re.findall(r"[0-9]+", match[1])]
+    counts = [int(number) for number in re.findall(r"[0-9]+", match[1])]  # nodes and GPUs of each, or GPUs only
     if name.lower() == "cpu":
         raise HardwareError(f"{where}: a machine without GPUs takes no count; write cpu,ram=64GiB,cores=16")
     total = math.prod(counts)
@@ -256,7 +256,7 @@ def _root(path: Path) -> yaml.Node | None:
     except FileNotFoundError:
         raise HardwareError(f"HARDWARE={path} does not exist (looked from {Path.cwd()})") from None
     except (OSError, ValueError) as error:
-        if isinstance(error, HardwareError):  # which is a ValueError too
+        if isinstance(error, HardwareError):  # its own, from above: HardwareError is a ValueError
             raise
         raise HardwareError(f"HARDWARE={path} cannot be read: {one_line(str(error))}") from None
     except yaml.YAMLError as error:
@@ -275,6 +275,7 @@ def _where(path: Path, node: yaml.Node | None) -> str:
 
 def _entries(path: Path, node: yaml.MappingNode, names: tuple[str, ...]) -> dict[str, yaml.Node]:
     nodes: dict[str, yaml.Node] = {}
+    # nodes and not values: they know their lines, and a key that is given twice is still there
     for key, value in node.value:
         name = key.value if isinstance(key, yaml.ScalarNode) else "?"
         _checked(name, names, f"{_where(path, key)}: {one_line(str(name))!r}")

@@ -139,7 +139,6 @@ class ModelShape:
     """The weights by which experts' outputs are added are fp32, whatever the run computes in."""
     kernel_packages: tuple[str, ...] = ()
     """Packages whose kernels the class runs where they are installed, and its own slower reference code where not."""
-    gated_mlp: bool = True
     activation: str = "silu"
     head_bias: bool = False
     norm: NormKind = "rms"
@@ -159,7 +158,6 @@ class ModelShape:
     sinks: bool = False
     attention_softcap: float | None = None
     """Attention scores are capped (Gemma-2): only eager attention does it."""
-    logit_softcap: float | None = None
     parallel_blocks: bool = False
     """Attention and MLP read the same input, and their outputs are added at once."""
     mla: Mla | None = None

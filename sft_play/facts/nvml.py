@@ -68,7 +68,7 @@ def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version and the newest CUDA that it runs; None where it does not say."""
     newest = int(ask(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
     version = text(ask(nvml, "nvmlSystemGetDriverVersion"))
-    return version, (newest // 1000, newest % 1000 // 10) if newest else None
+    return version, (newest // 1000, newest % 1000 // 10) if newest else None  # 13020 is CUDA 13.2
 
 
 def see(*, details: bool = True, topology: bool = True) -> Seen | None:
@@ -147,7 +147,7 @@ def _details(nvml: Any, handle: Any) -> dict[str, Any]:
     questions = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature")
     degrees = (ask(nvml, question, handle, _SENSOR_GPU) for question in questions)
     return {
-        "power_cap_watts": None if cap is None else cap / 1000,
+        "power_cap_watts": None if cap is None else cap / 1000,  # NVML has milliwatts
         "power_watts": None if draw is None else draw / 1000,
         "temperature_celsius": next((int(value) for value in degrees if value is not None), None),
         "pcie": Pcie(*link),
@@ -196,6 +196,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     used: dict[int, int | None] = {}
     for item in (item for listed in lists for item in listed or ()):
         before, now = used.get(int(item.pid)), item.usedGpuMemory
+        # one process can be in both lists, with the same memory
         used[int(item.pid)] = max(before or 0, int(now)) if now is not None else before
     keeps_accounts = ask(nvml, "nvmlDeviceGetAccountingMode", handle)  # an administrator may switch it on
     processes = []
@@ -244,6 +245,7 @@ def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]
         if one == other:
             return "X"
         direct = joined[one][buses[other]] if buses[other] else 0
+        # through a switch every GPU reaches every other with all its links
         lanes = direct or min(joined[one][_SWITCH], joined[other][_SWITCH])
         if lanes:
             return f"NV{lanes}"

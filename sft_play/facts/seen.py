@@ -120,6 +120,7 @@ class Seen:
         by_index = {gpu.index: gpu for gpu in self.gpus}
         kept = tuple(by_index[index] for index in indices if index in by_index)
         whole, left = self.topology, tuple(gpu.index for gpu in kept)
+        # one GPU has no links; one that did not answer is not in the matrix
         if whole is None or len(left) < 2 or not set(left) <= set(whole.indices):
             return replace(self, gpus=kept, topology=None)
         place = {index: whole.indices.index(index) for index in left}
@@ -155,6 +156,7 @@ def abilities(capability: tuple[int, int] | None) -> dict[str, Any]:
 
 def process_name(pid: int, by_driver: str | None = None) -> str | None:
     """The name of a process: from this machine's process table, else the driver's; None if unknown."""
+    # in a container the driver lists pids of the host, which this process table does not have
     try:
         return psutil.Process(pid).name()
     except (psutil.Error, ValueError, OverflowError):

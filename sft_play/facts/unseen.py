@@ -134,6 +134,7 @@ def unseen(devices: Devices) -> Unseen | None:
     `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; of AMD's GPUs, ROCm's own variables do too.
     """
     hiding = devices.environment or {}
+    # a wish for the CPU is no accident
     hidden = {name for name, text in hiding.items() if text.strip() in _NONE_WANTED}
     if HIDING[0] in hidden:
         return None
@@ -190,6 +191,7 @@ def _nvidia_cause(devices: Devices) -> tuple[str, str]:
     words = f"NVML says: {error}"
     if devices.wsl:
         return words, "update the NVIDIA driver of Windows, then wsl --update and wsl --shutdown"
+    # the order matters: each cause is only looked for where those above it are ruled out
     if not devices.nodes and devices.container:
         return "this container was given none of them (no /dev/nvidia0)", _DOCKER
     if not devices.nodes and devices.driver:
@@ -295,7 +297,7 @@ def _pci(folder: Path) -> tuple[PciDevice, ...]:
     for place in sorted(folder.glob("*")):
         vendor, kind = _hex(text_of(place / "vendor")), _hex(text_of(place / "class"))
         if vendor is not None and kind is not None:
-            vram = text_of(place / "mem_info_vram_total").strip()
+            vram = text_of(place / "mem_info_vram_total").strip()  # amdgpu writes it, others do not
             devices.append(PciDevice(place.name, vendor, kind >> 8, int(vram) if vram.isdigit() else None))
     return tuple(devices)
 

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun
 from sft_play.training.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
-from sft_play.training.model import DTYPES, build_model_spec, quantization
+from sft_play.training.model_loading import DTYPES, quantization
+from sft_play.training.model_spec import build_model_spec
 
 Base = Literal["original", "dequantized"]
 """Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them."""

@@ -12,7 +12,7 @@ from typing import Any
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
 from sft_play.finished.respond import Responder
-from sft_play.runs import write_text
+from sft_play.runs.files import write_text
 
 HELP = (
     "/reset forgets the conversation · /system TEXT sets the system prompt · /base switches the adapter off and on · "

@@ -17,7 +17,7 @@ from sft_play.finished.record import Record, read_record, settings_of
 from sft_play.finished.run import next_line
 from sft_play.finished.run_figures import duration, predicted_and_measured, size, tokens_per_s
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 
 PAGE = "compare.html"
 """In the folder of the first run that is named."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.errors import ConfigError
 from sft_play.finished.eval_figures import (
     RESAMPLES,
@@ -31,7 +30,8 @@ from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import batch_tokens, compute_dtype, score_rows
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
-from sft_play.training.model import weights_facts
+from sft_play.runs.files import write_json, write_text
+from sft_play.training.model_loading import weights_facts
 from sft_play.training.quiet import quiet_libraries
 
 logger = logging.getLogger(__name__)
@@ -186,9 +186,9 @@ def evaluate_run(
     if rows:
         text = _jsonl(run, rows, base, tuned)
         with writing(rows_path):
-            runs.write_text(rows_path, text)
+            write_text(rows_path, text)
     with writing(path):
-        runs.write_json(path, evaluation.as_json())
+        write_json(path, evaluation.as_json())
     return evaluation
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from sft_play import runs
 from sft_play.errors import RunFolderError
 from sft_play.finished.export_gguf import write_gguf
 from sft_play.finished.export_vllm import write_folder
@@ -14,6 +13,7 @@ from sft_play.finished.llama_cpp import find_converter
 from sft_play.finished.merge import whole_model
 from sft_play.finished.run import FinishedRun
 from sft_play.finished.writing import built_folder
+from sft_play.runs.files import write_json
 from sft_play.training.quiet import quiet_libraries
 
 
@@ -53,7 +53,7 @@ def export_run(
             written = write_folder(run, model, building, target)
         else:
             written = write_gguf(run, model, building, target, converter, quant=quant, format=format)
-        runs.write_json(building / RECORD, written.record)
+        write_json(building / RECORD, written.record)
     seconds = time.monotonic() - started
     return Exported(run.folder.path, format, target, written, is_adapter=run.is_adapter, seconds=seconds)
 

@@ -20,7 +20,7 @@ from sft_play.finished.respond import Responder
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
-from sft_play.training.model import weights_facts
+from sft_play.training.model_loading import weights_facts
 
 logger = logging.getLogger(__name__)
 

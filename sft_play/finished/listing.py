@@ -14,12 +14,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from sft_play import runs
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import MANIFEST, RunFolder
+from sft_play.runs.locking import lock
+from sft_play.runs.lookup import run_at, runs_in
+from sft_play.runs.metrics import metric_lines
+from sft_play.runs.names import checked_name
 from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
@@ -110,7 +113,7 @@ class RunList:
 
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
     """Every run directly below an output folder, those moved aside too."""
-    listed = [_listed(folder) for folder in runs.runs_in(output, replaced=True)]
+    listed = [_listed(folder) for folder in runs_in(output, replaced=True)]
     # runs without a start (their manifest is damaged) go last once the order is reversed
     listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.folder.path.name))
     return RunList(output, tuple(reversed(listed)), now or datetime.now(UTC))
@@ -120,7 +123,7 @@ def _listed(folder: RunFolder) -> ListedRun:
     manifest = folder.manifest()
     resolved = read_json(folder.path / "resolved.json")
     path = folder.metrics_path
-    metrics = [entry for _, entry in runs.metrics(path)] if path.is_file() else []
+    metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
     return ListedRun(
         folder,
         model=str((resolved.get("model") or {}).get("name", "?")),
@@ -215,7 +218,7 @@ class Pruned:
 
 def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
     """What `prune` would remove of these runs, with its bytes; raises RunFolderError as `parts_of` does."""
-    folders = [runs.run_at(output, runs.checked_name(name, key="RUNS")) for name in names]
+    folders = [run_at(output, checked_name(name, key="RUNS")) for name in names]
     return {path: size for folder in folders for path, size in parts_of(folder, what).items()}
 
 
@@ -261,7 +264,7 @@ def prune(output: Path, chosen: Mapping[Path, int]) -> Pruned:
     """Remove what `to_prune` has listed; a run that cannot be locked or removed is kept, with a warning."""
     removed: dict[Path, int] = {}
     for path, size in chosen.items():
-        folder = next(one for one in (path, *path.parents) if (one / runs.MANIFEST).is_file() and one.parent == output)
+        folder = next(one for one in (path, *path.parents) if (one / MANIFEST).is_file() and one.parent == output)
         removed |= remove(RunFolder(folder), {path: size})
     return Pruned(
         output, tuple(removed), sum(removed.values()), kept=tuple(path for path in chosen if path not in removed)
@@ -272,7 +275,7 @@ def remove(folder: RunFolder, parts: Mapping[Path, int]) -> dict[Path, int]:
     """Remove parts of a run with the run locked; what could not be removed is left out, with a warning."""
     removed: dict[Path, int] = {}
     try:
-        with runs.lock(folder):
+        with lock(folder):
             if folder.path not in parts:  # it may have been resumed since it was listed
                 _require_finished(folder, str(folder.manifest().get("status")))
             for path, size in parts.items():

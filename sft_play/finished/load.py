@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from sft_play import runs
 from sft_play.config.schema import RunConfig
 from sft_play.data.file_digests import digest_of
 from sft_play.data.masks.render import Renderer
@@ -20,8 +19,10 @@ from sft_play.data.splits import Split, Splits, build_splits
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
+from sft_play.runs.resuming import first_day
 from sft_play.training.full_state_dict import ADAPTER_FILE
-from sft_play.training.model import DTYPES, build_model_spec, load_model
+from sft_play.training.model_loading import DTYPES, load_model
+from sft_play.training.model_spec import build_model_spec
 from sft_play.training.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
 
 def renderer_of(run: FinishedRun, tokenizer: Any) -> Renderer:
     """What renders conversations as the run's training did, on the day that the run began."""
-    day = runs.first_day(run.folder)  # a template that writes the date would put another one into every prompt
+    day = first_day(run.folder)  # a template that writes the date would put another one into every prompt
     return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=day)
 
 
@@ -171,7 +172,7 @@ def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
         data_paths(config.data),
         tokenizer,
         max_seq_len=run.plan().max_seq_len,
-        today=runs.first_day(run.folder),
+        today=first_day(run.folder),
     )
 
 

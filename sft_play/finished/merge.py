@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from sft_play import runs
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.adapted_model import AdaptedModel, Base, Sizes
 from sft_play.finished.merged_weights import MergedWeights
@@ -27,6 +26,7 @@ from sft_play.finished.run import FinishedRun, base_folder, next_line
 from sft_play.finished.saved_configs import card_facts, write_configs
 from sft_play.finished.writing import built_folder, require_space
 from sft_play.planner.memory.saving import FILE_BYTES
+from sft_play.runs.locking import lock
 from sft_play.training.card import write_card
 from sft_play.training.quiet import quiet_libraries
 from sft_play.units import gib
@@ -173,7 +173,7 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
         return merged
     target = run.folder.path / MERGED
     logger.info("The adapter is merged into its base first (%s)", target)
-    with contextlib.nullcontext() if is_locked else runs.lock(run.folder):
+    with contextlib.nullcontext() if is_locked else lock(run.folder):
         return merge_run(run, replace=target.exists()).path
 
 

@@ -15,7 +15,8 @@ from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.adapted_model import AdaptedModel
 from sft_play.finished.run import tensor_shapes
 from sft_play.training import stream
-from sft_play.training.model import DTYPES, TEXT_TOWER_KEYS, read_model, saved_dtypes, write_weights
+from sft_play.training.model_loading import DTYPES, TEXT_TOWER_KEYS, read_model
+from sft_play.training.model_saving import saved_dtypes, write_weights
 from sft_play.units import gib
 
 logger = logging.getLogger(__name__)

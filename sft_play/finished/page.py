@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.errors import ConfigError
 from sft_play.log import escape_control, one_line, redact
-from sft_play.runs import write_text
+from sft_play.runs.files import write_text
 
 
 @dataclass(frozen=True)

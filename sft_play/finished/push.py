@@ -236,7 +236,7 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     from sft_play.finished.load import renderer_of
     from sft_play.finished.merge import MERGED
     from sft_play.finished.saved_configs import card_facts
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(run.config).tokenizer

@@ -12,12 +12,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.adapter import LAST
 from sft_play.config.leaves import leaves
 from sft_play.errors import RunFolderError
 from sft_play.finished.listing import Status, best_of, read_json, status_of
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import run_named, runs_in
+from sft_play.runs.metrics import metric_lines
 
 Points = Sequence[tuple[float, float]]
 """A curve: (step, value)."""
@@ -149,8 +150,8 @@ def find_run(base: Path, name: str | None) -> RunFolder:
         RunFolderError: there is none.
     """
     if name not in (None, LAST):
-        return runs.run_named(base, str(name))
-    manifests = [(folder, folder.manifest()) for folder in runs.runs_in(base)]
+        return run_named(base, str(name))
+    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
     if not manifests:
         raise RunFolderError(f"there is no run in {base}; train one with make train")
     ended = [item for item in manifests if item[1].get("status") == "finished"]
@@ -193,7 +194,7 @@ class _Logged:
 def _logged(path: Path) -> dict[str | None, _Logged]:
     """The curves by stage (None without stages), read line by line: a long run has 100,000 of them."""
     by_stage: dict[str | None, _Logged] = {}
-    for _, entry in runs.metrics(path) if path.is_file() else ():
+    for _, entry in metric_lines(path) if path.is_file() else ():
         logged = by_stage.setdefault(entry.get("stage"), _Logged())
         for key, value in entry.items():
             # a bool is an int to Python, and no point of a curve

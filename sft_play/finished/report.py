@@ -19,7 +19,7 @@ from sft_play.finished.report_sections import sections_of
 from sft_play.finished.run import next_line
 from sft_play.finished.run_figures import lead_of
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 

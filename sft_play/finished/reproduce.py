@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.file_digests import content_digest_of
@@ -34,7 +34,10 @@ from sft_play.finished.equal_weights import Compared, compare_weights
 from sft_play.finished.run import FinishedRun, base_folder, next_line
 from sft_play.finished.run_code import code_of
 from sft_play.log import one_line
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
+from sft_play.runs.manifest import versions
+from sft_play.runs.metrics import metric_lines
+from sft_play.runs.names import checked_name
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +146,7 @@ def _free_name(folder: RunFolder) -> str:
     name, number = f"{folder.path.name}{SUFFIX}", 2
     while folder.path.with_name(name).exists():
         name, number = f"{folder.path.name}{SUFFIX}-{number}", number + 1
-    return runs.checked_name(name, key="RUN")
+    return checked_name(name, key="RUN")
 
 
 def _cwd(manifest: Mapping[str, Any]) -> Path:
@@ -194,7 +197,7 @@ def _other_tokenizer(config: RunConfig, recorded: Mapping[str, Any]) -> list[str
 
 
 def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
-    recorded, now = manifest.get("versions") or {}, runs.versions()
+    recorded, now = manifest.get("versions") or {}, versions()
     return [
         f"{name} {recorded[name]} then, {now.get(name)} now" for name in recorded if recorded[name] != now.get(name)
     ]
@@ -246,7 +249,7 @@ def _words(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     if words[0] == "train-distributed":
         words += ["--nproc", str(processes)]
         words += ["--strategy", layout] if config.model.mesh_shape is None else []
-        file = folder.path.absolute() / runs.DEEPSPEED_FILE
+        file = folder.path.absolute() / DEEPSPEED_FILE
         words += ["--deepspeed_config", str(file)] if file.is_file() and not loaded.stages else []
     for prefix, part, settings in _parts(folder, loaded):
         words += _as_planned(prefix, part, settings)
@@ -325,5 +328,5 @@ def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, fl
 def _losses(path: Path) -> dict[tuple[str | None, int], float]:
     if not path.is_file():
         return {}
-    return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in runs.metrics(path)
+    return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in metric_lines(path)
             if "loss" in entry}  # fmt: skip

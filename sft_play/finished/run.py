@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.adapter import LAST
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
@@ -16,7 +15,8 @@ from sft_play.errors import ModelError, RunFolderError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import run_named, runs_in
 
 
 def next_line(command: str, *more: str, **variables: str | Path) -> str:
@@ -61,7 +61,7 @@ def find_finished(base: Path, name: str | None) -> FinishedRun:
     Raises:
         RunFolderError: there is none, it is not finished, or its trained weights are gone.
     """
-    folder = _newest_finished(base) if name in (None, LAST) else runs.run_named(base, str(name))
+    folder = _newest_finished(base) if name in (None, LAST) else run_named(base, str(name))
     manifest = folder.manifest()
     if manifest.get("status") != "finished":
         raise RunFolderError(
@@ -86,7 +86,7 @@ def find_finished(base: Path, name: str | None) -> FinishedRun:
 
 
 def _newest_finished(base: Path) -> RunFolder:
-    manifests = [(folder, folder.manifest()) for folder in runs.runs_in(base)]
+    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
     finished = [(folder, manifest) for folder, manifest in manifests if manifest.get("status") == "finished"]
     if not finished:
         unfinished = f" ({len(manifests)} unfinished)" if manifests else ""
@@ -129,7 +129,7 @@ def base_folder(run: FinishedRun) -> Path:
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
     """Raises ModelError where the base's files are no longer those that the run was trained on."""
-    from sft_play.training.model import weights_facts
+    from sft_play.training.model_loading import weights_facts
 
     now = weights_facts(run.config.model.name, None)["sha256"]
     if recorded.get("sha256") not in (None, now):

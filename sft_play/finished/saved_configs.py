@@ -15,7 +15,8 @@ from sft_play.finished.load import renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.training.card import Kind, Trained
 from sft_play.training.exact_match import Configured, stop_ids
-from sft_play.training.model import ModelSpec, set_stop_tokens
+from sft_play.training.model_saving import set_stop_tokens
+from sft_play.training.model_spec import ModelSpec
 
 
 def card_facts(

@@ -18,7 +18,7 @@ from datasets import Dataset
 from sft_play.finished.run import FinishedRun
 from sft_play.training.collate import Collator
 from sft_play.training.fused_head import fused_head
-from sft_play.training.model import DTYPES
+from sft_play.training.model_loading import DTYPES
 from sft_play.training.rows import lengths_of
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from sft_play import runs
 from sft_play.data.arrow_rows import row_digest
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
@@ -43,8 +42,10 @@ from sft_play.finished.ship_rule import (
 )
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
+from sft_play.runs.locking import lock
+from sft_play.runs.manifest import versions
 from sft_play.training.exact_match import Question, configured_stops, questions, stop_ids
-from sft_play.training.model import weights_facts
+from sft_play.training.model_loading import weights_facts
 from sft_play.training.quiet import quiet_libraries
 from sft_play.training.tokenizer import load_tokenizer
 
@@ -117,9 +118,9 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
         "weights": {"sha256": weights_facts(str(run.weights), None)["sha256"]},
         "base": (run.manifest.get("data") or {}).get("weights"),
         "before": continued.name if continued else None,
-        "versions": runs.versions(),
+        "versions": versions(),
     }
-    with runs.lock(run.folder):
+    with lock(run.folder):
         try:
             measured = _Measured(run, rows)
             evidence = measured.evidence()

@@ -22,6 +22,7 @@ import psutil
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.failures import RUN_VARIABLE
+from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -53,6 +54,14 @@ class Launch:
     def watched(self) -> tuple[str, ...]:
         """The words with our agent in the launcher's place: what is run."""
         return tuple(AGENT if word == LAUNCHER else word for word in self.words)
+
+    def environment_in(self, given: Mapping[str, str]) -> dict[str, str]:
+        """The environment that the command runs in: the given one with its variables.
+
+        `PET_NNODES` and the like are left out: torchrun takes them as defaults of its flags, and what they say is in
+        the command already (`exported.node_variables`).
+        """
+        return {**{name: text for name, text in given.items() if not name.startswith("PET_")}, **self.environment}
 
     @property
     def line(self) -> str:
@@ -90,7 +99,7 @@ def torchrun(
     """
     words = [python or sys.executable, "-m", LAUNCHER]
     if nodes.count == 1:
-        words.append("--standalone")
+        words.append("--standalone")  # the ranks meet at a free port: two runs on one machine do not disturb each other
     else:
         words += ["--nnodes", str(nodes.count), "--node-rank", str(nodes.rank)]
         words += ["--master-addr", str(nodes.address), "--master-port", str(nodes.port)]
@@ -105,6 +114,7 @@ def torchrun(
     if nccl_timeout_s is not None:
         wanted = nccl_variables(nccl_timeout_s)
         environment |= {name: value for name, value in wanted.items() if name not in (given or {})}
+    # only node 0 listens at MASTER_PORT; the others connect to it
     return Launch(tuple(words), environment, nodes.port if nodes.count > 1 and nodes.rank == 0 else None)
 
 
@@ -142,21 +152,21 @@ def timeout_of(config: RunConfig, environment: Mapping[str, str]) -> float:
     return seconds
 
 
-def require_free_port(launch: Launch) -> None:
-    """Raises HardwareError where another process listens on the port that this node needs."""
-    if launch.port is None:
+def require_free_port(port: int | None) -> None:
+    """Raises HardwareError where another process listens on the port that this node needs; None needs none."""
+    if port is None:
         return
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
         try:
-            probe.bind(("", launch.port))
+            probe.bind(("", port))
             return
         except OSError as error:
             reason = error.strerror
-    holder = _listener(launch.port)
+    holder = _listener(port)
     raise HardwareError(
-        f"MASTER_PORT={launch.port} cannot be listened on: {reason}{f' ({holder})' if holder else ''}; stop that, or "
-        f"give another port on all nodes: MASTER_PORT={launch.port + 1 if launch.port < 65_535 else 29_500}"
+        f"MASTER_PORT={port} cannot be listened on: {reason}{f' ({holder})' if holder else ''}; stop that, or "
+        f"give another port on all nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
     )
 
 

@@ -68,7 +68,7 @@ def require_machine(
         return require_compiler(hardware, environment)
     if config.train.device == "cpu" or hardware.device == "mps":
         return None
-    if hardware.shared_gpu:
+    if hardware.shared_gpu:  # Apple's, and several ranks: `device` is mps for one process only
         raise HardwareError(
             f"{hardware.shared_gpu} takes one process, but {hardware.cpu_ranks} were requested: make train uses it; or "
             f"{ON_CPU}"
@@ -76,7 +76,7 @@ def require_machine(
     accelerator = unseen(look(environment))
     if accelerator is not None:
         raise HardwareError(accelerator.message)
-    count = params()
+    count = params()  # asked last: for a model of the hub it fetches the config
     if count > CPU_PARAMS:
         raise HardwareError(too_large(config.model.name, count))
     return None

@@ -1,22 +1,16 @@
-"""What schedulers and other launchers export, in this toolkit's terms: ranks, nodes, accelerate's choices.
+"""What schedulers and other launchers export, in this toolkit's terms: ranks and nodes.
 
 The names are those of MPI's three families (as accelerate reads them: `accelerate/state.py`, `get_int_from_env`), of
-torchrun (`PET_` before its flags' names, https://docs.pytorch.org/docs/stable/elastic/run.html), of Kubernetes'
-PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod
-(https://github.com/kubeflow/training-operator), and of `accelerate launch` (`accelerate/utils/launch.py`).
+torchrun (`PET_` before its flags' names, https://docs.pytorch.org/docs/stable/elastic/run.html), and of Kubernetes'
+PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod (https://github.com/kubeflow/training-operator).
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-from collections.abc import Mapping, MutableMapping
-from pathlib import Path
-
-import psutil
+from collections.abc import Mapping
 
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate_config import AccelerateConfig, DistributedType, accelerate_place, mesh_in, read_config
+from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.log import one_line
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -35,10 +29,6 @@ _NODE_SYNONYMS = {
 _COUNTS = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 _ALL_GPUS = ("gpu", "auto", "cuda")
 """Values of torchrun's `--nproc-per-node` that mean one rank per GPU."""
-_SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
-"""Set by every start of `accelerate launch`, whichever launcher it uses."""
-_ACTED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
-"""Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -49,7 +39,7 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
     variables = {name: environment[name] for name in RANK_NAMES if name in environment}
     if "LOCAL_WORLD_SIZE" not in variables and "LOCAL_SIZE" in environment and "CROSS_SIZE" in environment:
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_SIZE"]  # deepspeed's launcher
-    for names in _MPI:
+    for names in _MPI:  # torchrun's own names win: mpirun may start torchrun, whose ranks inherit both
         theirs = [environment.get(name, "") for name in names]
         if all(text.isdigit() for text in theirs[:3]) and int(theirs[1]) > 1:
             of_mpi = dict(zip(RANK_NAMES, theirs, strict=True))
@@ -69,7 +59,7 @@ def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str
             f"{' and '.join(missing)} not in the environment: ranks on {nodes} nodes cannot find each other; give all "
             "of them the machine of rank 0 and a free port (mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500)"
         )
-    return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}[name] for name in missing}
+    return {name: {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(DEFAULT_PORT)}[name] for name in missing}
 
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
@@ -79,7 +69,7 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     Raises:
         ConfigError: the number of nodes is a range.
     """
-    if rank_variables(environment):
+    if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
     given: dict[str, str] = {}
     lines: list[str] = []
@@ -97,10 +87,11 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
     rank, world = (environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
     if not is_named and "NNODES" not in given and rank and world:
         given |= {"NODE_RANK": rank, "NNODES": world}
-        lines += [
-            f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this is "
-            f"node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone)"
-        ] * (world != "1")
+        if world != "1":
+            lines.append(
+                f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this "
+                f"is node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone)"
+            )
     for name in _COUNTS:
         text = environment.get(name, "").strip()
         if text and text not in _ALL_GPUS and not environment.get("NPROC", "").strip() and "NPROC" not in given:
@@ -121,96 +112,3 @@ def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
         "take sbatch scripts/train_slurm.sbatch my.yaml, or srun with one task per node and NNODES=, NODE_RANK=, "
         "MASTER_ADDR= (make train-distributed)"
     )
-
-
-# --- accelerate launch ------------------------------------------------------------------------------------------------
-
-
-def is_of_accelerate(environment: Mapping[str, str]) -> bool:
-    """Whether `accelerate launch` started this process."""
-    return all(name in environment for name in _SET_BY_ACCELERATE)
-
-
-def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
-    """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
-
-    Its flags and its file look the same here: both reach a rank as variables.
-    """
-    if not is_of_accelerate(environment):
-        return None
-    kind: DistributedType = "MULTI_GPU"
-    if environment.get("ACCELERATE_USE_FSDP") == "true":
-        kind = "FSDP"
-    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        kind = "DEEPSPEED"
-    deepspeed_keys = {
-        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
-        "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
-        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
-        "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
-    }
-    return AccelerateConfig(
-        path=Path("accelerate launch"),
-        distributed_type=kind,
-        num_processes=None,
-        mixed_precision=environment["ACCELERATE_MIXED_PRECISION"],
-        fsdp={name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
-        deepspeed={
-            key: environment[name] for name, key in deepspeed_keys.items() if environment.get(name, "none") != "none"
-        },
-        mesh=mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
-    )
-
-
-def drop_accelerate(environment: MutableMapping[str, str]) -> None:
-    """Remove what accelerate would act on besides the Trainer's arguments, which configure every engine."""
-    for name in [name for name in environment if name.startswith(_ACTED_ON) and name != "ACCELERATE_CONFIG"]:
-        del environment[name]
-
-
-def refuse_too_few(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError where `accelerate launch` was asked for several processes but started one.
-
-    On a CPU it starts several only through MPI, silently one otherwise, and does not pass on how many were asked for.
-    """
-    if not is_of_accelerate(environment) or "MASTER_ADDR" not in environment or rank_variables(environment):
-        return
-    asked = _asked_of_accelerate()
-    if asked == 1:
-        return
-    wanted = asked or "several"
-    raise ConfigError(
-        f"accelerate launch was asked for {wanted} processes and started 1: without a GPU it starts several only "
-        f"through MPI. Use make train-distributed NPROC={asked or 2} (ACCELERATE_CONFIG=FILE reads the same file), or "
-        f"torchrun --standalone --nproc-per-node {asked or 2} scripts/train.py with the same arguments"
-    )
-
-
-def _asked_of_accelerate() -> int | None:
-    """The number of processes in the command line of the `accelerate launch` above this process, or in its file."""
-    words: list[str] = []
-    with contextlib.suppress(psutil.Error, OSError):
-        for parent in psutil.Process().parents():
-            words = parent.cmdline()
-            if "launch" in words or any(word.endswith("accelerate-launch") for word in words):
-                break
-    text = _value_of(words, "num_processes", "n")
-    if text is not None:
-        return int(text) if text.isdigit() else None
-    file = _value_of(words, "config_file")
-    with contextlib.suppress(ConfigError):
-        path = Path(file) if file else accelerate_place()
-        return read_config(path).num_processes if file or path.is_file() else None
-    return None
-
-
-def _value_of(words: list[str], *names: str) -> str | None:
-    """The value of a flag, in any of argparse's spellings."""
-    pattern = re.compile("|".join(f"--?{re.escape(name).replace('_', '[-_]')}" for name in names))
-    for index, word in enumerate(words):
-        flag, equals, value = word.partition("=")
-        if pattern.fullmatch(flag):
-            return value if equals else next(iter(words[index + 1 :]), None)
-    return None

@@ -14,9 +14,11 @@ from sft_play.log import one_line
 MAX_BYTES = 4 * 2**20
 """More than any such file has; weights or a log named by mistake stop here."""
 
+# Strings are matched first, so that the // of a URL begins no comment.
 _NOT_DATA = re.compile(
     r"""(?P<string>"(?:[^"\\\n]|\\.)*")|(?P<comment>//[^\n]*|\#[^\n]*|/\*.*?\*/)|(?P<open>/\*)""", re.DOTALL
 )
+# A string is matched first, so that commas inside it are left alone.
 _TRAILING_COMMA = re.compile(r""""(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])""")
 
 

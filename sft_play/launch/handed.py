@@ -8,10 +8,14 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.load import LoadedConfig
 from sft_play.planner.plan import Planned, plan_from_json
-from sft_play.runs import RunFolder, first_day
+from sft_play.runs.creation import create_run
+from sft_play.runs.files import write_json, write_text
+from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
+from sft_play.runs.locking import LAUNCHER
+from sft_play.runs.manifest import new_manifest
+from sft_play.runs.resuming import first_day
 
 LAUNCH_FILE = "launch.json"
 """In a run folder that a parent created: what it hands to its ranks."""
@@ -25,6 +29,7 @@ class Handed:
     plan: dict[str, Any]
     resume: bool
     made: bool
+    """Whether the parent has created the run folder, so that rank 0 must not."""
     deepspeed: dict[str, Any] | None = None
     finished: bool = False
     """Whether there is nothing left to do."""
@@ -57,14 +62,14 @@ def write_launch(
     mark: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     plan, resolved = planned[0]
     if not resume:
-        manifest = runs.new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
-        mark = runs.create(folder, loaded, manifest=manifest, plan=plan.as_json(), by=runs.LAUNCHER)
-    else:
+        manifest = new_manifest(loaded, hardware=plan.hardware.as_json(), data={})
+        mark = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), by=LAUNCHER)
+    else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
     handed = Handed.of(
         str(folder.path.absolute()), planned, resume=resume, made=not resume, today=str(first_day(folder))
     )
-    runs.write_text(folder.path / LAUNCH_FILE, handed.text())
+    write_text(folder.path / LAUNCH_FILE, handed.text())
     if resolved is not None:
-        runs.write_json(folder.path / runs.DEEPSPEED_FILE, resolved)
+        write_json(folder.path / DEEPSPEED_FILE, resolved)
     return mark

@@ -8,18 +8,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate_config import AccelerateConfig, is_address, whole_number
+from sft_play.launch.accelerate.reading import AccelerateConfig
 from sft_play.launch.command import Nodes
+from sft_play.launch.given_value import DEFAULT_PORT, is_address, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-DEFAULT_PORT = 29500
 
 
 @dataclass(frozen=True)
-class DeepspeedWish:
-    """That DeepSpeed runs it, with the user's config file or the shipped one of the layout."""
+class DeepspeedRequest:
+    """The wish for DeepSpeed as the engine; `file` is the user's configuration, None the shipped one of the layout."""
 
     file: Path | None = None
 
@@ -33,9 +33,11 @@ class LaunchOptions:
     processes: int | None = None
     gpus: tuple[int, ...] = ()
     nodes: Nodes = field(default_factory=Nodes)
-    deepspeed: DeepspeedWish | None = None
+    deepspeed: DeepspeedRequest | None = None
     board: bool = False
+    """Whether TensorBoard runs beside the ranks."""
     show_only: bool = False
+    """Whether the command is shown and nothing is started (`make launch-command`)."""
     notes: tuple[str, ...] = ()
     """Log lines about values that the user did not type, with their source."""
 
@@ -49,14 +51,15 @@ def launch_options_of(
         ConfigError: one of them is not a number, out of range, or an unknown strategy.
     """
     try:
-        return _spread_of(values, deepspeed=deepspeed, board=board, notes=notes)
+        return _options_of(values, deepspeed=deepspeed, board=board, notes=notes)
     except ConfigError as error:
         if not notes:
             raise
+        # a value that nobody typed is wrong: the message says where it comes from
         raise ConfigError(f"{error} ({'; '.join(notes)})") from None
 
 
-def _spread_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes: tuple[str, ...]) -> LaunchOptions:
+def _options_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes: tuple[str, ...]) -> LaunchOptions:
     count = whole_number(values, "NNODES", least=1) or 1
     rank = whole_number(values, "NODE_RANK", least=0)
     port = whole_number(values, "MASTER_PORT", least=1)
@@ -77,6 +80,7 @@ def _spread_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes
             f"MASTER_ADDR={one_line(address)} is not a host name or an IP address; the port goes into MASTER_PORT="
         )
     file = values.get("DEEPSPEED_CONFIG")
+    # Without NNODES a file of accelerate may name several machines: address and port are kept for it.
     is_open = not values.get("NNODES", "").strip()
     nodes = Nodes(1, 0, address or None, port) if is_open else Nodes()
     if count > 1:
@@ -86,7 +90,7 @@ def _spread_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes
         processes=whole_number(values, "NPROC", least=1),
         gpus=_gpus(values.get("GPUS")),
         nodes=nodes,
-        deepspeed=DeepspeedWish(Path(file).expanduser() if file else None) if deepspeed or file else None,
+        deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if deepspeed or file else None,
         board=board,
         notes=notes,
     )
@@ -109,7 +113,8 @@ def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> Lau
         port = nodes.port or accelerate.main_port or DEFAULT_PORT
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
-    wish = options.deepspeed or (DeepspeedWish(file) if accelerate.distributed_type == "DEEPSPEED" else None)
+    request = options.deepspeed or (DeepspeedRequest(file) if accelerate.distributed_type == "DEEPSPEED" else None)
+    # with a mesh the layout follows from the mesh
     layout = accelerate.layout if accelerate.layout in LAYOUT_NAMES and accelerate.mesh is None else None
     return replace(
         options,
@@ -117,7 +122,7 @@ def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> Lau
         processes=options.processes or accelerate.processes_per_machine,
         gpus=options.gpus or accelerate.gpu_ids or (),
         nodes=nodes,
-        deepspeed=wish,
+        deepspeed=request,
     )
 
 

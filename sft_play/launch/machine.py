@@ -27,7 +27,7 @@ def machine_of(options: LaunchOptions) -> Hardware:
     if not hardware.gpus:
         if options.gpus:
             raise HardwareError("GPUS= names GPUs, and this machine has none")
-        count = options.processes or 2
+        count = options.processes or 2  # the fewest that are several
         return dataclasses.replace(hardware, cpu_ranks=count * options.nodes.count, nodes=options.nodes.count)
     by_index = {gpu.index: gpu for gpu in hardware.gpus}
     missing = [index for index in options.gpus if index not in by_index]
@@ -37,6 +37,7 @@ def machine_of(options: LaunchOptions) -> Hardware:
     if options.processes is not None and options.processes > len(chosen):
         raise HardwareError(f"NPROC={options.processes} and {len(chosen)} GPUs: one process uses one GPU")
     chosen = chosen[: options.processes]
+    # Every rank waits for the slowest, and one plan cannot hold for two sizes of memory.
     if len({gpu.name for gpu in chosen}) > 1:
         asked = f"GPUS={','.join(map(str, options.gpus))} are" if options.gpus else "there are"
         kinds = ", ".join(f"GPU {gpu.index} a {gpu.name}" for gpu in chosen)
@@ -57,6 +58,7 @@ def spread_over(hardware: Hardware, world: int, nodes: int) -> Hardware:
     here = world // nodes
     if here > len(hardware.gpus):
         raise HardwareError(f"{here} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
+    # the GPUs of other nodes are not seen from here: they are taken to be like this node's
     gpus = tuple(dataclasses.replace(hardware.gpus[n % here], index=n) for n in range(world))
     return dataclasses.replace(hardware, gpus=gpus, nodes=nodes)
 

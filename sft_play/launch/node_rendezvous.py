@@ -14,42 +14,42 @@ came and left again, which node is missing (only node 0 could, until its own tim
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import selectors
 import socket
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 
-from sft_play.config.load import differing_keys, resolved_without_paths
+from sft_play.config.resolved import differing_keys, resolved_without_paths
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import COMPUTING
-from sft_play.launch.command import Launch, Nodes, require_free_port
+from sft_play.launch.command import Nodes, require_free_port
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.ranks import Ranks
+from sft_play.launch.network import GLOO_VARIABLE, addresses_of, interface_of, is_loopback, is_own, plain_address
 from sft_play.log import one_line
-from sft_play.runs import versions
+from sft_play.runs.manifest import versions
 
 logger = logging.getLogger(__name__)
-
-GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 PROGRAM = "sft-play run"
 _MOST_BYTES = 2**20
 """More than any card has; whatever sends more is not a node."""
 _SHOWN = 6
 """Differences that a message lists."""
 _ATTEMPT_S = 5.0
+"""How long one attempt to connect waits: a firewall that drops packets answers nothing."""
 _REFUSED_PAUSE_S = 0.5
+"""Between two attempts where nobody listens yet."""
 _CLOSED_PAUSE_S = 3.0
 """Between two attempts at a port that another program holds, which may log each of them."""
 _ANSWER_S = 10.0
+"""How much longer than the limit a connected node waits, so that node 0's own message about the limit arrives."""
 
 Card = Mapping[str, Any]
 
@@ -100,8 +100,8 @@ def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
     deadline = time.monotonic() + limit_s
     if nodes.rank == 0:
         _require_ours(nodes, addresses)
-        require_free_port(Launch((), port=nodes.port))
-        met = _Host(nodes, mine, addresses).receive(deadline, limit_s)
+        require_free_port(nodes.port)
+        met = _NodeZero(nodes, mine).receive(deadline, limit_s)
     else:
         met = _call(nodes, mine, deadline, limit_s)
     interface = interface_of(met.address)
@@ -111,103 +111,15 @@ def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
     return met
 
 
-# --- addresses and interfaces -----------------------------------------------------------------------------------------
-
-
-def addresses_of(host: str, port: int) -> list[str]:
-    """The addresses that `MASTER_ADDR` resolves to on this machine.
-
-    Raises:
-        ConfigError: it does not resolve.
-    """
-    try:
-        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else None
-        raise ConfigError(
-            f"MASTER_ADDR={one_line(host)} does not resolve on this machine ({reason or 'it cannot be a name'}); give "
-            "the IP address of node 0, or a name that every node knows"
-        ) from None
-    return list(dict.fromkeys(str(item[4][0]) for item in resolved))
-
-
-def interface_of(address: str) -> str | None:
-    """The network interface that has an address of this machine; None where none has it."""
-    wanted = _plain(address)
-    for name, held in psutil.net_if_addrs().items():
-        if any(item.family in (socket.AF_INET, socket.AF_INET6) and _plain(item.address) == wanted for item in held):
-            return name
-    return "lo" if _is_loopback(address) and "lo" in psutil.net_if_addrs() else None
-
-
-def address_towards(host: str, port: int) -> str | None:
-    """This machine's address on the route to another (no packet is sent); None where there is no route."""
-    for address in addresses_of(host, port):
-        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
-            probe.connect((address, port or 9))
-            return str(probe.getsockname()[0])
-    return None
-
-
-def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> None:
-    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`.
-
-    gloo would take the address of this host's own name. That is the loopback where the name does not resolve, or
-    resolves to 127.0.1.1 (as in Debian's /etc/hosts), and on the other nodes it means themselves. A launch that met the
-    other nodes, or the user, has set the variable already. NCCL finds interfaces by itself (`NCCL_SOCKET_IFNAME`), and
-    may use several at once.
-
-    Raises:
-        ConfigError: MASTER_ADDR does not resolve here, so this rank would not find the others.
-    """
-    host = environment.get("MASTER_ADDR")
-    if ranks.world_size <= ranks.local_world_size or not host:
-        return
-    port = environment.get("MASTER_PORT", "")
-    try:
-        address = address_towards(host, int(port) if port.isdigit() else 0)
-    except ConfigError as error:
-        raise ConfigError(
-            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
-            "--local-addr with this node's own address on every node"
-        ) from None
-    interface = interface_of(address) if address else None
-    if environment.get(GLOO_VARIABLE) or interface is None:
-        return
-    environment[GLOO_VARIABLE] = interface
-    logger.info("Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
-                interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
-
-
-def _plain(address: str) -> str:
-    """An address without its zone, and IPv4 inside IPv6 as IPv4."""
-    try:
-        parsed = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(_plain(address)).is_loopback
-    except ValueError:
-        return False
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
 def _require_ours(nodes: Nodes, addresses: list[str]) -> None:
     """Raises ConfigError where node 0 would listen at another machine's address."""
-    if any(_is_ours(address) for address in addresses):
+    if any(is_own(address) for address in addresses):
         return
     own = sorted(
-        _plain(item.address)
+        plain_address(item.address)
         for held in psutil.net_if_addrs().values()
         for item in held
-        if item.family == socket.AF_INET and not _is_loopback(item.address)
+        if item.family == socket.AF_INET and not is_loopback(item.address)
     )
     raise ConfigError(
         f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another address "
@@ -224,9 +136,9 @@ def refuse_lone_node(nodes: Nodes) -> None:
     given, how = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
     with contextlib.suppress(ConfigError, OSError):
         addresses = addresses_of(nodes.address, 0)
-        if all(_is_loopback(address) for address in addresses):
+        if all(is_loopback(address) for address in addresses):
             return
-        if any(_is_ours(address) for address in addresses):
+        if any(is_own(address) for address in addresses):  # batch systems export it for a single node too
             logger.warning("%s is this machine, and neither %s: the run is on this node alone", given, how)
             return
     raise ConfigError(
@@ -235,23 +147,12 @@ def refuse_lone_node(nodes: Nodes) -> None:
     )
 
 
-def _is_ours(address: str) -> bool:
-    """Whether this machine can listen at an address."""
-    with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
-        probe.bind((address, 0))
-        return True
-    return False
-
-
 def _place(nodes: Nodes) -> str:
     return f"{one_line(str(nodes.address))}:{nodes.port}"
 
 
-# --- node 0 -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass
-class _Guest:
+class _Peer:
     """A connection to node 0, and the card that came over it, if any."""
 
     client: socket.socket
@@ -260,13 +161,12 @@ class _Guest:
 
 
 @dataclass
-class _Host:
+class _NodeZero:
     """Node 0: receives the others' cards, and answers all of them at the same time."""
 
     nodes: Nodes
     mine: Card
-    addresses: list[str]
-    _guests: list[_Guest] = field(default_factory=list)
+    _peers: list[_Peer] = field(default_factory=list)
 
     def receive(self, deadline: float, limit_s: float) -> Met:
         """All cards; an error is sent to every node that came, then raised."""
@@ -280,14 +180,16 @@ class _Host:
                 while self._absent():
                     if time.monotonic() > deadline:
                         raise HardwareError(self._late(limit_s))
+                    # at least once a second, to look at the deadline
                     for key, _ in ready.select(timeout=min(1.0, max(0.01, deadline - time.monotonic()))):
                         self._accept(listener, ready) if key.data is None else self._read(key.data, ready)
             except (ConfigError, HardwareError) as error:
                 self._answer({"error": str(error), "kind": type(error).__name__})
                 raise
-            came = sorted((guest for guest in self._guests if guest.card), key=lambda guest: guest.card["node"])  # type: ignore[index]
-            cards = (self.mine, *(guest.card for guest in came if guest.card is not None))
-            reached = _plain(str(came[0].client.getsockname()[0]))
+            came = sorted((peer for peer in self._peers if peer.card), key=lambda peer: peer.card["node"])  # type: ignore[index]
+            cards = (self.mine, *(peer.card for peer in came if peer.card is not None))
+            # only a connection tells at which of its addresses the others reach this node
+            reached = plain_address(str(came[0].client.getsockname()[0]))
             self._answer({"cards": cards})
         return Met(cards, reached)
 
@@ -299,12 +201,12 @@ class _Host:
         return socket.create_server(("", port))
 
     def _absent(self) -> list[int]:
-        came = {guest.card["node"] for guest in self._guests if guest.card}
+        came = {peer.card["node"] for peer in self._peers if peer.card}
         return [rank for rank in range(1, self.nodes.count) if rank not in came]
 
     def _late(self, limit_s: float) -> str:
         return (
-            f"{_numbered(self._absent())} of {self.nodes.count} did not come to {_place(self.nodes)} within "
+            f"{_numbered(self._absent())} of {self.nodes.count} did not connect to {_place(self.nodes)} within "
             f"{limit_s:.0f} s (distributed.timeout_s): start the same command there with its own NODE_RANK=; where it "
             f"runs, a firewall closes port {self.nodes.port}, or MASTER_ADDR= means another machine there"
         )
@@ -313,38 +215,38 @@ class _Host:
         with contextlib.suppress(OSError):
             client, _ = listener.accept()
             client.setblocking(False)
-            guest = _Guest(client)
-            self._guests.append(guest)
-            ready.register(client, selectors.EVENT_READ, guest)
+            peer = _Peer(client)
+            self._peers.append(peer)
+            ready.register(client, selectors.EVENT_READ, peer)
 
-    def _read(self, guest: _Guest, ready: selectors.BaseSelector) -> None:
+    def _read(self, peer: _Peer, ready: selectors.BaseSelector) -> None:
         """Read from a connection: a card, a part of one, its end, or something that no node sends."""
         try:
-            part = guest.client.recv(65_536)
+            part = peer.client.recv(65_536)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        guest.received += part
-        is_whole = guest.received.endswith(b"\n")
-        if part and not is_whole and len(guest.received) < _MOST_BYTES and guest.received.startswith(b"{"):
-            return
-        card = _card(guest.received) if is_whole and guest.card is None else None
+        peer.received += part
+        is_whole = peer.received.endswith(b"\n")
+        if part and not is_whole and len(peer.received) < _MOST_BYTES and peer.received.startswith(b"{"):
+            return  # a part of a card: the rest arrives with a later event
+        card = _card(peer.received) if is_whole and peer.card is None else None
         if card is None:
-            ready.unregister(guest.client)
-            guest.client.close()
-            self._guests.remove(guest)
-            if guest.card is not None:
+            ready.unregister(peer.client)
+            peer.client.close()
+            self._peers.remove(peer)
+            if peer.card is not None:
                 logger.info("Nodes: node %s (%s) left; waiting for it again",
-                            guest.card["node"], one_line(str(guest.card.get("host"))))  # fmt: skip
+                            peer.card["node"], one_line(str(peer.card.get("host"))))  # fmt: skip
             return
-        guest.card = card
-        self._check(guest)
+        peer.card = card
+        self._check(peer)
         logger.info("Nodes: node %s is here (%s)", card["node"], one_line(str(card.get("host"))))
 
-    def _check(self, guest: _Guest) -> None:
+    def _check(self, peer: _Peer) -> None:
         """Raises ConfigError where a card contradicts this node's, or an earlier one."""
-        card = guest.card or {}
+        card = peer.card or {}
         rank, host = card.get("node"), one_line(str(card.get("host")))
         if card.get("nodes") != self.nodes.count:
             raise ConfigError(
@@ -353,8 +255,8 @@ class _Host:
             )
         if not isinstance(rank, int) or not 0 < rank < self.nodes.count:
             raise ConfigError(f"{host} was given NODE_RANK={one_line(str(rank))}, which node 0 is not waiting for")
-        for other in self._guests:
-            if other is not guest and other.card is not None and other.card["node"] == rank:
+        for other in self._peers:
+            if other is not peer and other.card is not None and other.card["node"] == rank:
                 raise ConfigError(
                     f"{host} and {one_line(str(other.card.get('host')))} were both given NODE_RANK={rank}: give each "
                     f"node its own number, 0 to {self.nodes.count - 1}"
@@ -369,14 +271,14 @@ class _Host:
 
     def _answer(self, answer: Mapping[str, Any]) -> None:
         text = (json.dumps(answer) + "\n").encode()
-        for guest in self._guests:
+        for peer in self._peers:
             with contextlib.suppress(OSError):  # it has given up
-                guest.client.settimeout(_ANSWER_S)
-                guest.client.sendall(text)
+                peer.client.settimeout(_ANSWER_S)
+                peer.client.sendall(text)
 
     def _close_all(self) -> None:
-        for guest in self._guests:
-            guest.client.close()
+        for peer in self._peers:
+            peer.client.close()
 
 
 def _numbered(ranks: list[int]) -> str:
@@ -408,9 +310,6 @@ def _card(text: bytes) -> Card | None:
     return card if isinstance(card, dict) and card.get("program") == PROGRAM else None
 
 
-# --- the others -------------------------------------------------------------------------------------------------------
-
-
 def _call(nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> Met:
     """Find node 0, send it this node's card and wait for the answer."""
     last, is_logged = "", False
@@ -427,7 +326,7 @@ def _call(nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> Met:
                     is_logged = True
                 answer = _reply(client, deadline)
                 if answer is not None:
-                    return _understood(answer, _plain(str(client.getsockname()[0])))
+                    return _understood(answer, plain_address(str(client.getsockname()[0])))
             last, pause = "the program that listens there is not a node of this run, or was stopped", _CLOSED_PAUSE_S
         except OSError as error:
             last = "no answer" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
@@ -437,13 +336,13 @@ def _call(nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> Met:
                         nodes.rank, _place(nodes), limit_s, last)  # fmt: skip
             is_logged = True
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
-    itself = any(_is_loopback(address) for address in addresses_of(str(nodes.address), int(nodes.port or 0)))
+    itself = any(is_loopback(address) for address in addresses_of(str(nodes.address), int(nodes.port or 0)))
     trap = "MASTER_ADDR= resolves to this machine itself: give an address of node 0" if itself else (
         "MASTER_ADDR= is another machine, or a firewall closes the port"
     )  # fmt: skip
     raise HardwareError(
-        f"node 0 was not met at {_place(nodes)} within {limit_s:.0f} s (distributed.timeout_s; {last}): start the same "
-        f"command there with NODE_RANK=0; where it runs, {trap}"
+        f"node 0 did not answer at {_place(nodes)} within {limit_s:.0f} s (distributed.timeout_s; {last}): start the "
+        f"same command there with NODE_RANK=0; where it runs, {trap}"
     )
 
 

@@ -56,9 +56,11 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
     rank = _number(environment, "RANK")
     world = _number(environment, "WORLD_SIZE")
     local = _number(environment, "LOCAL_RANK")
+    # a launcher that does not say how many ranks are here has started all of them here
     on_node = _number(environment, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environment else world
     if world < 1 or not 0 <= rank < world or not 0 <= local < max(1, on_node):
         raise ConfigError(f"the environment says {_shown(environment)}: a rank is 0 to WORLD_SIZE - 1")
+    # torchrun's number of nodes. The plan, and shards of a node (fsdp_hybrid), need as many ranks on each.
     nodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else None
     if nodes is not None and nodes * on_node != world:
         raise ConfigError(

@@ -10,9 +10,10 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import detect
-from sft_play.launch import accelerate_config
-from sft_play.launch.accelerate_config import AccelerateConfig
-from sft_play.launch.exported import accelerate_choices, drop_accelerate
+from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
+from sft_play.launch.accelerate.overridden import overridden_lines
+from sft_play.launch.accelerate.places import find_accelerate_file
+from sft_play.launch.accelerate.reading import AccelerateConfig, read_found_file
 from sft_play.launch.launch_options import LaunchOptions, with_accelerate
 from sft_play.log import one_line
 from sft_play.planner.mesh import mesh_of, mesh_words
@@ -29,12 +30,18 @@ def take_choices() -> AccelerateConfig | None:
     return choices
 
 
-def log_choices(choices: AccelerateConfig, plan: Plan, *, with_count: bool = False) -> None:
-    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`."""
-    for line in accelerate_config.differences(
+def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
+    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
+
+    Args:
+        max_grad_norm: the run's, which such a file may contradict.
+        with_count: whether the choices hold a number of processes.
+    """
+    for line in overridden_lines(
         choices,
         mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
         grad_accum=plan.batch.grad_accum,
+        max_grad_norm=max_grad_norm,
         has_gpus=bool(plan.hardware.gpus),
         with_count=with_count,
     ):
@@ -43,9 +50,9 @@ def log_choices(choices: AccelerateConfig, plan: Plan, *, with_count: bool = Fal
 
 def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
     """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
-    file, accelerate, notes = accelerate_config.find_config(os.environ), None, options.notes
+    file, accelerate, notes = find_accelerate_file(os.environ), None, options.notes
     if file is not None:
-        accelerate, of_file = accelerate_config.read_found(file, os.environ)
+        accelerate, of_file = read_found_file(file, os.environ)
         notes += of_file
     for note in notes:
         logger.info("%s", note)
@@ -56,6 +63,7 @@ def with_choices(options: LaunchOptions, accelerate: AccelerateConfig, config: R
     """The options with accelerate's choices; where the run YAML has a mesh, FSDP in accelerate's file means that mesh,
     not a layout."""
     mesh = mesh_of(config.model.mesh_shape)
+    # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
     if mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP":
         accelerate = dataclasses.replace(accelerate, mesh=mesh)
     return with_accelerate(options, accelerate)

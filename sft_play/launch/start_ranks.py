@@ -9,14 +9,15 @@ import os
 import signal
 import subprocess
 
-from sft_play import endings, failures, runs
+from sft_play import endings, failures
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError
 from sft_play.launch.command import Launch, require_free_port
 from sft_play.launch.handed import LAUNCH_FILE
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.plan import Plan
-from sft_play.runs import RunFolder
+from sft_play.runs.creation import discard_run
+from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +46,10 @@ def run_ranks(launch: Launch, folder: RunFolder | None) -> int:
     The first signal goes to the agent, which passes it on to the ranks and waits until they have saved. A second one
     ends everything at once.
     """
-    require_free_port(launch)
+    require_free_port(launch.port)
     signals: list[int] = []
-    kept = {name: text for name, text in os.environ.items() if not name.startswith("PET_")}  # torchrun's own defaults
-    environment = endings.ends_with_me({**kept, **launch.environment}, number=signal.SIGTERM)
+    environment = endings.ends_with_me(launch.environment_in(os.environ), number=signal.SIGTERM)
+    # In a session of its own, so that a terminal's Ctrl-C reaches this process only, and the ranks hear of it once.
     process = subprocess.Popen(launch.watched, env=environment, start_new_session=True)
 
     def pass_on(number: int) -> None:
@@ -78,11 +79,12 @@ def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
         logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", name)
         return 1
+    # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken, is only in the way.
     if folder is not None and code in (2, 3):
         launched = folder.path / LAUNCH_FILE
         is_unused = not folder.metrics_path.exists() and launched.exists()
         if is_unused and json.loads(launched.read_text(encoding="utf-8"))["made"]:  # by this start, not resumed
-            runs.discard(folder)
+            discard_run(folder)
             logger.info("The run folder %s is removed again: nothing was trained", folder.path)
     return code
 

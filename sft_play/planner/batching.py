@@ -59,7 +59,7 @@ def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) ->
     effective = effective_batch(train, ranks=ranks)
     micro = train.batch_size if train.batch_size != "auto" else 1
     accum = train.grad_accum if train.grad_accum != "auto" else 1
-    unit = micro * accum * ranks
+    unit = micro * accum * ranks  # what the effective batch must be a multiple of
     both_given = train.batch_size != "auto" and train.grad_accum != "auto"
     if (effective != unit) if both_given else effective % unit:
         raise ConfigError(_refusal(train, ranks, unit, both_given))
@@ -106,6 +106,7 @@ def _refusal(train: TrainConfig, ranks: int, unit: int, both_given: bool) -> str
         other = f" or train.grad_accum={rest}" if rest and not left else ""
         use = f"use train.effective_batch_size={unit}{other}"
         return f"train.effective_batch_size={effective} is not {product} = {unit}; {use}"
+    # the nearest multiples below and above; below the smallest there is only above
     lower, upper = effective // unit * unit, -(-effective // unit) * unit
     nearest = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
     return f"train.effective_batch_size={effective} does not split over {product}; use {nearest}"

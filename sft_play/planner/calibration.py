@@ -157,6 +157,7 @@ def load(path: Path | None = None) -> list[Measured]:
     return [run for line in lines if (run := _read(line)) is not None]
 
 
+# annotations are strings here (from __future__ import annotations)
 _NUMBERS = tuple(field.name for field in fields(Measured) if field.type in ("int", "float"))
 
 
@@ -189,6 +190,7 @@ def correction(
     runs with the kernels that the plan counts for it.
     """
     of_all = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
+    # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0
     counted = [run for run in of_all if run.kernels == kernels.memory and run.predicted_reserved]
     same = _nearest([run for run in counted if run.model != SELFTEST], lambda run: run.layout == layout)
     same = _nearest(same, lambda run: run.model == model)

@@ -27,7 +27,6 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_masked, why_no_boundaries, why_one_by_one
 from sft_play.planner.precision import Precision, Updates, with_updates
 from sft_play.planner.row_tokens import Passes, RowTokens, average_passes
-from sft_play.planner.speed_error import SpeedError, speed_error
 from sft_play.planner.throughput import Rates, Speed, pass_overhead, predict_speed
 from sft_play.units import GIB, gib
 
@@ -121,7 +120,7 @@ class Candidate:
     @property
     def checkpointed(self) -> int:
         """Layers whose activations are recomputed."""
-        return self.layers if self.step.checkpointed_layers is None else self.step.checkpointed_layers
+        return self.step.recomputed(self.layers)
 
     @property
     def checkpointing(self) -> bool | str:
@@ -233,6 +232,7 @@ def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
             of_batch = list(_of_batch(job, layout, batch))
             candidates += of_batch
             failures = 0 if any(candidate.fits for candidate in of_batch) else failures + 1
+            # splits come with small micro-batches first, and a larger one needs more
             if failures >= _FAILURES_IN_A_ROW:
                 break
         return candidates
@@ -264,7 +264,7 @@ def _of_those_that_divide(layouts: Sequence[Layout], look: Callable[[Layout], Se
     for layout in layouts:
         try:
             candidates += look(layout)
-        except ConfigError as error:
+        except ConfigError as error:  # such as a batch that this layout's data-parallel ranks do not divide
             refusals.append(error)
     if not candidates and refusals:
         raise refusals[0]
@@ -301,6 +301,7 @@ def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]
     yield off
     yield on
     if on.fits and not off.fits:
+        # a few in between are enough: speeds within 3% count as equal
         for quarter in (1, 2, 3):
             if 0 < layers * quarter // 4 < layers:
                 yield candidate_of(job, layout, batch, layers * quarter // 4)
@@ -336,20 +337,22 @@ def candidate_of(
     precision = job.precision_of(layout)
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
     if step.one_by_one and job.by_tokens and job.rows is not None:
+        # only the rows' own lengths can say which is faster
         step = _faster(job, precision, step, _step_of(job, layout, batch, checkpointed, loss=loss, pads=True))
     walk = Walk(job.config, job.shape, precision, step)
     if job.has_eval:
+        # the evaluation's size follows from the training step's bytes, so the walk comes first
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))
     step, memory, learned = walk.step, estimate_of(walk, precision), job.learned(layout)
     speed = _speed_of(job, precision, step)
-    raw = Raw(memory.reserved, speed.tokens_per_s)
+    raw = Raw(memory.reserved, speed.tokens_per_s)  # recorded beside the measurement when the run ends
     return Candidate(
         layout=layout,
         batch=batch,
         step=step,
         precision=precision,
         memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
-        speed=speed.scaled(1 / learned.speed),
+        speed=speed.scaled(1 / learned.speed),  # a duration: slower by the factor that tokens/s are lower
         room=Room(job.budget, job.host_budget),
         host_required=_host_required(job, layout, memory),
         raw=raw,
@@ -374,6 +377,7 @@ def _step_of(
 ) -> Step:
     """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none; `pads`: rows are
     padded even where boundaries tell them apart."""
+    # ranks that share a row each have a part of it, and no boundaries
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
     varlen = joins and not masks and not pads and job.unbounded_because(job.precision_of(layout)) is None
     masks = masks or job.masked_because is not None
@@ -452,6 +456,7 @@ def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
     ranks = min(layout.ranks, job.hardware.gpus_per_node)
     offloaded = memory.host_bytes - memory.host_save_bytes
     readers = 1 if loads_by_unit(job.config, layout) else ranks
+    # loading is over when the first checkpoint is written, so the two do not add up
     return max(offloaded * ranks + memory.host_save_bytes, memory.host_load_bytes * readers)
 
 
@@ -462,6 +467,7 @@ def choose(candidates: Sequence[Candidate]) -> Candidate | None:
     """
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     enough = AS_FAST * fastest(candidates)
+    # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free
     equal = [candidate for candidate in candidates if candidate.fits and candidate.speed.tokens_per_s >= enough]
     return min(
         equal,
@@ -495,83 +501,6 @@ def first_that_fits(candidates: Iterable[Candidate]) -> Candidate:
     return least(too_large)
 
 
-def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
-    """The candidates worth showing, each with why it was not chosen: every micro-batch of the chosen layout and
-    checkpointing, every checkpointing with the chosen micro-batch, and the best of each other layout."""
-    kept: dict[Any, Candidate] = {chosen.key: chosen}
-    for candidate in candidates:
-        same_layout = candidate.layout == chosen.layout
-        same_batch = candidate.batch.micro_batch == chosen.batch.micro_batch
-        if same_layout and (same_batch or candidate.checkpointed == chosen.checkpointed):
-            kept.setdefault(candidate.key, candidate)
-    for layout in {candidate.layout: None for candidate in candidates}:
-        mine = [candidate for candidate in candidates if candidate.layout == layout]
-        best = choose(mine) or least(mine)
-        kept.setdefault(best.key, best)
-    whole = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss="logits")
-    if chosen.fits or not whole.fits:  # training always computes the loss in chunks
-        kept.setdefault(whole.key, whole)
-    speed = fastest(candidates)
-    return [
-        candidate
-        if candidate.key == chosen.key
-        else dataclasses.replace(candidate, rejected_because=because(job, candidate, chosen, best=speed))
-        for candidate in kept.values()
-    ]
-
-
-def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -> str:
-    """Why a candidate was not chosen, with numbers; `best`: tokens per second of the fastest that fits."""
-    if not candidate.fits:
-        return f"needs {needs_words(candidate, terms=1)}"
-    if candidate.step.loss != chosen.step.loss:
-        more = candidate.memory.allocated - chosen.memory.allocated
-        # less than 0.05 GiB would be printed as 0.0 GiB more
-        if more < GIB // 20:
-            full, chunked = gib(candidate.memory.allocated), gib(chosen.memory.allocated)
-            return f"full logits: {full} GiB allocated; the chunked loss, which training uses, {chunked}"
-        return f"full logits: {gib(more)} GiB more for the same loss"
-    ratio = candidate.speed.tokens_per_s / chosen.speed.tokens_per_s
-    error = speed_error(job.shape, chosen.precision, job.hardware, chosen.step)
-    if candidate.layout != chosen.layout:
-        return _layout_reason(job, candidate, chosen, ratio, error)
-    if candidate.speed.tokens_per_s < AS_FAST * best:
-        word = "predicted" if job.rates.known else "with typical rates"
-        of_best = candidate.speed.tokens_per_s / best
-        if error.is_within(of_best):
-            return f"{word} slower than the fastest that fits, but about as fast within ±{error.share:.0%}"
-        return f"{word} {1 - of_best:.1%} slower than the fastest that fits"
-    more = candidate.memory.required - chosen.memory.required
-    faster = "about as fast" if ratio >= 1.001 else "not faster"
-    return (
-        f"{faster}, {gib(more)} GiB more" if more > 0 else (f"{faster}, {gib(candidate.memory.required)} GiB as well")
-    )
-
-
-def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float, error: SpeedError) -> str:
-    if candidate.layout.offloads_states and not chosen.layout.offloads_states:
-        needed = f"; it needs {gib(candidate.host_required)} GiB of RAM on each node"
-        return f"offload is not needed: {_fits_at(job, chosen)}{needed}"
-    is_less_simple = SIMPLICITY.index(candidate.layout.name) > SIMPLICITY.index(chosen.layout.name)
-    text = f"{'not needed' if is_less_simple else 'another is preferred'}: {_fits_at(job, chosen)}"
-    moved = candidate.speed.moved_bytes - chosen.speed.moved_bytes
-    if abs(moved) >= GIB // 10:
-        text += f" and moves {abs(moved) / GIB:.1f} GiB {'less' if moved > 0 else 'more'} per step"
-    if ratio < AS_FAST or not is_less_simple:
-        text += f"; this is predicted {speed_words(ratio, error)}"
-    return text
-
-
-def speed_words(ratio: float, error: SpeedError | None = None) -> str:
-    """A speed relative to another in words: `3% slower`, `12% faster`, `as fast`; `about as fast` within the error."""
-    if error is not None and error.is_within(ratio):
-        return "about as fast"
-    percent = f"{abs(ratio - 1):.0%}"
-    if percent == "0%":
-        return "as fast"
-    return f"{percent} {'faster' if ratio > 1 else 'slower'}"
-
-
 def needs_words(candidate: Candidate, *, terms: int) -> str:
     """What a candidate that does not fit needs and what there is, with the largest terms of the device's memory."""
     needs = []
@@ -590,10 +519,6 @@ def largest_terms(memory: MemoryEstimate, count: int) -> str:
         return f"while loading {gib(memory.load_bytes)}, of which a step keeps {gib(memory.stays)}"
     largest = sorted(memory.terms.items(), key=lambda item: -item[1])[:count]
     return ", ".join(f"{name.replace('_', ' ')} {gib(size)}" for name, size in largest)
-
-
-def _fits_at(job: Job, chosen: Candidate) -> str:
-    return f"{chosen.layout.name} fits at {gib(chosen.memory.required)} of {gib(job.budget)} GiB"
 
 
 def _of(need: int, there: int, unit: str = "GiB") -> str:

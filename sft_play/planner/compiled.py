@@ -48,6 +48,7 @@ def refuse(config: RunConfig) -> None:
 
 def compile_s(config: RunConfig, shape: ModelShape) -> float:
     """Seconds at the start of a run in which blocks are compiled and measured; 0 where they are not."""
+    # blocks of one kind share their compiled code
     return COMPILE_S[config.tuning.mode] * len(shape.layers) + PROOF_S if config.train.compile else 0.0
 
 

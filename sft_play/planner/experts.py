@@ -44,6 +44,7 @@ def experts_of(config: RunConfig, *, has_own_code: bool, widths: Iterable[int], 
     wanted = config.model.experts_implementation
     if wanted == "eager":
         return Experts("eager", "eager, one expert after another, as model.experts_implementation says")
+    # the narrower dtype needs the larger multiple of elements
     step = ROW_BYTES // min(BYTES[precision.compute], BYTES[precision.load])
     odd = [width for width in widths if width % step]
     problem = None

@@ -33,6 +33,7 @@ def saved_bytes(shape: ModelShape, replaced: Replaced, *, e: int, again: float) 
         attends = kind.attention != "none"
         heads = shape.q_width + shape.kv_width if attends else 0
         normed = shape.norms_per_layer * shape.hidden_size
+        # norms of heads are replaced only where the package's function for the class does so
         normed += heads if shape.qk_norm and replaced.head_norms else 0
         rotated = heads * shape.rotary_dim // max(1, shape.head_dim) if replaced.rotation else 0
         gated = kind.mlp_width if replaced.gate else 0

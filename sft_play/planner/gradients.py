@@ -69,7 +69,7 @@ def adapter_dtype(config: RunConfig, precision: Precision) -> DtypeName:
 def _computed(config: RunConfig, precision: Precision, layout: str, gathered: DtypeName) -> DtypeName:
     """FSDP2's gradients have the dtype that it gathers in, DeepSpeed's the compute dtype, to which it casts the model;
     otherwise a gradient has its parameter's dtype."""
-    if _is_fsdp(layout):
+    if _is_fsdp(layout):  # MixedPrecisionPolicy(param_dtype=...)
         return gathered
     if _is_zero(layout):
         return precision.compute
@@ -91,7 +91,7 @@ def _wanted_sync(config: RunConfig) -> Every | None:
         ConfigError: a number of micro-batches at which no engine adds gradients up.
     """
     wish, accum = config.distributed.sync_gradients_every, config.train.grad_accum
-    if wish == "auto" or accum == 1:
+    if wish == "auto" or accum == 1:  # with one micro-batch a step, both are the same
         if isinstance(wish, int) and wish > 1:
             raise ConfigError(f"distributed.sync_gradients_every={wish}: a step has one micro-batch; {_MEANT}")
         return None

@@ -52,6 +52,7 @@ def planned_kernels(
         return None
     setting = f"kernels: train.kernels={wish}: "
     problem = _problem(config, shape, layout, on_gpu=on_gpu)
+    # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
     if problem is None and wish == "auto" and PACKAGE in without:
         problem = f"{PACKAGE} is not installed here"
     if problem is not None:
@@ -63,6 +64,7 @@ def planned_kernels(
     check = f"if a measurement before the first step shows that they compute the same ({PACKAGE} {VERSION})"
     if wish == "liger":
         return PlannedKernels(replaced, replaced, f"{words}, {check}")
+    # auto may fall back to the plain code when the run starts, which must then still fit
     counted = "the speed is theirs, the memory that of the plain ones, which take more"
     return PlannedKernels(None, replaced, f"{words}, {check}: {counted}")
 

@@ -123,6 +123,7 @@ class Stopped:
     updates: Updates | None = None
 
     def __post_init__(self) -> None:
+        # 0: the run's manifest does not say, and then every rank had rows of its own
         object.__setattr__(self, "processes", self.processes or self.ranks)
 
     @property
@@ -181,8 +182,9 @@ def layouts_for(
         because = _impossible(layout, config, shape, hardware)
         if because is None:
             possible_layouts.append(layout)
-        elif not any(item.name == layout.name for item in refused):
+        elif not any(item.name == layout.name for item in refused):  # of several group sizes the first says why
             refused.append(NotPossible(layout.name, because))
+    # a name that works with one group size is not impossible because it does not with another
     possible = {layout.name for layout in possible_layouts}
     return tuple(possible_layouts), tuple(item for item in refused if item.name not in possible)
 
@@ -226,6 +228,7 @@ def with_context_parallel(config: RunConfig, shape: ModelShape, hardware: Hardwa
 
 def _sharing_rows(hardware: Hardware) -> list[Layout]:
     count = hardware.ranks
+    # its all-to-alls are in every attention layer, so ranks that share a row are in one node
     fitting = [parts for parts in PARTS if parts <= hardware.gpus_per_node and count % parts == 0]
     return [Layout("fsdp_cp", count // parts, count, context_parallel=parts) for parts in fitting]
 
@@ -246,6 +249,7 @@ def _imaginable(config: RunConfig, hardware: Hardware, count: int) -> list[Layou
     shard = inside if wanted == "auto" else wanted
     if wanted != "auto" and count % shard:
         raise ConfigError(f"distributed.shard_ranks={shard} does not divide {count} ranks into equal groups")
+    # one shard group would be fsdp, groups of one rank ddp
     if 1 < shard < count and count % shard == 0:
         layouts.append(Layout("fsdp_hybrid", count, shard))
     layouts += [Layout(name, count, count) for name in ("zero1", "zero2", "zero3")]
@@ -302,6 +306,7 @@ def _not_tensor_parallel(layout: Layout, config: RunConfig, shape: ModelShape, h
         return f"{shape.num_heads} heads and {shape.num_kv_heads} key heads do not split over {ranks} ranks"
     if shape.intermediate_size % ranks:
         return f"the MLP's width of {shape.intermediate_size} does not split over {ranks} ranks"
+    # transformers' plan leaves each rank a part of the gradients, and GradScaler looks at this rank's only
     if choose_precision(config, hardware, shape).compute == "float16":
         return "loss scaling in fp16 does not see overflows on the other ranks"
     return None

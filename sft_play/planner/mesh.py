@@ -40,6 +40,7 @@ class Mesh:
         return self.dp * self.fsdp
 
     def __str__(self) -> str:
+        # axes of one process are left out, as a user would write it
         used = {name: size for name in AXES if (size := getattr(self, name)) > 1} or {"fsdp": 1}
         return f"[[{', '.join(map(str, used.values()))}], [{', '.join(used)}]]"
 
@@ -76,6 +77,7 @@ def _split(given: Any) -> tuple[list[int], list[str]]:
     if isinstance(given, int):
         given = (given,)
     parts = list(given)
+    # [[2, 4], [fsdp, tp]]; a list of two numbers has no names
     if len(parts) == 2 and all(isinstance(part, Sequence) for part in parts):
         return list(parts[0]), [str(name).strip().lower() for name in parts[1]]
     if len(parts) > len(UNNAMED):

@@ -68,20 +68,21 @@ def padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) ->
     tried.
     """
     count = len(lengths)
+    # best[n]: the least cost of the n longest rows; begin[n]: where its last pass begins
     best = [0.0] + [math.inf] * count
     begin = [0] * (count + 1)
     grain = -(-count // _MOST_CUTS)
     for first in range(count):
         if best[first] == math.inf:
             continue
-        longest = lengths[first]
+        longest = lengths[first]  # of the pass that begins here: rows are sorted
         full = min(count, first + max(1, tokens // longest) * ranks)
         for last in (*range(first + grain, full, grain), full):
             cost = best[first] + overhead + -(-(last - first) // ranks) * longest
             if cost < best[last]:
                 best[last], begin[last] = cost, first
     passes = []
-    last = count
+    last = count  # back from the end along `begin`
     while last:
         passes.append(_dealt(begin[last], last, ranks))
         last = begin[last]
@@ -95,7 +96,7 @@ def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
     any n x m rows a rank.
     """
     count = len(lengths)
-    passes = max(1, -(-sum(lengths) // (tokens * ranks)))
+    passes = max(1, -(-sum(lengths) // (tokens * ranks)))  # fewer cannot hold them
     while True:
         bins = [(0, place) for place in range(passes * ranks)]
         held: list[list[int]] = [[] for _ in bins]
@@ -103,9 +104,11 @@ def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
             load, place = bins[0]
             heapq.heapreplace(bins, (load + length, place))
             held[place].append(row)
+        # one row to a micro-batch is the end, even where a row is longer than `tokens`
         if max(bins)[0] <= tokens or passes * ranks >= count:
             break
         passes += 1
+    # micro-batches of about the same length run at the same time, so ranks wait less for each other
     held.sort(key=lambda rows: -sum(lengths[row] for row in rows))
     return [held[first : first + ranks] for first in range(0, len(held), ranks)]
 

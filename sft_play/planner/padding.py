@@ -31,7 +31,7 @@ def why_masked(
     """
     if attention == "eager":
         return "eager attention computes every score, with a mask or without"
-    if shape.num_experts:
+    if shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
         return "the balance loss of its experts leaves out padding by the mask"
     if any(kind.attention == "none" for kind in shape.layers):
         return "some of its layers carry a state from token to token, and read the mask"
@@ -80,7 +80,7 @@ def why_one_by_one(
     """
     if device not in ("cuda", "rocm"):
         return f"no kernel for boundaries runs on {device}"
-    if shape.mla is not None:
+    if shape.mla is not None:  # flash attention takes one width for all three
         return "its keys and values have different widths"
     if shape.head_dim > FLASH_HEAD:
         return f"flash attention takes no heads wider than {FLASH_HEAD}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -12,12 +11,10 @@ from typing import Any
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
-from sft_play.facts.families import MOVED_WORDS, takes_adapter
 from sft_play.facts.hardware import Hardware
-from sft_play.log import one_line
 from sft_play.planner import calibration, compiled
 from sft_play.planner.attention import attention_of
-from sft_play.planner.batching import BatchPlan, arithmetic
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidate_json import candidate_from_json, candidate_json
 from sft_play.planner.candidates import (
     Candidate,
@@ -28,24 +25,22 @@ from sft_play.planner.candidates import (
     least,
     micro_batches,
     needs_words,
-    shown,
     weigh,
     weigh_updates,
 )
 from sft_play.planner.experts import planned_experts
-from sft_play.planner.gradients import effects
-from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_kernels
+from sft_play.planner.generation import answer_tokens
+from sft_play.planner.kernels import CountedKernels, counted_kernels
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
+from sft_play.planner.lora_targets import check_targets
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.planner.memory.generation import answer_tokens
-from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.planner.memory.saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.planner.precision import SHORT, Precision, Updates, choose_precision
+from sft_play.planner.precision import Precision, Updates, choose_precision
+from sft_play.planner.reasons import reasons_of
+from sft_play.planner.rejections import shown
 from sft_play.planner.row_tokens import RowTokens
-from sft_play.planner.slow_code import slow_words
 from sft_play.planner.speed_error import SpeedError, speed_error
 from sft_play.planner.throughput import Speed, rates_of, utilisation
 from sft_play.units import GIB
@@ -203,6 +198,7 @@ class Plan:
             "answer_tokens": self.answer_tokens,
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
+            # plans without these two had the JSON before them: a recorded plan stays byte for byte
             **({"kernels": asdict(self.kernels)} if self.kernels else {}),
             **({"compile_s": self.compile_s} if self.compile_s else {}),
             "max_seq_len": self.max_seq_len,
@@ -214,7 +210,7 @@ class Plan:
             "reasons": list(self.reasons),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
             "not_possible": [asdict(item) for item in self.not_possible],
-            "ways_out": [asdict(way) for way in self.suggestions],
+            "ways_out": [asdict(way) for way in self.suggestions],  # the key that scripts know
             "not_enough": [asdict(way) for way in self.not_enough],
         }
 
@@ -225,6 +221,7 @@ class Plan:
         gpus = len(self.hardware.gpus)
         hours = self.hours
         gpu_hours = None if hours is None or not gpus else hours * gpus
+        # power limits are an upper bound of what the cards draw; hosts are not counted
         limits = [gpu.tdp_watts for gpu in self.hardware.gpus]
         watts = sum(limit for limit in limits if limit) if limits and all(limits) else None
         price = self.hardware.price_per_gpu_hour
@@ -267,6 +264,12 @@ class PlanRequest:
         """The layout that the user named, if it is only one."""
         return self.only[0] if len(self.only) == 1 else None
 
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens of a row at most: model.max_seq_len, or the model's positions where those are fewer."""
+        wish = self.config.model.max_seq_len
+        return min(wish, self.shape.max_positions or wish)
+
 
 def make_plan(
     request: PlanRequest,
@@ -292,31 +295,34 @@ def make_plan(
             that the model does not have.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
+    # what no layout can change is refused first, so that the message names the setting and not a layout
     check_targets(config, shape)
     compiled.refuse(config)
-    planned_experts(config, shape, choose_precision(config, hardware, shape))  # refuses what cannot run
+    planned_experts(config, shape, choose_precision(config, hardware, shape))
     job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
     layouts, refused = _layouts(request, keeps_params=keeps_params)
     job, candidates = weigh_updates(job, layouts)
-    # sharing rows is slower wherever a whole row fits a GPU: weighed only where nothing else fits
+    # context parallelism is slower wherever a whole row fits a GPU: weighed only where nothing else fits
     can_share_rows = "fsdp_cp" in request.only and config.model.mesh_shape is None
     if can_share_rows and not any(candidate.fits for candidate in candidates):
         candidates += weigh(job, with_context_parallel(config, shape, hardware))
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
     speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
-    kernels = _counted_kernels(job, chosen)
+    kernels, repeated = _counted_kernels(job, chosen), _repeats_kv(job, chosen)
     return Plan(
         choice=chosen,
         precision=chosen.precision,
-        max_seq_len=_limit(request),
-        repeats_kv=_repeats_kv(job, chosen),
+        max_seq_len=request.max_seq_len,
+        repeats_kv=repeated,
         eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
         masked_bytes=_masked_bytes(job, chosen),
         answer_tokens=answer_tokens(shape, chosen),
         budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
-        reasons=_reasons(job, candidates, chosen, [*_kernel_words(job, chosen, kernels), *notes]),
+        reasons=reasons_of(
+            job, candidates, chosen, limit=request.max_seq_len, repeats_kv=repeated, kernels=kernels, notes=notes
+        ),
         candidates=tuple(shown(job, candidates, chosen)),
         not_possible=refused,
         speed_known=speed_known,
@@ -328,12 +334,6 @@ def make_plan(
         kernels=kernels,
         compile_s=compiled.compile_s(config, shape),
     )
-
-
-def _limit(request: PlanRequest) -> int:
-    """Tokens of a row at most: model.max_seq_len, or the model's positions where those are fewer."""
-    wish = request.config.model.max_seq_len
-    return min(wish, request.shape.max_positions or wish)
 
 
 def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[NotPossible, ...]]:
@@ -349,25 +349,6 @@ def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout],
     return layouts, refused
 
 
-def _reasons(job: Job, candidates: list[Candidate], chosen: Candidate, notes: Sequence[str]) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, shape, layout, `notes` on kernels and the trace, and advice."""
-    wish = job.config.model.max_seq_len
-    used = min(wish, job.shape.max_positions or wish)
-    shortened = [f"max_seq_len {used} instead of {wish}: the model has {used} positions"] if used != wish else []
-    return (
-        chosen.precision.reason,
-        *shortened,
-        *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
-        *_why(job, candidates, chosen),
-        *slow_words(job.config, job.shape, chosen, job.rates.without),
-        *notes,
-        *compiled.words(job.config, job.shape),
-        *_adapters_in_bf16(job.config, chosen),
-        *_unknown_of_unsloth(job.config, chosen),
-        *_advice(chosen),
-    )
-
-
 def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
     """`Plan.kernels`."""
     if job.config.train.kernels == "none":
@@ -376,45 +357,13 @@ def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
     counted = counted_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
     if counted.memory == "plain":
         return counted
+    # Liger's kernels are proven before the first step; a run whose proof fails needs the plain code's bytes
     train = job.config.train.model_copy(update={"kernels": "none"})
     plain_job = dataclasses.replace(job, config=job.config.model_copy(update={"train": train}))
     plain = candidate_of(plain_job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
                          eval_rows=step.eval_batch)  # fmt: skip
+    # a trace may have raised the choice above its own closed form
     return dataclasses.replace(counted, plain_bytes=max(plain.memory.required, chosen.memory.required))
-
-
-def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
-    """Which kernels are counted, and what the plain ones would need."""
-    step = chosen.step
-    planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    if planned is None or counted is None:
-        return []
-    need = counted.plain_bytes
-    otherwise = f"; the plain ones, which run otherwise, would need {need / GIB:.1f} GiB" if need is not None else ""
-    return [f"{planned.reason}{otherwise}"]
-
-
-def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
-    """The effect of tuning.lora.dtype=bfloat16."""
-    lora, layout = config.tuning.lora, chosen.layout
-    if config.tuning.mode == "full" or lora.dtype != "bfloat16":
-        return []
-    setting = "tuning.lora.dtype=bfloat16: "
-    if chosen.precision.compute != "bfloat16":
-        return [f"{setting}adapters stay in fp32, because the run computes in {SHORT[chosen.precision.compute]}"]
-    if layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
-        return [f"{setting}{layout.name} still steps adapters in fp32"]
-    return [f"{setting}adapters and their states are bf16, and small updates are lost"]
-
-
-def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
-    """What this plan does not know about a run on Unsloth."""
-    if config.tuning.backend != "unsloth":
-        return []
-    note = "tuning.backend=unsloth: memory and speed are those of backend bnb; Unsloth itself was not measured"
-    if chosen.layout.name in ("single", "ddp"):
-        return [note]
-    return [note, f"Unsloth runs only single and ddp; {chosen.layout.name} would run with backend bnb (STRATEGY=ddp)"]
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
@@ -452,8 +401,8 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
     """What the candidates of a plan share; `masters` False asks what fits without fp32 weights where bf16 will do."""
     config, shape, hardware = request.config, request.shape, request.hardware
     precision = choose_precision(config, hardware, shape)
-    device = hardware.gpus[0].name if hardware.gpus else "cpu"
-    limit = _limit(request)
+    device = hardware.gpus[0].name if hardware.gpus else "cpu"  # runs are recorded by this name
+    limit = request.max_seq_len
     rows = request.rows.within(limit) if request.rows is not None else None
 
     @functools.cache
@@ -474,6 +423,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         attention=attention_of(config.model.attn_implementation, has_sdpa=shape.has_sdpa),
         has_eval=request.has_eval,
         budget=budget_bytes(hardware),
+        # a named machine's RAM is only this machine's, which says nothing of it
         host_budget=hardware.ram_free_bytes if hardware.ram_given else None,
         learned=learned,
         masters=masters,
@@ -496,7 +446,8 @@ def _confirmed(
         if traced.unavailable is not None:
             return chosen, candidates, [*notes, f"not confirmed by a trace: {traced.unavailable}"]
         notes.append(_trace_words(chosen, traced))
-        # if the traced choice no longer fits, the next round takes, and traces, the next best
+        # If the traced choice no longer fits, the next round takes, and traces, the next best. This ends: a candidate
+        # is traced once, and one that fits by its trace is returned.
         updated = _with_trace(job, chosen, traced)
         candidates = [updated if candidate.key == chosen.key else candidate for candidate in candidates]
 
@@ -510,6 +461,7 @@ def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
     raw = dataclasses.replace(raw, reserved=max(raw.reserved, traced.reserved))
     reserved = int(raw.reserved * job.learned(candidate.layout).memory)
+    # the margin keeps its share of what is reserved
     margin = int(memory.margin * reserved / max(1, memory.reserved))
     memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)
     return dataclasses.replace(candidate, memory=memory, raw=raw, traced=True)
@@ -526,107 +478,10 @@ def _trace_words(candidate: Candidate, traced: Traced) -> str:
     return text
 
 
-def _why(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
-    """The choice, its arithmetic and what it assumes."""
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    reasons = [arithmetic(job.config.train, chosen.batch, is_fixed=job.fixed is not None)]
-    if fitting:
-        same = [c for c in fitting if c.layout == chosen.layout and c.checkpointed == chosen.checkpointed]
-        largest = max(candidate.batch.micro_batch for candidate in same)
-        if largest > chosen.batch.micro_batch:
-            reasons[0] += f"; up to {largest} would fit and be about as fast"
-        elif len(same) > 1:
-            reasons[0] += "; smaller ones are slower"
-    effective, layout = chosen.batch.effective_batch, chosen.layout
-    if layout.data_parallel < layout.ranks and effective % layout.ranks and job.config.model.mesh_shape is None:
-        reasons.append(
-            f"an effective batch of {effective} does not split over {layout.ranks} ranks that each read their own "
-            f"rows: {layout.name} has {layout.data_parallel}"
-        )
-    learned = job.learned(chosen.layout).reason
-    padding = _packing_words(job, chosen) if job.packed else _padding_words(job, chosen)
-    reasons.append(_row_words(job, chosen, padding))
-    is_cut_after_loading = chosen.layout.shards_params and not loads_by_unit(job.config, chosen.layout)
-    if job.config.tuning.mode == "qlora" and is_cut_after_loading:
-        memory = chosen.memory
-        where = ", the packed ones in RAM" if chosen.layout.offloads_params else ""
-        reasons.append(
-            f"{chosen.layout.name} shards NF4 weights after loading: until then each rank holds all of them "
-            f"({memory.load_bytes / GIB:.1f} GiB), in a step {memory.terms['weights'] / GIB:.1f} GiB{where}"
-        )
-    if chosen.memory.checkpoint == "sharded":
-        reasons.append(_sharded_checkpoint_words(chosen))
-    if _repeats_kv(job, chosen):
-        reasons.append(
-            "attention: keys and values are repeated for all heads, because flash attention, the only kernel that "
-            "takes grouped ones, does not run on this GPU in this precision"
-        )
-    if chosen.step.eval_batch:
-        reasons.append(_evaluation_words(job.config, chosen))
-    reasons += effects(
-        job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum,
-        whole_bytes=Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients,
-    )  # fmt: skip
-    return [*reasons, *([learned] if learned else [])]
-
-
-def _row_words(job: Job, chosen: Candidate, padding: str) -> str:
-    """What is known, or assumed, of the lengths of rows."""
-    rows = job.rows
-    if rows is None:
-        return f"assumed: every row {job.seq_len} tokens{padding}, every token trained on"
-    known = f"longest row {rows.longest:,} tokens, mean {rows.mean:,.0f}, 95% up to {rows.p95:,}"
-    known += f"; longest held-out row {rows.held_out:,}" if rows.held_out > rows.longest else ""
-    places = micro_batches(job, chosen.precision, chosen.step).tokens
-    if places is None:
-        return f"{known}{padding}"
-    return f"{known}: a micro-batch has as many rows as fit into {places:,} tokens{padding}"
-
-
-def _sharded_checkpoint_words(chosen: Candidate) -> str:
-    """How checkpoints are written where each rank writes a shard, and why."""
-    memory = chosen.memory
-    return (
-        f"checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written in parts, one by each of "
-        f"{chosen.layout.ranks} ranks ({memory.host_save_each_bytes / GIB:.1f} GiB of RAM each): above "
-        f"{WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and hold "
-        f"{memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
-    )
-
-
-def _packing_words(job: Job, chosen: Candidate) -> str:
-    """How chats that share a row are told apart, and why."""
-    if chosen.step.varlen:
-        return f", several chats to a row, told apart by their boundaries, without a mask{_calls_words(job, chosen)}"
-    if chosen.step.attention == "flash_attention_2":
-        return ", several chats to a row, told apart by their boundaries"
-    return f", several chats to a row, with a mask between them ({job.unbounded_because(chosen.precision)})"
-
-
-def _padding_words(job: Job, chosen: Candidate) -> str:
-    """What becomes of rows that are shorter than others in their batch, and why."""
-    if chosen.step.varlen:
-        words = ", rows one behind the other without padding, told apart by their boundaries"
-        return words + _calls_words(job, chosen)
-    if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
-        return ""
-    joins = job.by_tokens and job.rows is not None and job.unbounded_because(chosen.precision) is None
-    slower = joins and chosen.layout.context_parallel == 1
-    why = "; without padding each chat would be a call of its own, which is predicted to be slower" if slower else ""
-    if chosen.step.padded:
-        return f", shorter rows padded to it and masked ({job.masked_because}){why}"
-    return f", shorter rows padded to it, without a mask (attention is causal, and padding at the end){why}"
-
-
-def _calls_words(job: Job, chosen: Candidate) -> str:
-    """Why each chat is attended to by itself, where it is."""
-    because = job.one_by_one_because(chosen.precision)
-    return f", each attended to by a call of its own ({because})" if chosen.step.one_by_one else ""
-
-
 def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
     """`Plan.masked_bytes`."""
     step = chosen.step
+    # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
     rows = max(2 if job.by_tokens else 1 if job.packed else step.micro_batch, step.eval_batch)
     if not step.varlen and (step.masks or not is_padded(job.config, chosen.layout, rows=rows)):
         return None
@@ -641,17 +496,6 @@ def _repeats_kv(job: Job, chosen: Candidate) -> bool:
     step, half = chosen.step, chosen.precision.compute != "float32"
     repeats = repeats_kv(job.shape, attention=step.attention, half=half, capability=step.capability)
     return repeats and step.repeats_kv and step.on_gpu
-
-
-def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
-    """How many rows are evaluated at once, with their memory beside that of a training step."""
-    rows, moments = chosen.step.eval_batch, chosen.memory.moments
-    given = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
-    step = max(size for name, size in moments.items() if name not in ("evaluation", "saving"))
-    return (
-        f"evaluation: {rows} row{'s' if rows > 1 else ''} at a time per rank{given}, rows of similar length together; "
-        f"{moments['evaluation'] / GIB:.2f} GiB, a training step {step / GIB:.2f}"
-    )
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> None:
@@ -677,48 +521,9 @@ def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> Non
     )
 
 
-OUTPUT_HEADS = ("lm_head", "embed_out")
-"""What transformers calls the output head."""
-
-
-def check_targets(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does."""
-    targets = config.tuning.lora.target_modules
-    if config.tuning.mode == "full" or targets == "auto":
-        return
-    layers = [linear for linear, _ in shape.linears if linear.adaptable]
-    names = sorted({linear.name for linear in layers})
-    problems = []
-    for target in targets:
-        if target in OUTPUT_HEADS:
-            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
-        elif not takes_adapter(shape.model_type, target.rpartition(".")[2]):
-            problems.append(f"{one_line(target)}: {MOVED_WORDS}")
-        elif not any(linear.matches(target) for linear in layers):
-            near = difflib.get_close_matches(target, names, n=1, cutoff=0.6)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            problems.append(f"{one_line(target)} matches nothing{hint}")
-    if problems:
-        listed = f"The linear layers are: {', '.join(names)}; auto takes them all"
-        raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
-
-
 def budget_bytes(hardware: Hardware) -> int:
     """Free bytes of the smallest GPU (all of it if only named), or a CPU rank's share of the free RAM."""
     if not hardware.gpus:
-        return hardware.ram_free_bytes // hardware.gpus_per_node
+        return hardware.ram_free_bytes // hardware.gpus_per_node  # without GPUs: the CPU processes of a node
     # all ranks run the same plan, so the GPU with the least room decides
     return min(gpu.total_bytes if gpu.free_bytes is None else gpu.free_bytes for gpu in hardware.gpus)
-
-
-def _advice(chosen: Candidate) -> list[str]:
-    reasons = []
-    if chosen.step.pages and (chosen.offloads or chosen.step.offloads):
-        need = f"{chosen.host_required / GIB:.1f} GiB of RAM are page-locked for offload"
-        reasons.append(f"{need}, but WSL has been seen to give only 0.5 to 1 GiB: the run may fail at the start")
-    if chosen.fits and chosen.needs_unknown_ram:
-        need = f"{chosen.host_required / GIB:.0f} GiB of RAM are needed on each node"
-        reasons.append(f"{need}, and the machine's RAM was not given (ram=512GiB)")
-    if not chosen.fits:
-        reasons.append(f"nothing fits: the closest is predicted to need {needs_words(chosen, terms=3)}")
-    return reasons

@@ -43,6 +43,7 @@ def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | 
     if shape is not None:
         eager = config.model.attn_implementation == "eager"
         overflow = overflow_of(shape.model_type, eager=eager, attention_dropout=shape.attention_dropout)
+    # gradients that overflow cost skipped steps; activations that do make the loss NaN, whatever the scale
     in_forward = None if overflow is None or overflow.in_backward else overflow
     compute, reason = _compute(config, hardware, in_forward)
     if compute == "float16" and overflow is not None:

@@ -58,6 +58,7 @@ class RowTokens:
     def within(self, limit: int) -> RowTokens | None:
         """The lengths under another limit; None where rows were cut that would be longer now."""
         if limit >= self.limit:
+            # a longest row of exactly the old limit may have been cut there
             return self if self.longest_of_all < self.limit or limit == self.limit else None
         lengths = {name: min(limit, getattr(self, name)) for name in ("p95", "longest", "held_out")}
         sample = tuple(min(limit, length) for length in self.sample)
@@ -110,7 +111,7 @@ def average_passes(rows: RowTokens, cut: MicroBatches, *, effective_batch: int, 
     """
     size = min(effective_batch, rows.rows)
     drawn = min(size, _MOST_ROWS * ranks)
-    draw = random.Random(1)
+    draw = random.Random(1)  # every rank and every plan of the same rows sees the same steps
     count = places = weighted = tokens = held = 0.0
     for _ in range(_STEPS):
         some = draw.sample(rows.sample, drawn) if drawn <= len(rows.sample) else draw.choices(rows.sample, k=drawn)
@@ -123,11 +124,12 @@ def average_passes(rows: RowTokens, cut: MicroBatches, *, effective_batch: int, 
             else:
                 fullest = max(of_ranks, key=sum)
                 size_of_pass = sum(fullest)
+                # weighted by tokens: attention of a row costs its length for each of its tokens
                 length = sum(one * one for one in fullest) / size_of_pass
             count += 1
             held += len(fullest)
             places += size_of_pass
             weighted += size_of_pass * length
         tokens += sum(lengths)
-    scale = size / drawn / _STEPS
+    scale = size / drawn / _STEPS  # to one whole step
     return Passes(count * scale, places / count, weighted / places, tokens * scale, held / count)

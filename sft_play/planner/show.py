@@ -103,6 +103,7 @@ def loading_words(candidate: Candidate) -> str:
     """The peak of loading, as the end of a sentence, where a rank keeps only a shard of what it loads, or loading needs
     more than any step; else empty."""
     memory = candidate.memory
+    # otherwise a run loads what it keeps, and the figure would repeat the weights' term
     is_shown = candidate.layout.shards_params or memory.loading_decides
     ram = f" and {memory.host_load_bytes / GIB:.2f} GiB of RAM" if memory.host_load_bytes else ""
     return f"; {memory.load_bytes / GIB:.2f} GiB{ram} while loading" if is_shown else ""
@@ -167,11 +168,12 @@ ALLOCATOR = (
 def bar_lines(plan: Plan) -> list[str]:
     """A bar of one rank's memory: what each part of the budget is for."""
     budget, memory = plan.budget_bytes, plan.memory
-    whole = max(budget, memory.required)
+    whole = max(budget, memory.required)  # a plan that does not fit is wider than its budget, and fills the bar
     parts = [(LETTERS.get(name, "x"), name, size) for name, size in memory.terms.items() if size > 0]
     parts.append(("s", "allocator slack", memory.reserved - memory.allocated))
     parts.append(("m", "margin", memory.margin))
     parts.append(("c", "context and communicators", memory.outside_allocator))
+    # last: what the others leave of `required`, which is loading's own where loading decides
     parts.append(("L", "more while loading", memory.required - sum(size for _, _, size in parts)))
     bar, filled = "", 0
     for letter, _, size in parts:

@@ -59,6 +59,7 @@ def speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, ste
         return SpeedError(None, "no published run that offloads was compared")
     if any(kind.num_experts for kind in shape.layers):
         return SpeedError(None, "no published run of mixtures of experts was compared")
+    # V100 and T4 have no bf16, and fall into SMALL below
     if not kinds <= DATA_CENTRE | OTHER_CARDS | {(7, 0), (7, 5)}:
         return SpeedError(None, "no published run on these cards was compared")
     if shape.params < SMALL_PARAMS or precision.compute != "bfloat16":

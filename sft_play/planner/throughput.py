@@ -156,7 +156,7 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
     bandwidth = min((value for value in bandwidths if value), default=0.0)
     majors = {gpu.capability[0] for gpu in gpus if gpu.capability}
     share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
-    attention = min((ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors), default=1.0)
+    attentions = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
     # GPUs whose known link is no faster than the card's own slot communicate over PCIe
     link, slots = hardware.link_bytes_per_s, [entry.pcie for entry in find(gpus[0].name.split(" MIG ")[0])]
     is_pcie = link is None or link <= max(slots, default=PCIE_FASTEST)
@@ -169,7 +169,7 @@ def rates_of(hardware: Hardware, precision: Precision) -> Rates:
         known=all(peaks) and all(bandwidths),
         share=share,
         link_share=PCIE_SHARE if is_pcie else LINK_SHARE,
-        attention_share=min(attention, OTHER_ATTENTION_SHARE),
+        attention_share=min(attentions, default=OTHER_ATTENTION_SHARE),
     )
 
 
@@ -198,6 +198,7 @@ def predict_speed(
     if step.offloads:  # each block's input to the host and back, in the stream that computes
         inputs = passes.places * shape.hidden_size * BYTES[precision.compute] * shape.num_layers * again
         host_s += 2 * inputs * count / NOMINAL_LINK
+    # every part of a pass, times the passes; then what a step has once
     parts = {
         "matrix": matrix * count,
         "memory": moving * count,
@@ -218,6 +219,7 @@ def predict_speed(
 
 def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
     """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
+    # a pass over half the tokens takes more than half the time: what two of them take beyond one is what a pass costs
     full = _full_rows(step)
     half = dataclasses.replace(full, places=full.places / 2, rows=full.rows / 2)
     whole_s, half_s = (sum(_of_pass(config, shape, precision, step, rates, one)) for one in (full, half))
@@ -227,8 +229,7 @@ def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, st
 
 def _again(shape: ModelShape, step: Step) -> float:
     """Share of the layers that are computed a second time."""
-    layers = shape.num_layers
-    return (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
+    return step.recomputed(shape.num_layers) / shape.num_layers
 
 
 def _full_rows(step: Step) -> Passes:
@@ -274,8 +275,7 @@ def slow_code(
 ) -> dict[str, float]:
     """Seconds of a pass over `places` that faster code would save: experts that run one after another, and linear
     attention without its package. Only what is slow is in it; a CPU runs linear attention in one way only."""
-    checkpointed = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
-    passes = 2.0 + checkpointed / shape.num_layers
+    passes = 2.0 + _again(shape, step)  # forward, backward, and what checkpointing computes again
     bandwidth = rates.bandwidth * BANDWIDTH_SHARE
     seconds = {}
     chosen = planned_experts(config, shape, precision)
@@ -297,7 +297,7 @@ def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passe
     and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times as
     much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
     """
-    tokens, mode = passes.places, config.tuning.mode
+    tokens, mode = passes.places, config.tuning.mode  # padding is computed like text
     weight_gradients = 1.0 if mode == "full" else 0.0
     blocks = 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients)
     adapters = 0.0 if mode == "full" else 2.0 * adapter_params(shape, config.tuning.lora.r) * tokens * (3.0 + again)
@@ -320,6 +320,7 @@ def _attended(shape: ModelShape, step: Step, length: float) -> float:
     total = 0.0
     for kind in shape.layers:
         window = min(length, shape.window or length) if kind.attention in ("sliding", "chunked") else length
+        # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
         seen = window - window * window / (2 * length)
         total += 0.0 if kind.attention == "none" else kind.count * (length if step.attention == "eager" else seen)
     return total
@@ -333,11 +334,13 @@ def _traffic(
     ones."""
     e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
     width = f * max(1, shape.rows_per_token)
+    # two norms with their residual sums, the rotation of queries and keys, a gated activation (compiled.TRAFFIC)
     per_token: float = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
     per_token = max(STILL_MOVED * per_token, per_token - saved)
     if config.tuning.mode != "full":
         inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora
         shared = not (step.casts_inputs or lora.use_dora or lora.dropout or precision.compute == "float32")
+        # twice as much where PEFT casts the input of each adapter to fp32 (training/adapter_inputs.py)
         per_token += inputs * (8 if config.tuning.mode == "lora" and not shared else 4)
     return float(per_token * tokens * shape.num_layers)
 
@@ -377,14 +380,17 @@ def _communication(
     if layout.gradient_ranks > 1:
         each, last, after = (sum(_seconds(one, rates) for one in part)
                              for part in (traffic.each, traffic.last, traffic.after))  # fmt: skip
+        # the last micro-batch hides its own collectives and those that are put off until then, such as DDP's
         exposed = (accum - 1) * _exposed(each, hidden_s) + _exposed(each + last, hidden_s) + after
         if not layout.shards_states:  # DDP
             reduced = sum(one.bytes * times for one, times in traffic.in_step(accum))
             exposed += BUCKET_COPIES * reduced / (rates.bandwidth * BANDWIDTH_SHARE)
     if layout.offloads_params:
+        # weights come from RAM for the forward and for the backward pass
         read = 2 * base_weights(config, shape, width) / layout.tensor_parallel
         exposed += accum * max(0.0, read / NOMINAL_LINK - hidden_s)
     if layout.tensor_parallel > 1:
+        # nothing hides these: the next product needs their result
         inner = _link(layout.tensor_parallel, rates)
         again = 2 if step.checkpointed_layers != 0 else 0
         part = 2 * (layout.tensor_parallel - 1) / layout.tensor_parallel

@@ -14,7 +14,7 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.architecture import ModelShape
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.memory.block import Numbers
+from sft_play.planner.memory.block_spec import Numbers
 from sft_play.planner.memory.model_states import trained
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import BYTES, Precision
@@ -113,7 +113,7 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
         "all_gather", gathered / layout.tensor_parallel, layout.shard, 2 * calls, span=layout.shard * reach
     )
     back = [Collective("reduce_scatter", gradients, layout.shard, calls, span=layout.shard * reach)]
-    if ranks > layout.shard:  # the copies of each part
+    if ranks > layout.shard:  # HSDP: each part is reduced once more, over the groups that hold a copy of it
         back.append(
             Collective("all_reduce", gradients / layout.shard, ranks // layout.shard, calls, span=ranks * reach)
         )
@@ -151,7 +151,7 @@ def _zero3_gathered(config: RunConfig, shape: ModelShape, precision: Precision, 
     first layers between its second forward and its backward pass. For packed weights DeepSpeed counts bytes."""
     whole = _weights(config, shape, BYTES[precision.compute])
     layers = shape.num_layers
-    again = (layers if step.checkpointed_layers is None else step.checkpointed_layers) / layers
+    again = step.recomputed(layers) / layers
     counted = shape.params - (0.5 * shape.linear_params if config.tuning.mode == "qlora" else 0.0)
     kept = min(1.0, ZERO_REUSE_PARAMS / (2 + again) / counted)
     blocks = counted - (1 if shape.tied else 2) * shape.table_params

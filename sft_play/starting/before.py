@@ -23,7 +23,7 @@ from sft_play.launch.libraries import prepare_libraries
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName, layouts_over
 from sft_play.planner.plan import Plan
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.over_ranks import parts_of, refuse_strategy
 from sft_play.starting.plan_run import plan_for, shape_for
@@ -72,7 +72,7 @@ def require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
     if loaded.config.model.adapter is None:
         return
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
     from sft_play.training.origin import origin_of
     from sft_play.training.tokenizer import load_tokenizer
 
@@ -87,6 +87,7 @@ def with_starter(loaded: LoadedConfig) -> LoadedConfig:
     from sft_play.training.starter_base import ensure_base
 
     overrides = (*loaded.overrides, f"model.name={json.dumps(str(ensure_base()))}")
+    # Text and overrides stay as given: the run folder's config.yaml names the starter, not a path of this machine.
     return dataclasses.replace(
         load_config(loaded.path, overrides=overrides), text=loaded.text, overrides=loaded.overrides
     )
@@ -108,7 +109,7 @@ def count_before_planning(
     parts = [loaded.of(stage) for stage in loaded.stages] or [loaded]
     if not any(has_own_lengths(part.config) and known_rows(part.config) is None for part in parts):
         return
-    for part in parts if only else ():
+    for part in parts if only else ():  # the result is dropped: only a refusal counts
         with in_stage(part.stage):
             plan_for(part.config, hardware, only=only or (), with_suggestions=False)
     loaded = with_starter(loaded)

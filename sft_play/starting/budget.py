@@ -47,7 +47,7 @@ def budget_for(
         return Budget(usd, (offer,) if offer else (), () if offer else (name,), today)
     if not (asked.named and asked.gpus):
         return budget_of(usd, cheapest(), plan=plan, today=today)
-    price = min(_prices_of(asked), key=lambda one: one.usd, default=None)
+    price = min(_prices_of(asked), key=lambda one: one.usd, default=None)  # USD per GPU-hour
     if price is None:
         raise ConfigError(
             f"BUDGET: the price list has no {_name(asked)}; give its price (PRICE=2.5, or price=2.5 in HARDWARE), or "

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.schema import RunConfig
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan
+from sft_play.runs.manifest import versions
 
 
 def remember(planned: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:
@@ -34,7 +34,8 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
     peak, gpus = summary["peak_bytes"], plan.hardware.gpus
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
     if not reserved or not summary["tokens_per_s"]:
-        return
+        return  # it stopped before a step was measured
+    # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
     used: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
     counted = plan.kernels or CountedKernels()
     is_memory, is_speed = counted.memory == used, counted.speed == used
@@ -52,7 +53,7 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
             measured_reserved=reserved,
             predicted_tokens_per_s=plan.choice.raw.tokens_per_s if is_speed else 0.0,
             measured_tokens_per_s=summary["tokens_per_s"],
-            versions=" ".join(f"{name} {version}" for name, version in sorted(runs.versions().items())),
+            versions=" ".join(f"{name} {version}" for name, version in sorted(versions().items())),
             compiled=compiled,
             finished=datetime.now(UTC).isoformat(timespec="seconds"),
             kernels=used,

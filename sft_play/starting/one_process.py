@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import os
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError, in_stage
@@ -21,7 +21,10 @@ from sft_play.log import start_log_buffer
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import Stopped
 from sft_play.planner.plan import Plan, Planned, require_fit
-from sft_play.runs import RunFolder, first_day
+from sft_play.runs.creation import require_writable
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import lock
+from sft_play.runs.resuming import first_day
 from sft_play.starting.before import (
     board_beside,
     count_before_planning,
@@ -45,13 +48,13 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
 
     Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
     """
-    with endings.StopSignals(endings.interrupt), runs.lock(folder) if resume else contextlib.nullcontext() as mark:
+    with endings.StopSignals(endings.interrupt), lock(folder) if resume else contextlib.nullcontext() as mark:
         buffer = start_log_buffer()
         log_base(loaded)
         require_data(loaded)
         if not resume:
-            runs.require_writable(folder)
-        choices = take_choices()
+            require_writable(folder)
+        choices = take_choices()  # now: the plan decides, and accelerate would act on the same variables later
         loaded = with_curves(loaded) if board else loaded
         hide_gpus(loaded.config, os.environ)
         whole = machine_for(loaded.config, detect())
@@ -59,31 +62,16 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         require_usable(loaded.config, hardware)
         require_backend(loaded)
         count_before_planning(loaded, hardware, only=None if resume else ("single",), trains_here=True)
-        planned: list[tuple[RunConfig, Plan]] = []
-        for part, place in parts_of(loaded, folder if resume else None):
-            log_stage(part)
-            with in_stage(part.stage):
-                stopped = stopped_run(place) if place is not None else None
-                config, kept = part.config, kept_of(part.config, stopped, 1)
-                log_kept(kept, stopped)
-                if place is not None:
-                    refuse_resuming(place, stopped, "single", 1)
-                trace = config.plan.trace and bool(hardware.gpus)
-                plan = plan_for(config, hardware, only=("single",), trace=trace, kept=kept)
-                log_what_all_would_do(config, whole, plan, stopped)
-                require_fit(plan, config, is_fixed=kept.batch is not None)
-                log_plan(plan, config)
-            planned.append((config, plan))
-        plans = [plan for _, plan in planned]
+        planned = _plan_stages(loaded, hardware, whole, resume_from=folder if resume else None)
         if choices is not None:
-            log_choices(choices, plans[0])
+            log_choices(choices, planned[0][1], max_grad_norm=loaded.config.train.max_grad_norm)
         loaded = with_starter(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
         prepare_libraries(loaded.config.model.name, hardware)
         load_libraries()
         from sft_play.training.job import job_of
         from sft_play.training.run import run
 
-        no_engine: list[Planned] = [(plan, None) for plan in plans]
+        no_engine: list[Planned] = [(plan, None) for _, plan in planned]
         job = job_of(loaded, no_engine, folder, resume=resume, mark=mark, log_buffer=buffer, today=first_day(folder))
         with board_beside(folder, wanted=board):
             summary = run(job)
@@ -91,17 +79,46 @@ def start_here(loaded: LoadedConfig, folder: RunFolder, *, resume: bool, board: 
         return 0
 
 
+def _plan_stages(
+    loaded: LoadedConfig, hardware: Hardware, whole: Hardware, *, resume_from: RunFolder | None
+) -> list[tuple[RunConfig, Plan]]:
+    """Settings and plan of the run, or of each of its stages, logged.
+
+    Args:
+        hardware: what this process uses of the `whole` machine.
+        resume_from: the run that is resumed; None for a new one.
+    """
+    planned: list[tuple[RunConfig, Plan]] = []
+    for part, place in parts_of(loaded, resume_from):
+        log_stage(part)
+        config = part.config
+        with in_stage(part.stage):
+            stopped = stopped_run(place) if place is not None else None
+            kept = kept_of(config, stopped, 1)
+            log_kept(kept, stopped)
+            if place is not None:
+                refuse_resuming(place, stopped, "single", 1)
+            trace = config.plan.trace and bool(hardware.gpus)
+            plan = plan_for(config, hardware, only=("single",), trace=trace, kept=kept)
+            log_what_all_would_do(config, whole, plan, stopped)
+            # a kept batch ran before: it is tried again where the prediction says that it does not fit
+            require_fit(plan, config, is_fixed=kept.batch is not None)
+            log_plan(plan, config)
+        planned.append((config, plan))
+    return planned
+
+
 def log_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan, stopped: Stopped | None = None) -> None:
     """Log which layout the plan would use on all GPUs, where this command uses one of several; `stopped`: how a resumed
     run was spread."""
     alike = whole.alike[0] if whole.gpus else ()
     if len(alike) < 2 or effective_batch(config.train, ranks=len(alike)) % len(alike):
-        return
+        return  # nothing to compare with: one GPU, or a batch that does not divide over them
     try:
         kept = kept_of(config, stopped, len(alike))
         plan_of_all = plan_for(config, dataclasses.replace(whole, gpus=alike), kept=kept)
     except SftPlayError:
-        return
+        return  # this run is planned; why another would be refused is of no interest to it
     if plan_of_all.fits:
         is_all = len(alike) == len(whole.gpus)
         named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"

@@ -8,7 +8,7 @@ import os
 from datetime import date
 from pathlib import Path
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.facts.hardware import detect
 from sft_play.heap import importing
@@ -19,12 +19,16 @@ from sft_play.launch.handed import LAUNCH_FILE, Handed
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.libraries import prepare_libraries
 from sft_play.launch.machine import check_gpu, spread_over
-from sft_play.launch.node_rendezvous import choose_interface
+from sft_play.launch.network import choose_interface
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
 from sft_play.launch.tensorboard import with_curves
 from sft_play.log import start_log_buffer
-from sft_play.runs import RunFolder, first_day
+from sft_play.runs.creation import is_finished, new_folder, resumes
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import WRITER
+from sft_play.runs.lookup import find_resumable
+from sft_play.runs.resuming import first_day
 from sft_play.starting.before import (
     board_beside,
     count_for_ranks,
@@ -62,21 +66,21 @@ def start_rank(
     folder = RunFolder(Path(handed.folder))
     if handed.finished:
         return folder
-    configs = [part.config for part, _ in parts_of(loaded, None)]
+    configs = [part.config for part, _ in parts_of(loaded, None)]  # with the starter's name, as plans look it up
     loaded = with_starter(loaded)
     prepare_libraries(loaded.config.model.name, detect())
     planned = handed.planned()
     plan = planned[0][0]
     if choices is not None and ranks.is_first and ranks.folder is None:
-        log_choices(choices, plan)
-    check_gpu(plan, ranks)
+        log_choices(choices, plan, max_grad_norm=loaded.config.train.max_grad_norm)
+    check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
     load_libraries()
     from sft_play.training.job import job_of
     from sft_play.training.run import run
 
     job = job_of(
         loaded, planned, folder, resume=handed.resume, log_buffer=buffer,
-        has_folder=handed.made, by=runs.WRITER if ranks.folder is not None else None,
+        has_folder=handed.made, by=WRITER if ranks.folder is not None else None,
         timeout_s=timeout_of(loaded.config, os.environ),
         today=date.fromisoformat(handed.today) if handed.today else date.today(),
     )  # fmt: skip
@@ -91,11 +95,12 @@ def _receive(
     loaded: LoadedConfig, ranks: Ranks, options: LaunchOptions, *, resume: bool, run_name: str | None
 ) -> Handed:
     """Plan and folder of the run: from the parent's file, or from rank 0 through the rendezvous store."""
-    if ranks.folder is not None:
+    if ranks.folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
         return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
     with importing():
         from sft_play.training.rendezvous import handed_over
 
+    # Another launcher, or several nodes: rank 0 plans, and the others wait for it in the store.
     if not ranks.is_first:
         return Handed(**json.loads(handed_over(None)))
     here = machine_for(loaded.config, detect())
@@ -106,16 +111,16 @@ def _receive(
                        len(here.gpus) - ranks.local_world_size, len(here.gpus), len(here.gpus))  # fmt: skip
     output = loaded.config.output
     if resume:
-        folder = runs.find_resumable(output, config_path=loaded.path, name=run_name)
+        folder = find_resumable(output, config_path=loaded.path, name=run_name)
     else:
-        folder = runs.new_folder(output, config_path=loaded.path)
-        resume = runs.goes_on(folder, output)
+        folder = new_folder(output, config_path=loaded.path)
+        resume = resumes(folder, output)
     place = str(folder.path.absolute())
-    if resume and runs.is_finished(folder):
+    if resume and is_finished(folder):
         handed = Handed(place, {}, resume, made=False, finished=True)
     else:
         count_for_ranks(loaded, hardware, options, is_resumed=resume, trains_here=True)
-        planned = plan_stages(loaded, hardware, options, going_on=folder if resume else None)
+        planned = plan_stages(loaded, hardware, options, resume_from=folder if resume else None)
         handed = Handed.of(place, planned, resume=resume, made=False, today=str(first_day(folder)))
     handed_over(handed.text())
     return handed

@@ -8,18 +8,22 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from sft_play import runs
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
-from sft_play.launch import deepspeed_config
-from sft_play.launch.launch_options import DeepspeedWish, LaunchOptions
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.fill import ADAM_BETA1, ADAM_EPS, PlanNumbers, fill
+from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
+from sft_play.launch.deepspeed.run_settings import SHORT_DTYPES, with_batch, with_dtypes
+from sft_play.launch.deepspeed.translate import translate
+from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.starting.plan_run import log_plan, plan_for, shape_for
 from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
 
@@ -27,14 +31,14 @@ logger = logging.getLogger(__name__)
 
 
 def plan_stages(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, going_on: RunFolder | None = None
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
 ) -> list[Planned]:
     """The plans of a run over all ranks, logged: one, or one per stage, all in one layout; raises as `plan_ranks`
     does."""
     if not loaded.stages:
-        return [plan_ranks(loaded, hardware, options, going_on=going_on)]
+        return [plan_ranks(loaded, hardware, options, resume_from=resume_from)]
     if options.strategy is None and options.deepspeed is None:
-        stopped = stopped_run(going_on) if going_on is not None else None
+        stopped = stopped_run(resume_from) if resume_from is not None else None
         if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
             strategy = stopped.layout
         else:
@@ -42,10 +46,10 @@ def plan_stages(
             strategy = common_layout(configs, hardware, only=layouts_over(hardware.ranks))
         options = dataclasses.replace(options, strategy=strategy)
     planned = []
-    for part, place in parts_of(loaded, going_on):
+    for part, place in parts_of(loaded, resume_from):
         log_stage(part)
         with in_stage(part.stage):
-            planned.append(plan_ranks(part, hardware, _as_planned(options, part, going_on), going_on=place))
+            planned.append(plan_ranks(part, hardware, _as_planned(options, part, resume_from), resume_from=place))
     return planned
 
 
@@ -57,9 +61,10 @@ def parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[Loade
     parts: list[tuple[LoadedConfig, RunFolder | None]] = []
     for stage in loaded.stages:
         place = folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) if folder is not None else None
-        goes_on = place is not None and place.has_begun
-        goes_on = goes_on and place is not None and not place.has_finished(adapter=stage.config.tuning.mode != "full")
-        parts.append((loaded.of(stage), place if goes_on else None))
+        has_adapter = stage.config.tuning.mode != "full"
+        if place is not None and (not place.has_begun or place.has_finished(adapter=has_adapter)):
+            place = None
+        parts.append((loaded.of(stage), place))
     return parts
 
 
@@ -69,13 +74,13 @@ def log_stage(part: LoadedConfig) -> None:
         logger.info("Stage %s:", part.stage)
 
 
-def _as_planned(options: LaunchOptions, part: LoadedConfig, going_on: RunFolder | None) -> LaunchOptions:
+def _as_planned(options: LaunchOptions, part: LoadedConfig, resume_from: RunFolder | None) -> LaunchOptions:
     """The options with the DeepSpeed file that the first start wrote for a stage, where it did and none is given
     now."""
-    if going_on is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
+    if resume_from is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
         return options
-    file = going_on.of_stage(part.stage).path / runs.DEEPSPEED_FILE
-    return dataclasses.replace(options, deepspeed=DeepspeedWish(file)) if file.is_file() else options
+    file = resume_from.of_stage(part.stage).path / DEEPSPEED_FILE
+    return dataclasses.replace(options, deepspeed=DeepspeedRequest(file)) if file.is_file() else options
 
 
 def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
@@ -88,6 +93,7 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tup
         return [plan_for(config, hardware, only=layouts, with_suggestions=False) for config in configs]
 
     alone = plans(only)
+    # the longest rows first: their stage's layout is the answer where none fits them all
     names = dict.fromkeys(plan.layout for plan in sorted(alone, key=lambda plan: -plan.max_seq_len))
     if len(names) == 1:
         return next(iter(names))
@@ -96,12 +102,12 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tup
         with contextlib.suppress(SftPlayError):
             together = plans((name,))
             if all(plan.fits and plan.layout == name for plan in together):
-                fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)
+                fitting[name] = sum(plan.hours or plan.speed.step_s for plan in together)  # hours: data of known size
     return min(fitting or names, key=lambda name: fitting.get(name, 0.0))
 
 
 def plan_ranks(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, going_on: RunFolder | None = None
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
 ) -> tuple[Plan, dict[str, Any] | None]:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
@@ -110,31 +116,21 @@ def plan_ranks(
         RunFolderError: the run cannot be resumed in this layout or over these ranks.
         DoesNotFit: nothing fits, and the batch was left to the plan.
     """
-    stopped = stopped_run(going_on) if going_on else None
+    stopped = stopped_run(resume_from) if resume_from else None
     config, strategy, deepspeed = loaded.config, options.strategy, options.deepspeed
     if stopped is not None and strategy is None and deepspeed is None:
-        # DeepSpeed's checkpoints are read by the same layout only; the others over any number of ranks
+        # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
         strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
-    if going_on and deepspeed is None and strategy in DEEPSPEED and (going_on.path / runs.DEEPSPEED_FILE).is_file():
-        deepspeed = DeepspeedWish(going_on.path / runs.DEEPSPEED_FILE)
-    raw = None
-    name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed and deepspeed.file else "DeepSpeed"
+    if resume_from and deepspeed is None and strategy in DEEPSPEED and (resume_from.path / DEEPSPEED_FILE).is_file():
+        deepspeed = DeepspeedRequest(resume_from.path / DEEPSPEED_FILE)
+    raw, name = None, "DeepSpeed"
     if deepspeed is not None:
-        wanted = strategy or "zero2"
-        raw = deepspeed_config.read(deepspeed.file) if deepspeed.file else deepspeed_config.shipped(wanted)
-        raw, notes = deepspeed_config.understand(raw, name=name)
-        strategy = deepspeed_config.layout_of(raw, name=name, planned=wanted)
-        _log_deepspeed((*notes, *deepspeed_config.layout_notes(raw, planned=wanted)))
-    if going_on and strategy:
-        refuse_resuming(going_on, stopped, strategy, hardware.ranks)
+        name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed.file else name
+        raw, strategy = _read_deepspeed(deepspeed, name=name, planned=strategy or "zero2")
+    if resume_from and strategy:
+        refuse_resuming(resume_from, stopped, strategy, hardware.ranks)
     if raw is not None:
-        train, taken = deepspeed_config.with_batch(config.train, raw, ranks=hardware.ranks, name=name)
-        _log_deepspeed(taken)
-        config = config.model_copy(update={"train": train})
-        mixed, taken = deepspeed_config.with_dtypes(config.distributed.mixed_precision, raw, name=name)
-        _log_deepspeed(taken)
-        distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
-        config = config.model_copy(update={"distributed": distributed})
+        config = _as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
     kept = kept_of(config, stopped, _batches(config, stopped, hardware))
     log_kept(kept, stopped)
@@ -142,15 +138,32 @@ def plan_ranks(
     only = (strategy,) if strategy else layouts_over(hardware.ranks)
     if stopped is not None and strategy is None:
         only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
-    keeps_params = raw is not None and strategy is not None and deepspeed_config.keeps_params(raw, strategy)
+    weights_stay = raw is not None and strategy is not None and keeps_params(raw, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
-    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=keeps_params, kept=kept)
+    plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=weights_stay, kept=kept)
     require_fit(plan, config, is_fixed=kept.batch is not None)
     log_plan(plan, config)
     if plan.layout not in DEEPSPEED:
         return plan, None
-    raw = raw or deepspeed_config.understand(deepspeed_config.shipped(plan.layout))[0]
+    raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
     return plan, _resolved_deepspeed(plan, config, raw, name)
+
+
+def _read_deepspeed(request: DeepspeedRequest, *, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:
+    """DeepSpeed's config in current keys, from the user's file or as shipped, and the layout that it asks for."""
+    raw, notes = translate(read_deepspeed_file(request.file) if request.file else shipped_config(planned), name=name)
+    layout = layout_of(raw, name=name, planned=planned)
+    _log_deepspeed((*notes, *layout_notes(raw, planned=planned)))
+    return raw, layout
+
+
+def _as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
+    """The settings with the batch and the dtypes of DeepSpeed's config where the run YAML leaves them open."""
+    train, of_batch = with_batch(config.train, raw, ranks=ranks, name=name)
+    mixed, of_dtypes = with_dtypes(config.distributed.mixed_precision, raw, name=name)
+    _log_deepspeed((*of_batch, *of_dtypes))
+    distributed = config.distributed.model_copy(update={"mixed_precision": mixed})
+    return config.model_copy(update={"train": train, "distributed": distributed})
 
 
 def _batches(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:
@@ -168,8 +181,8 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 
 def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
     """DeepSpeed's config with the plan's numbers filled in; each of them is logged."""
-    numbers = deepspeed_config.PlanNumbers(
-        micro_batch=plan.counted_batch.micro_batch,
+    numbers = PlanNumbers(
+        micro_batch=plan.counted_batch.micro_batch,  # DeepSpeed takes a fixed number of passes a step
         grad_accum=plan.counted_batch.grad_accum,
         data_parallel_ranks=plan.batch.ranks,
         hidden_size=shape_for(config).hidden_size,
@@ -178,13 +191,13 @@ def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name
         layout=plan.layout,
         learning_rate=config.learning_rate,
         weight_decay=config.train.weight_decay,
-        betas=(deepspeed_config.ADAM_BETA1, config.train.adam_beta2),
-        eps=deepspeed_config.ADAM_EPS,
-        reduce=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
-        buffer=deepspeed_config.SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
+        betas=(ADAM_BETA1, config.train.adam_beta2),
+        eps=ADAM_EPS,
+        reduce=SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
+        buffer=SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
     )
-    obstacles = deepspeed_config.adam_obstacles() if plan.choice.layout.offloads_states else ()
-    resolved, lines = deepspeed_config.fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
+    obstacles = adam_obstacles() if plan.choice.layout.offloads_states else ()
+    resolved, lines = fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
     _log_deepspeed(lines)
     return resolved
 

@@ -103,11 +103,11 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
         steps = config.train.max_steps
         if size is None:
             return Work(steps, None) if steps else None
-        full = text or config.data.packing != "none"
+        full = text or config.data.packing != "none"  # blocks and packs: every row has max_seq_len tokens
         rows = max(1, size.tokens // config.model.max_seq_len) if full else size.rows
         per_epoch = math.ceil(rows / effective)
         steps = steps or max(1, math.ceil(per_epoch * config.train.epochs))
-        tokens = min(size.tokens, rows * config.model.max_seq_len)
+        tokens = min(size.tokens, rows * config.model.max_seq_len)  # what longer rows have beyond that is cut
         return Work(steps, int(tokens * steps / per_epoch))
 
     return work

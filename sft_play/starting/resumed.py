@@ -13,7 +13,7 @@ from sft_play.errors import RunFolderError
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
 from sft_play.planner.precision import ROUNDS_ITSELF, Updates
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     if min(micro, accum, ranks) < 1:
         return None
     processes = processes if isinstance(processes, int) else 0
+    # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
     return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks, processes, updates)
 
@@ -69,6 +70,7 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
     train = config.train
     updates = stopped.updates if train.weight_updates == "auto" else None
     effective, is_open = stopped.effective_batch, "auto" in (train.batch_size, train.grad_accum)
+    # Another effective batch is refused by check_same_run, and a split that is given in full needs none from here.
     is_another = not train.effective_follows and train.effective_batch_size != effective
     if is_another or (not is_open and int(train.batch_size) * int(train.grad_accum) * ranks == effective):
         return Kept(updates=updates)

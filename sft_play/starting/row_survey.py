@@ -56,7 +56,7 @@ def known_rows(config: RunConfig) -> RowTokens | None:
     return None
 
 
-def count_rows(loaded: LoadedConfig, *, today: date | None = None) -> None:
+def count_rows(loaded: LoadedConfig) -> None:
     """Count the rows of a run, or of each of its stages, where that was not done before.
 
     Raises:
@@ -65,7 +65,7 @@ def count_rows(loaded: LoadedConfig, *, today: date | None = None) -> None:
     for part in [loaded.of(stage) for stage in loaded.stages] or [loaded]:
         if has_own_lengths(part.config) and known_rows(part.config) is None:
             with in_stage(part.stage):
-                _count(part.config, today or date.today())
+                _count(part.config)
 
 
 def count_if_quick(loaded: LoadedConfig) -> None:
@@ -84,12 +84,12 @@ def count_if_quick(loaded: LoadedConfig) -> None:
             ):
                 continue
             try:
-                _count(config, date.today())
+                _count(config)
             except SftPlayError as error:
                 logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
 
 
-def _count(config: RunConfig, today: date) -> None:
+def _count(config: RunConfig) -> None:
     with importing():
         import numpy as np
 
@@ -101,7 +101,7 @@ def _count(config: RunConfig, today: date) -> None:
     limit, positions = _limit(config)
     splits = build_splits(
         config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
-        today=today,
+        today=date.today(),
     )  # fmt: skip
     lengths = lengths_of(to_dataset(splits.train.rows))
     held_out = [lengths_of(to_dataset(split.rows)) for split in (splits.val, splits.test) if split is not None]
@@ -141,7 +141,7 @@ def _key(config: RunConfig) -> str:
     """Digest of what decides the rows' lengths: files by their sizes and times, options, tokenizer, and this code."""
     folder = _model_folder(config.model.name)
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
-    code = Path(__file__).parents[1] / "data"
+    code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts
     decides: dict[str, Any] = {
         "options": {name: value for name, value in _options(config).items() if name not in _NOT_IN_KEY},
         "limit": config.model.max_seq_len,

@@ -8,7 +8,7 @@ import logging
 import os
 from logging.handlers import MemoryHandler
 
-from sft_play import endings, runs
+from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.environment import THREADS_VARIABLE
@@ -28,7 +28,10 @@ from sft_play.launch.tensorboard import with_curves
 from sft_play.log import start_log_buffer
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import choose_precision
-from sft_play.runs import RunFolder, first_day
+from sft_play.runs.creation import is_finished, new_folder, require_writable, resumes
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import LAUNCHER, lock
+from sft_play.runs.resuming import first_day
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.before import (
     board_beside,
@@ -70,23 +73,25 @@ def resume(loaded: LoadedConfig, folder: RunFolder, options: LaunchOptions) -> i
     is_single = options.processes == 1 and options.nodes.count == 1 and not options.deepspeed
     if is_single and options.strategy in (None, "single"):
         return start_here(loaded, folder, resume=True, board=options.board)
-    return launch(loaded, options, going_on=folder).code
+    return launch(loaded, options, resume_from=folder).code
 
 
-def launch(loaded: LoadedConfig, options: LaunchOptions, *, going_on: RunFolder | None = None) -> Launched:
+def launch(loaded: LoadedConfig, options: LaunchOptions, *, resume_from: RunFolder | None = None) -> Launched:
     """Plan, write the run folder, start the ranks and wait for them."""
     with endings.StopSignals(endings.interrupt), contextlib.ExitStack() as held:
-        return _launch(loaded, options, going_on, held)
+        return _launch(loaded, options, resume_from, held)
 
 
 def _launch(
-    loaded: LoadedConfig, options: LaunchOptions, going_on: RunFolder | None, held: contextlib.ExitStack
+    loaded: LoadedConfig, options: LaunchOptions, resume_from: RunFolder | None, held: contextlib.ExitStack
 ) -> Launched:
     """The launch itself; the run folder's lock is left in `held`. On several nodes only rank 0 holds it."""
+    # Only Unsloth's run is trained by this process; under torchrun it is rank 0 that writes the run's log.
     buffer = start_log_buffer() if loaded.config.tuning.backend == "unsloth" else None
     log_base(loaded)
     hide_gpus(loaded.config, os.environ)
     loaded = with_curves(loaded) if options.board else loaded
+    # What the command line leaves open, accelerate's file fills in, then the mesh; of two meshes the run YAML's wins.
     options, accelerate = as_accelerate_says(options, loaded.config)
     loaded = with_mesh_of(accelerate, loaded) if accelerate else loaded
     options = as_the_mesh_says(options, loaded.config)
@@ -96,46 +101,57 @@ def _launch(
         require_usable(loaded.config, hardware)
     log_idle(hardware, options, accelerate.path if accelerate else None)
     is_alone = options.nodes.count == 1
-    folder = going_on or (runs.new_folder(loaded.config.output, config_path=loaded.path) if is_alone else None)
-    resumed = folder if folder and (going_on or runs.goes_on(folder, loaded.config.output)) else None
-    if resumed is not None and runs.is_finished(resumed):
+    folder = resume_from or (new_folder(loaded.config.output, config_path=loaded.path) if is_alone else None)
+    resumed = folder if folder and (resume_from or resumes(folder, loaded.config.output)) else None
+    if resumed is not None and is_finished(resumed):
         return Launched(0, resumed)
     require_data(loaded)
     if folder is not None and resumed is None and not options.show_only:
-        runs.require_writable(folder)
+        require_writable(folder)
     options, on_unsloth = _on_unsloth(loaded.config, options, hardware)
+    # Locked before minutes go into rows and plan; Unsloth's run takes the lock of the whole run itself (training/run).
     if resumed is not None and is_alone and not options.show_only and not on_unsloth:
-        held.enter_context(runs.lock(resumed, by=runs.LAUNCHER))
+        held.enter_context(lock(resumed, by=LAUNCHER))
     if not options.show_only:
         count_for_ranks(loaded, hardware, options, is_resumed=resumed is not None, trains_here=False)
-    planned = plan_stages(loaded, hardware, options, going_on=resumed)
+    planned = plan_stages(loaded, hardware, options, resume_from=resumed)
     plan = planned[0][0]
     if accelerate is not None:
-        log_choices(accelerate, plan, with_count=True)
+        log_choices(accelerate, plan, max_grad_norm=loaded.config.train.max_grad_norm, with_count=True)
     if on_unsloth and folder is not None:
         code = _run_unsloth(loaded, folder, plan, options, resume=resumed is not None, buffer=buffer)
         return Launched(code, folder, plan)
-    ranks = _ranks(loaded, hardware, options, plan, folder if is_alone else None, going_on)
+    ranks = _ranks(loaded, hardware, options, plan, folder if is_alone else None, resume_from)
     logger.info("Launch: %s", ranks.line)
     if options.show_only:
         return Launched(0, folder, plan, ranks)
     loaded = with_starter(loaded)
     require_adapter(loaded, plan)
     if folder is None or not is_alone:
-        # on several nodes rank 0 plans again and makes the run folder, once all nodes have met
-        card = card_of(loaded.config, hardware, options)
-        met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
-        joined = dataclasses.replace(ranks, environment={**ranks.environment, **met.variables(os.environ)})
-        return Launched(run_ranks(joined, None), None, plan, ranks)
+        return Launched(_run_with_nodes(loaded, hardware, options, ranks), None, plan, ranks)
     with board_beside(folder, wanted=options.board):
         held.enter_context(write_launch(folder, loaded, planned, resume=resumed is not None))
-        try:
-            code = run_ranks(ranks, folder)
-        except KeyboardInterrupt:
-            note_end(folder, Interrupted.exit_code)
-            raise
-        note_end(folder, code)
-        return Launched(code, folder, plan, ranks)
+        return Launched(_run_noted(ranks, folder), folder, plan, ranks)
+
+
+def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, ranks: Launch) -> int:
+    """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
+    card = card_of(loaded.config, hardware, options)
+    met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
+    # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
+    joined = dataclasses.replace(ranks, environment={**ranks.environment, **met.variables(os.environ)})
+    return run_ranks(joined, None)
+
+
+def _run_noted(ranks: Launch, folder: RunFolder) -> int:
+    """Start the ranks of a run on this machine alone, and note in its folder how it ended; the exit code."""
+    try:
+        code = run_ranks(ranks, folder)
+    except KeyboardInterrupt:  # before the ranks were started, or after they ended
+        note_end(folder, Interrupted.exit_code)
+        raise
+    note_end(folder, code)
+    return code
 
 
 def _ranks(
@@ -144,7 +160,7 @@ def _ranks(
     options: LaunchOptions,
     plan: Plan,
     folder: RunFolder | None,
-    going_on: RunFolder | None,
+    resume_from: RunFolder | None,
 ) -> Launch:
     """The command of the ranks; `folder`: the run's, where this process names it."""
     ranks = torchrun(
@@ -157,9 +173,9 @@ def _ranks(
         nccl_timeout_s=timeout_of(loaded.config, os.environ) if hardware.gpus else None,
         given=os.environ,
     )
-    if going_on is None:
+    if resume_from is None:
         return ranks
-    return dataclasses.replace(ranks, environment={**ranks.environment, RESUMED_VARIABLE: going_on.path.name})
+    return dataclasses.replace(ranks, environment={**ranks.environment, RESUMED_VARIABLE: resume_from.path.name})
 
 
 def _threads(hardware: Hardware) -> int:
@@ -176,7 +192,7 @@ def _on_unsloth(config: RunConfig, options: LaunchOptions, hardware: Hardware) -
     if config.tuning.backend != "unsloth":
         return options, False
     from sft_play.training import backend as backends
-    from sft_play.training.model import build_model_spec
+    from sft_play.training.model_spec import build_model_spec
 
     layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")
     backend = backends.choose_backend(config, layout=layout, nodes=options.nodes.count)

@@ -1,1 +1,8 @@
-"""The plan's second opinion: the real step on fake tensors, replayed through a simulated CUDA caching allocator."""
+"""The plan's second opinion: the real step on fake tensors, replayed through a simulated CUDA caching allocator.
+
+`confirm` turns a plan's candidate into `settings`, `remembered` answers from the cache, `step` runs it: `build` makes
+the model, `patches` puts `replacements` and `fakes` where the libraries would need a GPU, `kernels` adds what CUDA's
+kernels allocate, `liger`, `routed` (experts), `older` (older transformers) and `ranks` (DDP, FSDP) the rest. `storages`
+logs every allocation, and `replay` plays the log through `allocator`. `meta_shape` is apart: it measures the shapes of
+a model that the table of families does not know.
+"""

@@ -239,7 +239,7 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
     if settings.checkpointing:
         _checkpoint(base, settings)
         if settings.peft is not None:
-            base.enable_input_require_grads()
+            base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
     if settings.loss.startswith("logits_shifted"):
         base.loss_function = half_shifted_loss if settings.loss == "logits_shifted_half" else shifted_loss
     if settings.loss in ("logits_float", "logits_shifted_float"):

@@ -125,7 +125,7 @@ def _row_mask(*, padded: bool, masks: bool) -> RowMask:
 
 
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
-    """PEFT's config of the run's adapters, as train/model makes it."""
+    """PEFT's config of the run's adapters, as training/lora_config.py makes it."""
     lora = config.tuning.lora
     every = sorted(
         {linear.name for linear, _ in shape.linears if linear.adaptable}

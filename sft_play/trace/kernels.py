@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from sft_play.planner.memory.block import up
+from sft_play.planner.memory.operations import round_up
 from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE
 from sft_play.trace.settings import StepSettings
 
@@ -38,10 +38,10 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
     """
     query, key = args[1], args[2]
     batch, heads, tokens, size = query.shape
-    rows, width = up(tokens, 128), up(size, 32)
+    rows, width = round_up(tokens, 128), round_up(size, 32)
     sizes = [4 * batch * heads * rows, 4 * batch * heads * rows * width]
     if key.shape[1] != heads:
-        sizes += [batch * key.shape[2] * heads * up(size, 8) * key.element_size()] * 2
+        sizes += [batch * key.shape[2] * heads * round_up(size, 8) * key.element_size()] * 2
     return tuple(sizes)
 
 
@@ -53,9 +53,9 @@ def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
     query, key = args[1], args[2]
     tokens, heads, size = query.shape
     places = tokens + 128 * (args[6].shape[0] - 1)
-    sizes = [4 * heads * places, 4 * heads * places * up(size, 32)]
+    sizes = [4 * heads * places, 4 * heads * places * round_up(size, 32)]
     if key.shape[1] != heads:
-        sizes += [key.shape[0] * heads * up(size, 8) * key.element_size()] * 2
+        sizes += [key.shape[0] * heads * round_up(size, 8) * key.element_size()] * 2
     return tuple(sizes)
 
 
@@ -65,7 +65,7 @@ def _efficient_backward(args: Any) -> tuple[int, ...]:
     batch, heads, tokens, size = query.shape
     sizes = [4 * batch * heads * tokens]
     if query.element_size() == 2 and size > 64:
-        sizes.append(2 * 4 * batch * heads * key.shape[2] * up(size, 32))
+        sizes.append(2 * 4 * batch * heads * key.shape[2] * round_up(size, 32))
     return tuple(sizes)
 
 

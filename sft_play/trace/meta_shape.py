@@ -129,7 +129,6 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         experts_per_token=_number(hf_config, "num_experts_per_tok") or 0,
         own_experts=any(kind.num_experts for kind in kinds) and not _experts_dispatch(model),
         kernel_packages=packages,
-        gated_mlp=bool(common.num_experts) or any("gate" in linear.name for linear in common.linears),
         activation=_activation(hf_config),
         head_bias=getattr(head, "bias", None) is not None,
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),

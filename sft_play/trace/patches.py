@@ -17,23 +17,9 @@ from typing import Any
 import torch
 
 from sft_play.facts.installed import version_of
-from sft_play.trace import fakes, kernels
+from sft_play.trace import fakes, kernels, replacements
+from sft_play.trace.replacements import Situation
 from sft_play.trace.settings import StepSettings, TraceUnavailable
-from sft_play.trace.storages import StorageLog
-
-
-@dataclass
-class Situation:
-    """What a patch may depend on."""
-
-    settings: StepSettings
-    log: StorageLog
-    evaluating: bool = False
-
-    @property
-    def mask(self) -> str:
-        """How rows are separated now (`StepSettings.mask`)."""
-        return (self.evaluating and self.settings.eval_mask) or self.settings.mask
 
 
 @dataclass(frozen=True)
@@ -85,146 +71,6 @@ def _parameters(value: Any) -> set[str]:
         return {word.strip("=,*() ").partition("=")[0] for word in (value.__doc__ or "").split()}
 
 
-# --- replacements -----------------------------------------------------------------------------------------------------
-def _cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
-
-
-class _HalfSoftmax(torch.autograd.Function):
-    """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Any) -> Any:
-        """Any shape."""
-        out = torch.empty(logits.shape, dtype=torch.float32)
-        ctx.save_for_backward(out)
-        ctx.dtype = logits.dtype
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        """In fp16 again."""
-        (out,) = ctx.saved_tensors
-        product = grads[0] * out
-        grad = torch.empty(out.shape, dtype=ctx.dtype)
-        del product
-        return grad
-
-
-def _cuda_softmax(original: Any, _: Situation) -> Any:
-    def softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
-        if dtype is torch.float32 and input.dtype is torch.float16:
-            return _HalfSoftmax.apply(input)
-        return original(input, dim=dim, dtype=dtype)
-
-    return softmax
-
-
-def _flash_mask(original: Any, situation: Situation) -> Any:
-    def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
-        is_read = attention_mask is not None and situation.mask == "padded"
-        return attention_mask[:, -kv_length:] if is_read else None
-
-    return mask
-
-
-def _flash_package(original: Any, _: Situation) -> Any:
-    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
-
-    def imports(implementation: Any, *more: Any, **options: Any) -> Any:
-        if implementation != kernels.FLASH:
-            return original(implementation, *more, **options)
-        return kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
-
-    return imports
-
-
-def _full_rows(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """transformers' `_get_unpad_data` where every position counts as a token, as the plan assumes."""
-    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
-    indices = torch.empty((attention_mask.numel(), 1), dtype=torch.int64).flatten()
-    ends = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
-    return indices, ends, int(attention_mask.shape[-1])
-
-
-def _borders_of_packs(original: Any, situation: Situation) -> Any:
-    def borders(position_ids: torch.Tensor) -> Any:
-        rows, longest = situation.settings.micro_batch, situation.settings.seq_len
-        ends = torch.zeros(rows + 1, dtype=torch.int32)
-        return (ends, ends), (longest, longest)
-
-    return borders
-
-
-def _logged_resize(original: Any, situation: Situation) -> Any:
-    def resize_(self: Any, size: int) -> Any:
-        out = original(self, size)
-        situation.log.resized(self)
-        return out
-
-    return resize_
-
-
-def _logged_stream(original: Any, situation: Situation) -> Any:
-    @contextlib.contextmanager
-    def on(stream: Any) -> Iterator[None]:
-        with original(stream), situation.log.on(_named(stream)):
-            yield
-
-    return on
-
-
-def _named(stream: Any) -> Any:
-    """A stream as the log takes it: None is the model's own stream."""
-    return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
-
-
-def _logged_use(original: Any, situation: Situation) -> Any:
-    return lambda tensor, stream: situation.log.used(tensor, _named(stream))
-
-
-def _logged_event(original: Any, situation: Situation) -> Any:
-    class Event(original):
-        """Knows its position in the log, so that the host can wait for it."""
-
-        _at: int | None = None
-
-        def record(self, stream: Any = None) -> None:
-            self._at = len(situation.log.events)
-
-        def synchronize(self) -> None:
-            if self._at is not None:
-                situation.log.wait(self._at)
-
-    return Event
-
-
-def _swap_by_data(t1: Any, t2: Any) -> None:
-    if t1 is not t2:
-        t1.data = t2.data
-
-
-def _hiding(original: Any, situation: Situation) -> Any:
-    def propagate(self: Any, *args: Any, **options: Any) -> Any:
-        with situation.log.hidden():
-            return original(self, *args, **options)
-
-    return propagate
-
-
-def _storage_address(original: Any, _: Situation) -> Any:
-    def data_ptr(self: Any) -> int:
-        if self.device.type != "meta":  # what fake tensors depend on
-            return int(original(self))
-        return int(self._cdata) if self.nbytes() else 0
-
-    return data_ptr
-
-
-def _tensor_address(self: Any) -> int:
-    return int(self.untyped_storage().data_ptr()) + int(self.storage_offset()) * int(self.element_size())
-
-
 def _is_flat(settings: StepSettings) -> bool:
     return settings.strategy == "fsdp1"
 
@@ -249,34 +95,13 @@ def _is_sharded(settings: StepSettings) -> bool:
     return settings.strategy in ("fsdp1", "fsdp2")
 
 
-def _is_half_under_autocast(value: Any) -> bool:
-    return (
-        torch.is_autocast_enabled("cpu")
-        and isinstance(value, torch.Tensor)
-        and value.dtype in (torch.float16, torch.bfloat16)
-    )
-
-
-def _wide_layer_norm(original: Any, _: Situation) -> Any:
-    def layer_norm(
-        input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
-    ) -> torch.Tensor:
-        if not _is_half_under_autocast(input):
-            return original(input, normalized_shape, weight, bias, eps)
-        wide = [None if one is None else one.float() for one in (weight, bias)]
-        with torch.autocast("cpu", enabled=False):
-            return original(input.float(), normalized_shape, *wide, eps)
-
-    return layer_norm
-
-
 PATCHES: tuple[Patch, ...] = (
     Patch(
         "layer norm in fp32 under autocast",
         "CUDA's autocast takes layer_norm in fp32 (aten/src/ATen/autocast_mode.h, AT_FORALL_FP32); a CPU's does not",
         "torch.nn.functional:layer_norm",
         ("input", "normalized_shape", "weight", "bias", "eps"),
-        _wide_layer_norm,
+        replacements.wide_layer_norm,
     ),
     Patch(
         "powers in fp32 under autocast",
@@ -285,7 +110,7 @@ PATCHES: tuple[Patch, ...] = (
         (),
         lambda original, situation: (
             lambda input, exponent, **options: original(
-                input.float() if _is_half_under_autocast(input) else input, exponent, **options
+                input.float() if replacements.is_half_under_autocast(input) else input, exponent, **options
             )
         ),
     ),
@@ -301,14 +126,14 @@ PATCHES: tuple[Patch, ...] = (
         "a CPU keeps the noise in the input's type, CUDA a mask of one byte (native_dropout)",
         "torch.nn.functional:dropout",
         ("input", "p", "training", "inplace"),
-        lambda original, situation: _cuda_dropout,
+        lambda original, situation: replacements.cuda_dropout,
     ),
     Patch(
         "softmax of fp16 in fp32",
         "one kernel on CUDA; a CPU makes an fp32 copy of the input first",
         "torch.nn.functional:softmax",
         ("input", "dim", "_stacklevel", "dtype"),
-        _cuda_softmax,
+        replacements.cuda_softmax,
     ),
     Patch(
         "fake tensors count as real ones for masks",
@@ -351,7 +176,7 @@ PATCHES: tuple[Patch, ...] = (
         "transformers asks `attention_mask.all()` to leave out a mask without padding; fake tensors have no values",
         "transformers.masking_utils:flash_attention_mask",
         ("attention_mask", "kv_length"),
-        _flash_mask,
+        replacements.flash_mask,
         _is_flash,
     ),
     Patch(
@@ -359,7 +184,7 @@ PATCHES: tuple[Patch, ...] = (
         "it runs only on CUDA; PyTorch's operators of the same kernels have fake implementations",
         "transformers.modeling_flash_attention_utils:_lazy_imports",
         ("implementation",),
-        _flash_package,
+        replacements.flash_package,
         _is_flash,
     ),
     Patch(
@@ -375,7 +200,7 @@ PATCHES: tuple[Patch, ...] = (
         "transformers reads lengths and places of tokens from the mask; fake tensors have no values",
         "transformers.modeling_flash_attention_utils:_get_unpad_data",
         ("attention_mask",),
-        lambda original, situation: _full_rows,
+        lambda original, situation: replacements.full_rows,
         _is_flash,
     ),
     Patch(
@@ -393,7 +218,7 @@ PATCHES: tuple[Patch, ...] = (
         "a class that does not pass the given boundaries down reads them from position ids",
         "transformers.modeling_flash_attention_utils:prepare_fa_kwargs_from_position_ids",
         ("position_ids",),
-        _borders_of_packs,
+        replacements.borders_of_packs,
         _is_flash,
     ),
     Patch(
@@ -416,14 +241,14 @@ PATCHES: tuple[Patch, ...] = (
         "FSDP empties and refills gathered parameters without an operator",
         "torch:UntypedStorage.resize_",
         (),
-        _logged_resize,
+        replacements.logged_resize,
     ),
     Patch(
         "swapped tensors",
         "Module.to always swaps fake parameters, which fails where a weak reference is held",
         "torch.utils:swap_tensors",
         ("t1", "t2"),
-        lambda original, situation: _swap_by_data,
+        lambda original, situation: replacements.swap_by_data,
     ),
     Patch(
         "Triton's way through TRL's head",
@@ -478,7 +303,7 @@ PATCHES: tuple[Patch, ...] = (
         "DTensor runs each new operator once on global shapes to learn its result's; those storages do not exist",
         "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
         ("op_schema",),
-        _hiding,
+        replacements.hiding,
         _is_fsdp,
     ),
     Patch(
@@ -486,7 +311,7 @@ PATCHES: tuple[Patch, ...] = (
         "FSDP1 asks by address whether a flat parameter is sharded; all fake storages have the address 0",
         "torch:UntypedStorage.data_ptr",
         (),
-        _storage_address,
+        replacements.storage_address,
         _is_flat,
     ),
     Patch(
@@ -494,7 +319,7 @@ PATCHES: tuple[Patch, ...] = (
         "FSDP1 asks the same of tensors, whose addresses are 0 too",
         "torch._subclasses.fake_tensor:FakeTensor.data_ptr",
         (),
-        lambda original, situation: _tensor_address,
+        lambda original, situation: replacements.tensor_address,
         _is_flat,
     ),
     Patch(
@@ -502,7 +327,7 @@ PATCHES: tuple[Patch, ...] = (
         "both FSDPs gather and reduce on streams of their own, whose blocks the allocator keeps apart; a CPU has none",
         "torch.cpu:stream",
         ("stream",),
-        _logged_stream,
+        replacements.logged_stream,
         _is_sharded,
     ),
     Patch(
@@ -510,7 +335,7 @@ PATCHES: tuple[Patch, ...] = (
         "FSDP1 lets the host wait for the gather before the last (limit_all_gathers); a CPU's events do nothing",
         "torch.cpu:Event",
         (),
-        _logged_event,
+        replacements.logged_event,
         _is_sharded,
     ),
     Patch(
@@ -518,7 +343,7 @@ PATCHES: tuple[Patch, ...] = (
         "FSDP1 tells the allocator so, which then waits before it reuses the block; not for a CPU's tensors",
         "torch.distributed.fsdp._flat_param:_no_dispatch_record_stream",
         ("tensor", "stream"),
-        _logged_use,
+        replacements.logged_use,
         _is_flat,
     ),
     Patch(
@@ -526,7 +351,7 @@ PATCHES: tuple[Patch, ...] = (
         "the same for whole gradients, made on the model's stream and reduced on another",
         "torch.distributed.fsdp._runtime_utils:_no_dispatch_record_stream",
         ("tensor", "stream"),
-        _logged_use,
+        replacements.logged_use,
         _is_flat,
     ),
     Patch(

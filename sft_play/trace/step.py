@@ -21,7 +21,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace
-from sft_play.trace import build, fakes, kernels, liger, patches
+from sft_play.trace import build, fakes, kernels, liger, patches, replacements
 from sft_play.trace.replay import replay
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import StorageLog
@@ -78,7 +78,7 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
         stack.enter_context(_quiet())
         stack.enter_context(_collected())
         stack.enter_context(_library_faults())
-        situation = patches.Situation(settings, log)
+        situation = replacements.Situation(settings, log)
         stack.enter_context(patches.installed(situation))
         stack.enter_context(repeated_keys.using(repeated=settings.repeats_kv))
         model = build.skeleton(settings)
@@ -98,7 +98,7 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
 class _Run:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
-    def __init__(self, situation: patches.Situation, mesh: Any) -> None:
+    def __init__(self, situation: replacements.Situation, mesh: Any) -> None:
         self.settings, self.log, self.situation, self.mesh = situation.settings, situation.log, situation, mesh
         self._held: Any = None
         self._passes = 0

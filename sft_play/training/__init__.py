@@ -1,1 +1,22 @@
-"""The heavy part: tokenizer, model, trainer, checkpoints. Imports torch; TRL's names: `trainer`, `trl_template`."""
+"""The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch.
+
+Begin with `run`, the story of a run; `job` is what it was asked, `prepare` what is decided before weights are read.
+
+- Preparing: `tokenizer`, `model_spec`, `lora_config`, `trainable`, `attention`, `experts`, `origin`, `backend`,
+  `device_checks`, `agreement`, `run_folder`, `quiet`, `trl_template`, `starter_base`.
+- Measured on a small model of the class, in place of lists of names: `packable` (do chats of a row stay apart),
+  `unmasked` (does padding need a mask), `boundaries` and `varlen_proof` (attention by boundaries), `proof` with
+  `kernels` (Liger's) and `compiling` (torch.compile).
+- The model: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `repeated_keys`, `varlen`,
+  `context_parallel`, `tensor_parallel`, `fused_head`.
+- The loop: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
+  guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `curriculum` (stages).
+- Ranks: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `deepspeed_comm`, `engine_check`,
+  `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
+- Checkpoints and weights: `checkpoints` (whole or absent), `full_state_dict`, `sharded_checkpoints`,
+  `gathered_weights`, `model_saving`, `stream`, `consolidate`, `card`.
+- Measured and reported: `monitor`, `measure`, `peaks`, `load_memory`, `updates`, `profile`, `board`, `evaluate`,
+  `exact_match`, `summary`, `finish`.
+- Unsloth, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`, `unsloth_worker`,
+  `unsloth_start` and `unsloth_run` on that side.
+"""

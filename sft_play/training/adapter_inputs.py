@@ -33,6 +33,7 @@ def cast_outside_autocast(model: nn.Module) -> int:
     """
     chosen = [module for module in model.modules() if _is_plain(module)]
     for layer in chosen:
+        # PEFT asks this flag in every forward pass (tuners_utils.py, `_cast_input_dtype`, 0.21)
         layer.cast_input_dtype_enabled = _OutsideAutocast()
     return len(chosen)
 

@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from sft_play import runs
-from sft_play.config.load import resolved_without_paths
+from sft_play.config.resolved import resolved_without_paths
 from sft_play.facts.installed import COMPUTING
+from sft_play.runs.manifest import versions
 from sft_play.training.job import Job
 from sft_play.training.prepare import OF_THE_MODEL
 
@@ -21,7 +21,7 @@ def digests(job: Job, facts: Mapping[str, Any], *, writes_date: bool) -> dict[st
         facts: `data` of the manifest.
         writes_date: whether the chat template writes the day.
     """
-    versions = runs.versions()
+    installed = versions()
     settings = resolved_without_paths(job.loaded.config)
     return {
         **{
@@ -31,5 +31,5 @@ def digests(job: Job, facts: Mapping[str, Any], *, writes_date: bool) -> dict[st
         },
         **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
         "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
-        **{f"the version of {name}": str(versions[name]) for name in ("sft_play", *COMPUTING)},
+        **{f"the version of {name}": str(installed[name]) for name in ("sft_play", *COMPUTING)},
     }

@@ -18,7 +18,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.training.model import ModelSpec
+from sft_play.training.model_spec import ModelSpec
 from sft_play.training.unsloth_environment import Answer, ask, find_python
 
 SETUP = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
@@ -26,7 +26,7 @@ LAYOUTS = ("single", "ddp")
 """What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248)."""
 _MADE_HERE = ("data.", "runs", "launch.command", "planner.", "trace.", "training.tokenizer")
 """Prefixes of owners whose options take effect before anything is handed over."""
-_CARRIED = frozenset(
+_SUPPORTED = frozenset(
     {
         "model.name", "model.revision", "model.trust_remote_code",
         "tuning.mode", "tuning.backend", "tuning.backend_fallback",
@@ -43,7 +43,7 @@ _CARRIED = frozenset(
 )  # fmt: skip
 """Options that are passed to Unsloth's process. One that is neither passed nor takes effect here, and is not at its
 default, is refused, so that no new option is silently ignored."""
-_NOT_CARRIED = frozenset(
+_UNSUPPORTED = frozenset(
     {"curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"}
 )
 """Options that matter during training, whoever owns them."""
@@ -71,7 +71,7 @@ def choose_backend(
     if config.tuning.backend == "bnb":
         return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
     problem = problem_of_unsloth(config, layout=layout, nodes=nodes, launched=launched)
-    problem = "it does not carry curriculum" if staged else problem
+    problem = "it does not support curriculum" if staged else problem
     if problem is not None:
         return fall_back(config, problem)
     python, answer = answer_here()
@@ -107,9 +107,9 @@ def problem_of_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: 
         )
     if python is None:
         return f"it needs an environment of its own, and there is none: {SETUP}"
-    refused = not_carried(config)
+    refused = unsupported(config)
     if refused:
-        return f"it does not carry {'; '.join(refused)}"
+        return f"it does not support {'; '.join(refused)}"
     if layout not in LAYOUTS or nodes > 1:
         asked = f"{nodes} nodes" if nodes > 1 else f"STRATEGY={layout}"
         return f"its processes each hold the whole model on one node, and {asked} was asked for: STRATEGY=ddp"
@@ -131,7 +131,7 @@ def problem_of_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: 
     return None
 
 
-def not_carried(config: RunConfig) -> list[str]:
+def unsupported(config: RunConfig) -> list[str]:
     """Options of the run that Unsloth cannot follow, with their values and reasons."""
     refused = []
     if config.tuning.mode == "full":
@@ -150,8 +150,8 @@ def not_carried(config: RunConfig) -> list[str]:
         "model.experts_implementation": "Unsloth runs experts by its own code",
     }
     for path, (value, is_default) in _values(config).items():
-        owner = leaves()[path].owner
-        takes_effect = path in _CARRIED or (path not in _NOT_CARRIED and owner.startswith(_MADE_HERE))
+        owner = leaves()[path].owner  # the module that reads the option: where it takes effect
+        takes_effect = path in _SUPPORTED or (path not in _UNSUPPORTED and owner.startswith(_MADE_HERE))
         if not is_default and not takes_effect:
             why = f" ({reasons[path]})" if path in reasons else ""
             refused.append(f"{path}={one_line(json.dumps(value))}{why}")

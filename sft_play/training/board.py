@@ -19,7 +19,7 @@ from transformers.integrations import rewrite_logs
 from sft_play.config.schema import RunConfig
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
 from sft_play.training.exact_match import Answer
 
 SHOWN_ANSWERS = 5

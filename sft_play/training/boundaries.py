@@ -16,13 +16,12 @@ import torch
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.training import varlen
 from sft_play.training.collate import COUNTS, Collator
-from sft_play.training.packable import TELLING, VOCABULARY, kind_of, on_small_model, small_model
+from sft_play.training.packable import MOST_TRAINED, TELLING, VOCABULARY, kind_of, on_small_model, small_model
 
 PACKS = ((19, 23), (30,), (11, 9, 5))
 """Tokens of the chats of each row: some longer than the small windows, so that these begin inside them."""
 TOLERANCE = 1e-4
 """Difference that counts as rounding: of logits over their spread, of gradients over their length."""
-_MOST_PARAMETERS = 20_000_000
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ def boundaries_of(hf_config: Any, *, trust_remote_code: bool = False) -> Boundar
         hf_config,
         lambda small: measure(small, trust_remote_code=trust_remote_code),
         trust_remote_code=trust_remote_code,
-        most=_MOST_PARAMETERS,
+        most=MOST_TRAINED,
     )
     if found is None:
         return Boundaries(
@@ -88,6 +87,7 @@ def measure(small: Any, *, trust_remote_code: bool = False) -> Difference:
         usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.ATTENTION))
         packs = _packs()
         masked, apart = _pass(usual, packs, flat=False), _pass(own, packs, flat=True)
+        # each row as one chat: what a model computes that cannot tell them apart
         joined = [{**row, "chat_lengths": np.array([len(row["input_ids"])])} for row in packs]
         leaking = _pass(own, joined, flat=True)
         alone = [_chat(row, place) for row in packs for place in range(len(row["chat_lengths"]))]

@@ -22,7 +22,7 @@ from typing import Any
 
 import sft_play
 from sft_play import endings, errors, failures
-from sft_play.config.load import resolved
+from sft_play.config.resolved import resolved
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.architecture import local_folder
 from sft_play.planner.plan import Plan
@@ -32,7 +32,8 @@ from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import Question, stop_ids
 from sft_play.training.finish import describe
 from sft_play.training.job import Job
-from sft_play.training.model import ModelSpec, check_saved_weights, empty_model, whole_shapes
+from sft_play.training.model_saving import check_saved_weights, whole_shapes
+from sft_play.training.model_spec import ModelSpec, empty_model
 from sft_play.training.prepare import Prepared
 from sft_play.training.unsloth_environment import WORKER, worker_environment
 
@@ -94,7 +95,7 @@ def _document(job: Job, prepared: Prepared, eval_set: EvalSet, started: float) -
     prepared.tokenizer.tokenizer.save_pretrained(work / "tokenizer")
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = local_folder(config.model.name)
-    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`not_carried`)
+    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
     return handover.Document(
         schema_version=handover.SCHEMA,
         sft_play=sft_play.__version__,
@@ -225,7 +226,7 @@ def _places(plan: Plan) -> Iterator[dict[str, str]]:
         return
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+        port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
     common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if not plan.hardware.gpus:
         common["OMP_NUM_THREADS"] = max(1, plan.hardware.cpu_cores // ranks)

@@ -22,7 +22,8 @@ from sft_play import failures
 from sft_play.endings import StopSignals
 from sft_play.errors import TrainingError
 from sft_play.facts.fp16 import fault, overflow_of
-from sft_play.training.distributed import any_rank, highest, local
+from sft_play.training.distributed import any_rank, highest
+from sft_play.training.engines import local
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.facts.architecture import local_folder
 from sft_play.planner.plan import Plan
-from sft_play.runs import write_text
+from sft_play.runs.files import write_text
 from sft_play.training.exact_match import stop_ids
-from sft_play.training.model import TEXT_TOWER_KEYS, ModelSpec, location
+from sft_play.training.model_loading import TEXT_TOWER_KEYS
+from sft_play.training.model_spec import ModelSpec, location
 
 logger = logging.getLogger(__name__)
 

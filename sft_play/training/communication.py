@@ -199,6 +199,10 @@ def report(counted: Sequence[Counted], layout: Layout, *, steps: int, planned: M
 
 def group_of(kind: str, layout: Layout) -> int:
     """Ranks of the group that collectives of a kind run over."""
+    if layout.tensor_parallel > 1 and kind in ("all_gather", "reduce_scatter"):
+        return layout.shard  # FSDP2's, among the ranks that hold the same part of each layer
+    if layout.tensor_parallel > 1 and kind == "all_reduce":
+        return layout.tensor_parallel  # two in every block; those of gradients are few beside them
     if not layout.shards_params or layout.gradient_ranks == layout.shard:
         return layout.ranks
     # hybrid sharding: gradients are all-reduced across the replicas, the rest stays within a shard group

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from transformers import TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sft_play.config.schema import RunConfig
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
+from sft_play.training.model_spec import blocks_of
 from sft_play.training.packable import small_config, small_model
 from sft_play.training.proof import Proof, attention_of, compared, has_boundaries, in_dtype, numbers
 
@@ -187,16 +187,11 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
         before = _counted()
         try:
             proof = compared(plain, plain_half, numbers(exact), numbers(half, boundaries=is_apart))
-            if _counted()[0] == before[0]:
+            if _counted()[0] == before[0]:  # dynamo runs as plain code what it cannot compile, without an error
                 raise ValueError("none of its blocks compiles")
             return proof
         finally:
             torch.compiler.reset()
-
-
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The blocks of a model, in their order."""
-    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def compile_in_place(model: torch.nn.Module) -> int:

@@ -26,17 +26,12 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.runs import RunFolder, lock
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import lock
 from sft_play.training import checkpoints, sharded_checkpoints
 from sft_play.training.full_state_dict import adapter_names, read_weights
-from sft_play.training.model import (
-    build_model_spec,
-    check_saved_weights,
-    empty_model,
-    grown,
-    whole_shapes,
-    write_weights,
-)
+from sft_play.training.model_saving import check_saved_weights, whole_shapes, write_weights
+from sft_play.training.model_spec import build_model_spec, empty_model, grown
 from sft_play.training.quiet import quiet_libraries
 from sft_play.units import GIB, MIB
 

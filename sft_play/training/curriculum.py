@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
-from sft_play import runs
 from sft_play.config.schema import RunConfig
 from sft_play.errors import Interrupted
+from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.training import checkpoints, distributed
 from sft_play.training.job import Job, resume_command
 from sft_play.training.measure import Watch
@@ -63,7 +63,7 @@ class Stages:
         if distributed.is_first():  # for all stages now: a later start resumes with the files of the first
             for stage in self._job.stages:
                 if stage.deepspeed is not None:
-                    stage.folder.write_json(runs.DEEPSPEED_FILE, stage.deepspeed)
+                    stage.folder.write_json(DEEPSPEED_FILE, stage.deepspeed)
         begins_from = self._prepared[0].begins_from
         status = "finished"
         for number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):

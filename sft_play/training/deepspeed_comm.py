@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from typing import Any
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:
@@ -20,7 +21,7 @@ def init_deepspeed(*, on_cpu: bool) -> None:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
     from deepspeed import comm
 
-    backend = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
     build = getattr(backend, "build_shm_op", None)  # DeepSpeed's own name; without it, it is compiled
     if build is not None:
         backend.build_shm_op = lambda: None

@@ -34,12 +34,13 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from sft_play import failures, runs
+from sft_play import failures
 from sft_play.endings import StopSignals, leave_with_starter
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.failures import Failure, numbered
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
-from sft_play.runs import RunFolder
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import WRITER, lock
 from sft_play.training.heartbeat import noted
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class _Stopping:
     def pass_on(self, number: int) -> None:
         """Tell the ranks; raises KeyboardInterrupt where there are none yet, since the nodes have not met."""
         self.asked = True
-        ranks = psutil.Process().children()
+        ranks = psutil.Process().children()  # the ranks; what they have started ends with them
         if not ranks:
             raise KeyboardInterrupt
         for rank in ranks:
@@ -267,7 +268,7 @@ def _note_in_run(lines: Sequence[str], code: int) -> None:
         return
     folder = RunFolder(Path(path))
     try:
-        with runs.lock(folder, by=runs.WRITER):
+        with lock(folder, by=WRITER):
             manifest = folder.manifest()
             if folder.log_path.exists():
                 with folder.log_path.open("a", encoding="utf-8") as log:

@@ -62,6 +62,7 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
     Raises:
         ConfigError: the config names one that cannot run, or there are no experts.
     """
+    # the attribute that transformers' decorator sets on experts that it runs (integrations/moe.py, 5.23)
     through_transformers = [module for module in skeleton.modules() if hasattr(module, "is_concatenated")]
     if not through_transformers and not has_own_experts(skeleton):
         refuse_without_experts(config)

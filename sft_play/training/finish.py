@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from sft_play.errors import Interrupted
-from sft_play.training import distributed
+from sft_play.training import distributed, gathered_weights
 from sft_play.training.card import Trained, stops_of, write_card
 from sft_play.training.job import Job, resume_command
 from sft_play.training.loop import PlannedLoop
 from sft_play.training.measure import MemoryMeter
-from sft_play.training.model import save_model, set_stop_tokens
+from sft_play.training.model_saving import save_model, set_stop_tokens
 from sft_play.training.prepare import Prepared
 from sft_play.training.summary import Result, summary_lines
 
@@ -73,8 +73,8 @@ def _save_trained(job: Job, prepared: Prepared, trainer: PlannedLoop, *, steps: 
     model = trainer.accelerator.unwrap_model(trainer.model)
     with trainer.writing(path.parent):
         one_by_one = trainer.is_fsdp_enabled and not prepared.is_adapter
-        tensors = distributed.whole_tensors(trainer.model) if one_by_one else None
-        state = None if one_by_one else distributed.whole_state(trainer, in_fp32=dtype is torch.float32)
+        tensors = gathered_weights.whole_tensors(trainer.model) if one_by_one else None
+        state = None if one_by_one else gathered_weights.whole_state(trainer, in_fp32=dtype is torch.float32)
         if distributed.is_first():
             if prepared.tokenizer.own_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.own_template

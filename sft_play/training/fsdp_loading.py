@@ -26,7 +26,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training import distributed, repeated_keys
-from sft_play.training.model import DTYPES, ModelSpec, grown, keep_4bit_trainable, location, quantization
+from sft_play.training.model_loading import DTYPES, keep_4bit_trainable, quantization
+from sft_play.training.model_spec import ModelSpec, grown, location
 
 logger = logging.getLogger(__name__)
 

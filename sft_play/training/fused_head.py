@@ -20,7 +20,7 @@ def fused_head(model: Any) -> Iterator[None]:
     from trl.trainer.utils import add_fused_lm_head  # imports the whole of TRL's utilities, DeepSpeed among them
 
     base = model.get_base_model() if is_peft_model(model) else model
-    before = base.__dict__.get("forward")
+    before = base.__dict__.get("forward")  # TRL sets its own on the instance, over the class's
     add_fused_lm_head(base, outputs=("log_probs", "is_top1"))
     try:
         yield

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import sft_play
 from sft_play.errors import BackendError
 from sft_play.log import one_line
-from sft_play.runs import sha256_of, write_text
+from sft_play.runs.files import sha256_of, write_text
 
 SCHEMA = 1
 """The form of the document; the worker refuses any other."""
@@ -99,7 +99,7 @@ def read(path: Path) -> Document:
     """The document of a file.
 
     Raises:
-        BackendError: it cannot be read, or another form or version of this code wrote it.
+        BackendError: it cannot be read, or was written with another schema or by another version of this code.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -108,8 +108,8 @@ def read(path: Path) -> Document:
     schema = data.get("schema_version") if isinstance(data, dict) else None
     if schema != SCHEMA:
         raise BackendError(
-            f"{path} has the form {one_line(str(schema))}, but this worker reads {SCHEMA}: start the run again with "
-            "one version of sft_play"
+            f"{path} has schema version {one_line(str(schema))}, but this worker reads {SCHEMA}: start the run again "
+            "with one version of sft_play"
         )
     if data.get("sft_play") != sft_play.__version__:
         raise BackendError(

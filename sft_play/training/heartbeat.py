@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 INTERVAL_S = 2.0
 """Seconds between two signs of life: 64 ranks set 32 keys a second, a negligible load for the store."""
 NOTE_BYTES = 64
+"""A note's length in its file: always the same, so that a shorter one leaves nothing of the last."""
 STORE_S = 10.0
 """How long the store may take to answer: it may be gone with the first node."""
 
@@ -331,7 +332,7 @@ class Heartbeat:
     def _looked_twice(self) -> tuple[list[Beat], set[int]]:
         """The signs of life of all ranks, and the ranks that give none. Two looks need no agreement of the clocks."""
         before = self._all()
-        time.sleep(2.5 * self._interval_s)
+        time.sleep(2.5 * self._interval_s)  # a rank that lives has published meanwhile
         self._publish()
         after = self._all()
         numbers = {beat.rank: beat.number for beat in before}

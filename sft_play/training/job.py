@@ -12,7 +12,8 @@ from typing import Any
 from sft_play.config.load import LoadedConfig
 from sft_play.data.sources.files import DataPaths, data_paths
 from sft_play.planner.plan import Plan, Planned
-from sft_play.runs import Lock, RunFolder
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import Lock
 
 _NOT_FOR_RESUMING = ("output.name=", "output.if_exists=", "train.stop_after_steps=")
 """Overrides of the first start that must not be repeated when the run is resumed."""
@@ -33,7 +34,7 @@ class Job:
     mark: Lock | None = None
     """The folder's lock, if this process has it already."""
     by: int | None = None
-    """Otherwise whose lock is taken (`runs.lock`): the parent that launched this rank holds one too."""
+    """Otherwise whose lock is taken (`runs.locking`): the parent that launched this rank holds one too."""
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config, every value resolved."""
     timeout_s: float = 1800.0

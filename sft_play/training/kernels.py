@@ -186,6 +186,7 @@ def _swap(model: Any) -> tuple[str, ...]:
     options = inspect.signature(swap).parameters
     has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
     kinds = tuple(kind for kind in KINDS if not (has_experts and kind in GATES))
+    # what is left at its default is what the package has a kernel for in this class
     swap(model=model, **{name: False for name in options if name not in (*kinds, "model")})
     return tuple(kind for kind in kinds if kind in options and options[kind].default)
 

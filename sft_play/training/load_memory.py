@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,6 +12,7 @@ import torch
 
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed
+from sft_play.training.peaks import status_bytes
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -104,8 +103,5 @@ class LoadMeter:
 
 def own_bytes() -> int:
     """Bytes of RAM that are this process's own: on Linux its anonymous pages, elsewhere its resident set."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    return int(psutil.Process().memory_info().rss)
+    anonymous = status_bytes("RssAnon")
+    return int(psutil.Process().memory_info().rss) if anonymous is None else anonymous

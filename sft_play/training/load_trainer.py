@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.training import context_parallel, distributed, fsdp_loading, tensor_parallel
+from sft_play.training import context_parallel, engines, fsdp_loading, tensor_parallel
 from sft_play.training.compiling import compile_blocks
 from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import configured_stops, stop_ids
@@ -16,7 +16,8 @@ from sft_play.training.job import Job
 from sft_play.training.kernels import take_kernels
 from sft_play.training.loop import PlannedLoop
 from sft_play.training.measure import Watch
-from sft_play.training.model import ModelSpec, grown, load_model, read_model
+from sft_play.training.model_loading import load_model, read_model
+from sft_play.training.model_spec import ModelSpec, grown
 from sft_play.training.monitor import Monitor, expected_of
 from sft_play.training.prepare import Prepared
 from sft_play.training.rows import SOURCES
@@ -47,12 +48,14 @@ def load_trainer(
         plan,
         job.folder,
         has_eval=prepared.splits.val is not None,
-        engine=distributed.engine_arguments(plan, config, layer_class=model_spec.layer_class, deepspeed=job.deepspeed),
+        engine=engines.engine_arguments(plan, config, layer_class=model_spec.layer_class, deepspeed=job.deepspeed),
     )
-    distributed.allow_fsdp_on_cpu(plan)
+    engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
+    # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
     taken = take_kernels(model, config, plan, device=arguments.device)
+    # before the trainer: whether its collator tells the chats' lengths depends on it
     trust_kernel(model_spec, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
@@ -127,7 +130,7 @@ def _model(job: Job, model_spec: ModelSpec, begins_from: Path | None) -> tuple[A
             update={"model": config.model.model_copy(update={"name": str(begins_from), "revision": None})}
         )
         model_spec = grown(model_spec)
-    device, storage = distributed.device_of(plan, config), distributed.quant_storage(plan, config)
+    device, storage = engines.device_of(plan, config), engines.quant_storage(plan, config)
     if loads_by_unit(config, plan.choice.layout) and getattr(model_spec.hf_config, "quantization_config", None) is None:
         return fsdp_loading.load_for_sharding(
             config, plan.precision, model_spec, storage=storage,

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +39,13 @@ from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
 from sft_play.training.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.rows import (
     EpochOrder,
-    LongestFirst,
-    SharedOrder,
     StepBatches,
     TellEpoch,
     TrainingRows,
     evened,
     filled,
     lengths_of,
+    longest_first,
     trained_tokens,
 )
 from sft_play.training.upstream import require_known
@@ -107,7 +107,7 @@ class PlannedLoop(CheckpointedLoop):
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience
         self._tokens_per_eval_row = 1.0
-        self._tokens_seen: torch.Tensor | int = 0
+        self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._logged_step = 0
         self._layout = layout
         self._eval_head: torch.Tensor | None = None
@@ -143,21 +143,9 @@ class PlannedLoop(CheckpointedLoop):
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _unit(self, batch: int, *, ranks: int) -> int:
-        """The number of rows is filled up to a multiple of this: one pass of `ranks` that each see their own rows. One
-        process needs no equal batches."""
-        return batch * ranks if self.args.world_size > 1 else 1
-
-    def _shared(self, order: Any, *, batch: int) -> Any:
-        """The order that is given to all ranks: those of a group that shares rows get the same ones."""
-        times = self._layout.context_parallel
-        return order if times == 1 else SharedOrder(order, batch=batch, times=times)
-
-    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
-        return self._shared(LongestFirst(eval_dataset), batch=self.args.per_device_eval_batch_size)
-
     def get_train_dataloader(self) -> Any:
-        """The batches of an epoch, this rank's alone; worker processes end with this one."""
+        """The batches of an epoch, this rank's alone: they are cut for each rank, where accelerate would give out
+        batches of one size in turn. Worker processes end with this one."""
         workers = self.args.dataloader_num_workers
         loader = DataLoader(
             self.train_dataset,
@@ -169,7 +157,7 @@ class PlannedLoop(CheckpointedLoop):
             worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
         )
         accelerator = self.accelerator
-        # one process, whatever the ranks: the batches are this rank's already
+        # as for one process, whatever the ranks: else accelerate would give this rank only a share of its own batches
         prepared = prepare_data_loader(
             loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
             non_blocking=accelerator.non_blocking,
@@ -177,18 +165,21 @@ class PlannedLoop(CheckpointedLoop):
         return _ending_with_me(prepared)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """The batches of an evaluation; worker processes end with this one."""
-        return _ending_with_me(super().get_eval_dataloader(eval_dataset))
+        """The batches of an evaluation, the longest rows first; worker processes end with this one."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        order = longest_first(dataset, batch=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel)
+        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
+        return _ending_with_me(super().get_eval_dataloader(dataset.select(order)))
 
-    def get_batch_samples(self, *args: Any, **options: Any) -> Any:
-        """The rows of the next step; the wait for them is timed."""
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
+        """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
         with self._monitor.part("data"):
-            return super().get_batch_samples(*args, **options)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: Any) -> Any:
-        batches = [batch for batch in batch_samples if batch]
-        self._passes = len(batches)
-        return super()._get_num_items_in_batch(batches, device)
+            batches = list(itertools.islice(epoch_iterator, num_batches))
+            full = [batch for batch in batches if batch]
+            self._passes = len(full)
+            # the Trainer counts only where the first batch has labels, and StepBatches puts the empty ones first
+            _, trained = super().get_batch_samples(iter(full), len(full), *args, **options)
+        return batches, trained
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Those of a batch; none of an empty one."""
@@ -235,11 +226,13 @@ class PlannedLoop(CheckpointedLoop):
         takes none."""
         self.beat.note(self.state.global_step + 1, "training")
         if not inputs:
+            # on all ranks at once, and never in a step's last pass, which reduces the gradients: StepBatches puts the
+            # empty ones first
             return torch.zeros((), device=self.args.device)
-        self.current_gradient_accumulation_steps = self._passes  # the Trainer counts empty ones
+        self.current_gradient_accumulation_steps = self._passes  # the Trainer's own number counts the empty ones
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
         self._monitor.saw(inputs, masked=IGNORED)
-        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}
+        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}  # no model takes them
         with self._monitor.part("forward_backward"):
             loss = super().training_step(model, inputs, *args, **options)
         in_step = args[0] if args else options.get("num_items_in_batch")
@@ -266,8 +259,11 @@ class PlannedLoop(CheckpointedLoop):
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
         if prefix is not None and self._eval_head is not None:
             logs |= self._eval_figures(self._eval_head, prefix=prefix)
-        if "train_loss" in logs and self.state.global_step:  # the Trainer adds this rank's sum since the last log
-            logs["train_loss"] += (self._mean_loss_sum() - self._tr_loss.item()) / self.state.global_step
+        if "train_loss" in logs:
+            # to the means logged so far the Trainer adds this rank's own sum since the last log, then divides by steps:
+            # those since the start of this process in transformers 5.23, all steps of the run in older versions
+            correction = self._mean_loss_sum() - self._tr_loss.item()
+            logs["train_loss"] *= 1 + correction / self._total_loss_scalar if self._total_loss_scalar else 1
         super().log(logs, start_time)
 
     def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
@@ -285,11 +281,17 @@ class PlannedLoop(CheckpointedLoop):
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """The Trainer's; its samples per second count a row once, which every rank of a context-parallel group gets."""
+        output = super().evaluation_loop(*args, **options)
+        return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
+
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
         self.beat.note(self.state.global_step, "evaluating")
         loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
         if loss is not None:
+            # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
             rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
             loss = loss * tokens / (rows * self._tokens_per_eval_row)
@@ -307,10 +309,13 @@ class PlannedLoop(CheckpointedLoop):
         """
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         most = self.args.per_device_eval_batch_size
-        batch = evened(len(dataset), most=most, ranks=self.args.world_size)
-        dataset = filled(dataset, unit=self._unit(batch, ranks=self.args.world_size))
+        ranks = self.args.world_size
+        batch = evened(len(dataset), most=most, ranks=ranks)
+        # else accelerate would fill the last pass with rows from the beginning; one process needs no full batches
+        dataset = filled(dataset, unit=batch * ranks if ranks > 1 else 1)
         self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
         self._eval_head = self._eval_sources = None
+        # compiled blocks would be compiled once more for passes without gradients
         plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
         with torch.random.fork_rng(), self._monitor.part("evaluation"), plain:
             # the Trainer has no argument for the batch size of one evaluation

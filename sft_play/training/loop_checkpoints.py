@@ -21,7 +21,7 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer, TrainerCallback
 
 from sft_play.errors import TrainingError
-from sft_play.training import checkpoints, distributed, full_state_dict, sharded_checkpoints
+from sft_play.training import checkpoints, distributed, full_state_dict, gathered_weights, sharded_checkpoints
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.monitor import Monitor
 from sft_play.units import GIB
@@ -76,10 +76,12 @@ class CheckpointedLoop(Trainer):
         return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
 
     def _get_output_dir(self, trial: Any) -> str:
-        # not by changing args.output_dir: the arguments are saved with each checkpoint
+        # `_save_checkpoint` asks here for the folder to write to. args.output_dir is not changed instead, since the
+        # arguments are saved with each checkpoint
         return str(self._staging) if self._staging is not None else str(super()._get_output_dir(trial))
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too late to write it aside
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.beat.note(step, "saving a checkpoint")
         loss_sum = self._mean_loss_sum()
@@ -103,10 +105,18 @@ class CheckpointedLoop(Trainer):
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(written / "trainer_state.json"))
-            checkpoints.commit(written, folder, needed=distributed.checkpoint_files(self))
+            checkpoints.commit(written, folder, needed=self._needed_files())
             best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
             checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
         self.wait_for_disk()
+
+    def _needed_files(self) -> tuple[str, ...]:
+        """Files without which a checkpoint of this engine cannot be resumed."""
+        if self.is_deepspeed_enabled:
+            return ("trainer_state.json", "latest")
+        if self.in_parts:
+            return ("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS, sharded_checkpoints.GROUPS)
+        return checkpoints.NEEDED
 
     @contextlib.contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
@@ -132,7 +142,7 @@ class CheckpointedLoop(Trainer):
             if self.in_parts and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
             elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-                self._save(output_dir, state_dict=distributed.whole_state(self))
+                self._save(output_dir, state_dict=gathered_weights.whole_state(self))
             else:
                 super().save_model(output_dir, _internal_call)
         self.wait_for_disk()
@@ -154,6 +164,7 @@ class CheckpointedLoop(Trainer):
             del self.model.save_pretrained
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # the Trainer's own for FSDP writes the model once more, and states by name that only FSDP reads back
         if not self.is_fsdp_enabled:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -193,7 +204,7 @@ class CheckpointedLoop(Trainer):
             super()._save_rng_state(output_dir)
             return
         with tempfile.TemporaryDirectory() as aside:
-            super()._save_rng_state(aside)
+            super()._save_rng_state(aside)  # rng_state_RANK.pth
             own_files = {item.name: item.read_bytes() for item in Path(aside).iterdir()}
         for name, content in distributed.gathered(own_files):
             (Path(output_dir) / name).write_bytes(content)
@@ -201,6 +212,7 @@ class CheckpointedLoop(Trainer):
     # --- reading ------------------------------------------------------------------------------------------------------
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its own layout's form
         path = Path(checkpoint) if checkpoint is not None else None
         if path is not None and sharded_checkpoints.is_sharded(path):
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
@@ -215,6 +227,7 @@ class CheckpointedLoop(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(path / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # the Trainer knows neither parts (.distcp) nor whole safetensors for a model that FSDP has divided already
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
             sharded_checkpoints.load_weights(self.model, path, group=distributed.patient(), moved=self.beat.moved)
@@ -225,6 +238,7 @@ class CheckpointedLoop(Trainer):
             full_state_dict.fill_weights(self.model, weights)
 
     def _load_best_model(self) -> None:
+        # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
         best = self.state.best_model_checkpoint
         if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)):
             self._load_from_checkpoint(best)
@@ -237,4 +251,4 @@ class CheckpointedLoop(Trainer):
         missing = sorted(set(load_result.missing_keys) - tied)
         if missing or load_result.unexpected_keys:
             names = ", ".join([*missing, *load_result.unexpected_keys][:4])
-            raise TrainingError(f"the checkpoint does not fill the model: {names}; it was written by another version")
+            raise TrainingError(f"the checkpoint does not match the model: {names}; it was written by another version")

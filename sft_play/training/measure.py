@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from sft_play.heap import give_back_free_memory
 from sft_play.planner.plan import Plan
-from sft_play.training import distributed
+from sft_play.training.engine_check import EngineCheck, check_engine, engine_check_of_one
 from sft_play.training.evaluate import EvalSet, Figures, evaluate_before
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import Job
@@ -87,13 +87,13 @@ class BeforeTraining(TrainerCallback):
     ) -> None:
         self._job, self._trainer, self._eval_set, self._loading = job, trainer, eval_set, loading
         self._is_resumed = is_resumed
-        self._engine_check: distributed.EngineCheck | None = None
+        self._engine_check: EngineCheck | None = None
         self.figures: Figures | None = None
         self.loading: LoadMemory | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
-        self._engine_check = distributed.check_engine(self._trainer, self._job.plan)
+        self._engine_check = check_engine(self._trainer, self._job.plan)
         logger.info("%s", self._engine_check.line)
         self.measure()
 
@@ -103,6 +103,6 @@ class BeforeTraining(TrainerCallback):
         self.figures = evaluate_before(self._job, self._trainer, self._eval_set, resumed=self._is_resumed)
 
     @property
-    def engine_check(self) -> distributed.EngineCheck:
+    def engine_check(self) -> EngineCheck:
         """What each rank holds; without an engine, what the one process holds now."""
-        return self._engine_check or distributed.engine_check_of_one(self._trainer)
+        return self._engine_check or engine_check_of_one(self._trainer)

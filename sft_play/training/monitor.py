@@ -189,13 +189,14 @@ class Monitor(TrainerCallback):
         has_head, has_sources = self._head is not None, self._sources is not None
         of_head = [] if self._head is None else list(self._head)
         of_sources = [] if self._sources is None else list(self._sources.flatten())
-        # one vector and one collective per log, whatever is measured
+        # one vector and one collective per log, whatever is measured. Places: 0 loss, 1 trained tokens, 2 tokens,
+        # 3 places of the batches, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
         own = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory()]
         own += [*of_head, *of_sources]
-        dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+        dtype = _summing_dtype(device)
         vector = torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in own])
         all_ranks = distributed.gathered_numbers(vector)
-        counted = all_ranks[:: self._copies]
+        counted = all_ranks[:: self._copies]  # one of each tensor-parallel group
         self._reset()
         tokens = sum(rank[2] for rank in counted)
         speed = tokens / elapsed
@@ -246,6 +247,11 @@ class Monitor(TrainerCallback):
         return figures
 
 
+def _summing_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24; MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
 def scored_labels(inputs: Any) -> torch.Tensor:
     """The labels that are predicted: `shift_labels` where the batch has them, else those from the second token on."""
     labels: torch.Tensor = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
@@ -261,7 +267,7 @@ def tokens_in(inputs: Any) -> torch.Tensor:
 def head_sums(outputs: Any) -> torch.Tensor:
     """Of a pass with TRL's head: the sums of entropy, right predictions and scored tokens, the balancing loss of the
     routers, and 1 if there is one: [5], on the device."""
-    dtype = torch.float32 if outputs.log_probs.device.type == "mps" else torch.float64  # MPS has no float64
+    dtype = _summing_dtype(outputs.log_probs.device)
     sums = [part.detach().sum(dtype=dtype) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
     none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
     has_balance = outputs.aux_loss is not None
@@ -288,7 +294,7 @@ def source_sums(
         sources: of all tokens, or of each next token [B, T].
     """
     device = log_probs.device
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
+    dtype = _summing_dtype(device)
     marks = torch.arange(count, device=device)[:, None, None]
     of_scored = sources[:, -log_probs.shape[1] :].to(device)
     mine = (of_scored == marks) & scored  # [sources, B, T - 1]

@@ -17,7 +17,8 @@ from sft_play.errors import ModelError
 from sft_play.facts.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.training.full_state_dict import adapter_names, is_saved_twice
-from sft_play.training.model import ModelSpec, empty_model, grown, weights_facts
+from sft_play.training.model_loading import weights_facts
+from sft_play.training.model_spec import ModelSpec, empty_model, grown
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
     is_local = local_folder(config.model.name) is not None
     theirs = str(recorded.get("path") or "") or _named_base(folder)
     was = recorded.get("sha256")
+    # a digest of files has 64 digits, a commit of the hub 40
     is_same_kind = was is not None and (len(str(was)) == len(str(now["sha256"]))) and is_local
     if not recorded and is_local and Path(theirs).is_dir():
         was, is_same_kind = weights_facts(theirs, None)["sha256"], True

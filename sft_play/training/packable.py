@@ -33,6 +33,9 @@ LENGTHS = (19, 23)
 VOCABULARY = 128
 MOST_PARAMETERS = 200_000_000
 """Of a model at full width with few layers: more would take longer than a few seconds."""
+MOST_TRAINED = 20_000_000
+"""The same where it also runs backwards, in bf16 too: more would take minutes on a CPU (Falcon-H1 at full width:
+five)."""
 _WINDOW = 8
 
 _NARROW = {

@@ -110,12 +110,20 @@ class Peaks:
 
 def highest_resident() -> int:
     """The peak of this process's resident bytes since it was last reset."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
+    peak = status_bytes("VmHWM")
+    if peak is not None:
+        return peak
     unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def status_bytes(field: str) -> int | None:
+    """A field of this process's status in bytes (proc_pid_status(5), which has it in KiB); None outside Linux."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/self/status").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith(f"{field}:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def _cleared() -> bool:

@@ -22,7 +22,8 @@ from sft_play.planner.plan import Plan
 from sft_play.training.backend import Backend, choose_backend, fall_back, model_problem
 from sft_play.training.job import Job
 from sft_play.training.kernels import check_kernels
-from sft_play.training.model import ModelSpec, build_model_spec, weights_facts
+from sft_play.training.model_loading import weights_facts
+from sft_play.training.model_spec import ModelSpec, build_model_spec
 from sft_play.training.origin import Origin, origin_of
 from sft_play.training.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.training.trainable import trainable_note

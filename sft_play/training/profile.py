@@ -93,7 +93,7 @@ class ProfileWindow(TrainerCallback):
             on_gpu = torch.cuda.is_available()
             self._profile = profile(
                 activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])],
-                acc_events=True,
+                acc_events=True,  # else torch warns that it keeps the last cycle only, and there is one
                 record_shapes=self._plan is not None,
             )
             self._profile.start()

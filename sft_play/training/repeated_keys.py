@@ -42,6 +42,7 @@ def attend(
         [B, S, H, D].
     """
     times = getattr(module, "num_key_value_groups", 1)
+    # a paged cache stores keys before they are repeated (transformers 5.23)
     if times > 1 and "cache" not in options and use_gqa_in_sdpa(attention_mask, key, value):
         key, value = repeat_kv(key, times), repeat_kv(value, times)
         # without `num_key_value_groups`, by which sdpa's function would repeat them once more

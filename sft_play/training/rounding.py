@@ -18,6 +18,7 @@ _DISCARDED = 1 << 16
 STEPS = "rounded_steps"
 """Key in the first group's options, which are saved with the optimizer: how many steps were rounded."""
 _PRIME = 1_000_003
+"""More than there are steps or tensors, so that no two tensors of a run share their noise."""
 
 
 def round_stochastically(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

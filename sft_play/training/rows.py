@@ -105,18 +105,15 @@ def evened(rows: int, *, most: int, ranks: int) -> int:
     return max(1, -(-rows // (passes * ranks)))
 
 
-class LongestFirst(torch.utils.data.Sampler[int]):
-    """Rows by length, the longest first and equal ones in their order: a batch has rows of similar length, and the
-    first batch needs the most memory."""
+def longest_first(dataset: Dataset, *, batch: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
+    """Row numbers by length, the longest first and equal ones in their order: a batch has rows of similar length, and
+    the first batch needs the most memory.
 
-    def __init__(self, dataset: Dataset) -> None:
-        self._order = np.argsort(-lengths_of(dataset), kind="stable")
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._order.tolist()
+    Every batch is there `copies` times in a row: ranks take turns, and each of a context-parallel group needs it.
+    """
+    order = np.argsort(-lengths_of(dataset), kind="stable")
+    batches = np.split(order, range(batch, len(order), batch))
+    return np.concatenate([np.tile(rows, copies) for rows in batches])
 
 
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
@@ -226,21 +223,6 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         if self._lengths is not None:
             order = grouped(order, self._lengths, window=self._window)
         yield from order.tolist()
-
-
-class SharedOrder(torch.utils.data.Sampler[int]):
-    """Another order with every micro-batch repeated `times`: each of the ranks that share its rows takes one."""
-
-    def __init__(self, order: torch.utils.data.Sampler[int], *, batch: int, times: int) -> None:
-        self._order, self._batch, self._times = order, batch, times
-
-    def __len__(self) -> int:
-        return len(self._order) * self._times
-
-    def __iter__(self) -> Iterator[int]:
-        numbers = iter(self._order)
-        while rows := list(itertools.islice(numbers, self._batch)):
-            yield from rows * self._times
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):

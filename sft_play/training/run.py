@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.planner.show import precision_name
-from sft_play.training import bridge, checkpoints, distributed
+from sft_play.runs.metrics import keep_metrics_until
+from sft_play.training import bridge, checkpoints, distributed, engines
 from sft_play.training.agreement import digests
 from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.curriculum import Stages
@@ -87,7 +87,7 @@ def train(
     """
     with out_of_memory_explained(job.plan):
         checkpoint = _last_checkpoint(job)
-        watch.memory.peaks.forget()
+        watch.memory.peaks.forget()  # those of the stage before
         is_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
         _announce(job, prepared, checkpoint)
         eval_set = eval_set_of(job, prepared)
@@ -108,7 +108,7 @@ def train(
         )  # fmt: skip
         summary = finish(job, prepared, trainer, result, watch.memory)
     if job.folder.stage is not None:  # another model is loaded into this process
-        distributed.release(trainer)
+        engines.release(trainer)
     return summary
 
 
@@ -123,7 +123,7 @@ def _train(
     """The optimizer steps, with the callbacks that watch them; `metrics` are those that the held-out rows will have."""
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
-        runs.keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
+        keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
     stop = StopAfter(job.loaded.config.train.stop_after_steps)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
@@ -140,7 +140,7 @@ def _train(
         trainer.add_callback(callback)
     trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     logger.info("Trainable parameters: %s", f"{trained:,}")
-    if not has_engine:
+    if not has_engine:  # none will wrap the model when training begins
         before.measure()
     try:
         with stopping(stop):
@@ -149,6 +149,7 @@ def _train(
         progress.close()
         if compiler is not None:
             compiler.close()
+    # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     peak = watch.memory.peak()
     watch.memory.peaks.end()

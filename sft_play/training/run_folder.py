@@ -10,11 +10,14 @@ from typing import Any
 
 import torch
 
-from sft_play import runs
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
-from sft_play.runs import Lock
+from sft_play.runs.creation import create_run, discard_run
+from sft_play.runs.folder import DEEPSPEED_FILE
+from sft_play.runs.locking import Lock, lock
+from sft_play.runs.manifest import new_manifest
+from sft_play.runs.resuming import check_same_run
 from sft_play.training import distributed
 from sft_play.training.job import Job
 from sft_play.training.prepare import Prepared, choices
@@ -66,18 +69,18 @@ def cpu_facts() -> dict[str, Any]:
 
 def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
     """Check that the folder's run had the same settings; returns its lock."""
-    lock = job.mark or runs.lock(job.folder, by=job.by)
-    runs.check_same_run(
+    mark = job.mark or lock(job.folder, by=job.by)
+    check_same_run(
         job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
     )
     resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
     job.folder.update_manifest(status="running", resumed=resumed, **spread_facts(job.plan))
-    return lock
+    return mark
 
 
 def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
     """Create the folder, or fill the one that the ranks' parent has created; returns its lock."""
-    manifest = runs.new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
+    manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
     manifest["cpu"] = cpu_facts()
     manifest["backend"] = prepared[0].backend.name
@@ -85,13 +88,13 @@ def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lo
     if prepared[0].renderer.writes_date:
         manifest["template_date"] = str(prepared[0].renderer.today)
     if job.has_folder:
-        lock = runs.lock(job.folder, by=job.by)
+        mark = lock(job.folder, by=job.by)
         job.folder.update_manifest(**manifest)
-        return lock
-    lock = runs.create(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+        return mark
+    mark = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
     if job.deepspeed is not None:
-        job.folder.write_json(runs.DEEPSPEED_FILE, job.deepspeed)
-    return lock
+        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
+    return mark
 
 
 def _record_failure(job: Job, error: BaseException) -> None:
@@ -101,7 +104,7 @@ def _record_failure(job: Job, error: BaseException) -> None:
     # only for the user's mistakes: a fault of ours keeps its folder and log for a report
     unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
     if unused:
-        runs.discard(job.folder)
+        discard_run(job.folder)
         return
     status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
     job.folder.update_manifest(status=status, error=escape_control(f"{type(error).__name__}: {error}"))

@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sft_play import runs
 from sft_play.errors import Interrupted
 from sft_play.log import one_line
+from sft_play.runs.metrics import evaluations
 from sft_play.starter.names import CONFIG
 from sft_play.training import distributed
 from sft_play.training.callbacks import StopAfter
 from sft_play.training.compiling import CompileFacts
+from sft_play.training.engine_check import EngineCheck
 from sft_play.training.evaluate import Figures
 from sft_play.training.job import Job, resume_command
 from sft_play.training.kernels import Taken
@@ -52,7 +53,7 @@ class Result:
     after: Figures | None
     split: str
     by_moment: dict[str, dict[str, int | None]]
-    engine_check: distributed.EngineCheck
+    engine_check: EngineCheck
     loading: LoadMemory | None
     wall_s: float
     kernels: Taken = field(default_factory=Taken)
@@ -87,7 +88,7 @@ class Result:
             "updates": self.trained.updates.as_json() if self.trained.updates else None,
             "compile": self.trained.compiled.as_json() if self.trained.compiled else None,
             "loading": self.loading.as_json() if self.loading else None,
-            "evaluations": runs.evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
+            "evaluations": evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
             "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
             **({"kernels": self.kernels.as_json(job.plan)} if job.plan.kernels else {}),
         }

@@ -68,6 +68,7 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
     tokenizer = _load(config)
     own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
     notes = [*_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
+    # for training, and saved with the weights; generated answers are padded on the left by hand (`exact_match`)
     tokenizer.padding_side = "right"
     notes += _compare_with_file(tokenizer, config)
     return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer), own)

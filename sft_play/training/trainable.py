@@ -17,7 +17,7 @@ from torch import nn
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.training.model import ModelSpec, empty_model
+from sft_play.training.model_spec import ModelSpec, empty_model
 
 _WORDS = {"lora": "lora_*", "norm": "*norm*"}
 """Pieces that stand for a glob."""
@@ -63,7 +63,7 @@ def trainable_note(config: RunConfig, model_spec: ModelSpec) -> str | None:
     share = sum(sizes[name] for name in kept) / sum(sizes.values())
     return (
         f"Trainable: {', '.join(patterns)}: {len(kept):,} of {len(sizes):,} tensors that tuning.mode="
-        f"{config.tuning.mode} trains ({share:.2%} of their numbers); the plan has room for all"
+        f"{config.tuning.mode} trains ({share:.2%} of their parameters); the plan counts memory for all of them"
     )
 
 

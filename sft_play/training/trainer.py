@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import Trainer, TrainerCallback
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
@@ -27,12 +26,13 @@ from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import Plan
-from sft_play.runs import RunFolder
-from sft_play.training import distributed
+from sft_play.runs.folder import RunFolder
+from sft_play.training import distributed, engines
 from sft_play.training.adapter_inputs import cast_outside_autocast
 from sft_play.training.board import Board, hparams_of
 from sft_play.training.collate import COUNTS, SOURCE
 from sft_play.training.loop import PlannedLoop
+from sft_play.training.model_spec import blocks_of
 from sft_play.training.monitor import Monitor, head_sums, source_sums
 from sft_play.training.profile import window_of
 from sft_play.training.rounding import rounding
@@ -61,7 +61,7 @@ def training_arguments(
     """The arguments of TRL's trainer for this run and plan.
 
     Args:
-        engine: the arguments that turn on its layout (`distributed.engine_arguments`).
+        engine: the arguments that turn on its layout (`engines.engine_arguments`).
         make: takes the place of SFTConfig, for a trainer that is not TRL's.
     """
     train = config.train
@@ -69,6 +69,7 @@ def training_arguments(
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
     return (make or SFTConfig)(
         output_dir=str(folder.checkpoints),
+        # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as it may ever need
         per_device_train_batch_size=plan.counted_batch.micro_batch,
         per_device_eval_batch_size=plan.eval_batch,
         gradient_accumulation_steps=plan.counted_batch.grad_accum,
@@ -170,6 +171,7 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
             **{name: value for name, value in inputs.items() if name not in (SOURCE, *COUNTS)},
             **options, use_cache=False, fused_lm_head=True,
         )  # fmt: skip
+        # the tokens of the whole step, so that every token weighs the same whatever micro-batch it is in
         tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
         # at least 1: a batch without a trained token has a loss of zero
         loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)
@@ -201,8 +203,7 @@ class _CheckpointFirstLayers(TrainerCallback):
 
 def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
     """Keep gradient checkpointing, already turned on, in the first `count` layers only."""
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    for layer in layers[count:]:
+    for layer in blocks_of(model)[count:]:
         layer.gradient_checkpointing = False
 
 
@@ -277,8 +278,8 @@ def build_trainer(
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
-    distributed.tell_accumulation(trainer, plan)
-    distributed.set_dtypes(trainer, plan, config)
+    engines.tell_accumulation(trainer, plan)
+    engines.set_dtypes(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
 

@@ -16,7 +16,7 @@ import torch
 
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.training.collate import COUNTS, Collator
-from sft_play.training.packable import TELLING, VOCABULARY, kind_of, on_small_model, small_model
+from sft_play.training.packable import MOST_TRAINED, TELLING, VOCABULARY, kind_of, on_small_model, small_model
 
 LENGTHS = (42, 19)
 """Tokens of the two rows of the batch: the second has more padding than the small windows are long."""
@@ -27,9 +27,6 @@ AS_ROUNDED = 2.0
 """In bf16: how much further from fp32's numbers the batch without a mask may be than the one with its mask."""
 _ROUNDED = 1e-2
 """Distance from fp32 that bf16 always may have: two or three of its 8 bits, where both are almost exact."""
-
-_MOST_PARAMETERS = 20_000_000
-"""More would take minutes forward and back on a CPU in bf16 (Falcon-H1 at full width: five)."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = Fals
         hf_config,
         lambda small: measure(small, attention=attention, trust_remote_code=trust_remote_code),
         trust_remote_code=trust_remote_code,
-        most=_MOST_PARAMETERS,
+        most=MOST_TRAINED,
     )
     if found is None:
         return Padding(True, f"padded rows keep their mask: what {kind} does without cannot be measured ({problem})")
@@ -101,12 +98,13 @@ def measure(small: Any, *, attention: str, trust_remote_code: bool = False) -> D
         model = small_model(small, attention, trust_remote_code)
         rows = _rows()
         masked, plain = (_pass(model, rows, masks=masks) for masks in (True, False))
+        # another first token: what a row's end owes to its beginning
         changed = [{**row, "input_ids": np.concatenate([[3], row["input_ids"][1:]])} for row in rows]
         other = _pass(model, changed, masks=True)
         spread = float(masked.logits.std()) or 1.0
         half = copy.deepcopy(model).to(torch.bfloat16)
         half_masked, half_plain = (_pass(half, rows, masks=masks) for masks in (True, False))
-    ends = torch.tensor([LENGTHS[0] - 1, sum(LENGTHS) - 1])
+    ends = torch.tensor([LENGTHS[0] - 1, sum(LENGTHS) - 1])  # the rows' last real places
     return Difference(
         logits=float((masked.logits - plain.logits).abs().max()) / spread,
         gradients=_apart(plain.gradients, masked.gradients),

@@ -24,8 +24,8 @@ from sft_play.data.splits import Split, Splits
 from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line, write_log_to
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs import RunFolder
-from sft_play.training import distributed, handover
+from sft_play.runs.folder import RunFolder
+from sft_play.training import distributed, engines, handover
 from sft_play.training.backend import Backend
 from sft_play.training.device_checks import check_device, check_free_memory
 from sft_play.training.evaluate import EvalSet
@@ -35,7 +35,9 @@ from sft_play.training.job import Job
 from sft_play.training.load_trainer import trainer_of
 from sft_play.training.loop import PlannedLoop
 from sft_play.training.measure import MemoryMeter, Watch
-from sft_play.training.model import ModelSpec, keep_4bit_trainable, whole_shapes
+from sft_play.training.model_loading import keep_4bit_trainable
+from sft_play.training.model_saving import whole_shapes
+from sft_play.training.model_spec import ModelSpec
 from sft_play.training.prepare import Prepared
 from sft_play.training.quiet import quiet_libraries
 from sft_play.training.run import train as train_model
@@ -164,7 +166,7 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
                 given[name] = value
         return TrainingArguments(**given)
 
-    engine = distributed.engine_arguments(plan, config, layer_class="", deepspeed=None)
+    engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
     arguments: TrainingArguments = training_arguments(config, plan, folder, has_eval=has_eval, engine=engine, make=make)
     changes = []
     for name, value in given.items():

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sft_play.planner.precision import Updates
-from sft_play.training import distributed
+from sft_play.training import distributed, engines
 
 logger = logging.getLogger(__name__)
 
@@ -139,8 +139,8 @@ class UpdateCheck(TrainerCallback):
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     """The gradients of a parameter's sampled elements [n]; zeros where it has none."""
     if parameter.grad is None:
-        return torch.zeros_like(_sample(distributed.local(parameter)))
-    return _sample(distributed.local(parameter.grad))
+        return torch.zeros_like(_sample(engines.local(parameter)))
+    return _sample(engines.local(parameter.grad))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -156,9 +156,9 @@ def _trained(trainer: Any) -> list[nn.Parameter]:
 def stepped(trainer: Any) -> list[torch.Tensor]:
     """What this rank's optimizer steps: trained weights, their shards, or DeepSpeed's fp32 copies."""
     wrapped = trainer.model_wrapped
-    if distributed.is_deepspeed(wrapped):
-        return distributed.masters(wrapped)
-    return [distributed.local(parameter) for parameter in _trained(trainer)]
+    if engines.is_deepspeed(wrapped):
+        return engines.masters(wrapped)
+    return [engines.local(parameter) for parameter in _trained(trainer)]
 
 
 def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
@@ -175,7 +175,7 @@ def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
             is_adapter = has_adapters and parameter.requires_grad
             (adapters if is_adapter else base).append("nf4" if is_4bit and name == "weight" else _name(parameter))
     wrapped = trainer.model_wrapped
-    masters = [_name(tensor) for tensor in distributed.masters(wrapped)] if distributed.is_deepspeed(wrapped) else []
+    masters = [_name(tensor) for tensor in engines.masters(wrapped)] if engines.is_deepspeed(wrapped) else []
     return _listed(base), _listed(adapters), _listed(masters), _listed(_states(trainer))
 
 

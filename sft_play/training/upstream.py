@@ -35,18 +35,6 @@ class Private:
 
 OVERRIDDEN = (
     Private(
-        "_get_num_items_in_batch",
-        "a step needs as many micro-batches as its tokens do, and the others are empty",
-        ("self", "batch_samples", "device"),
-        ("get_batch_samples",),
-    ),
-    Private(
-        "_get_eval_sampler",
-        "the longest rows first, so that evaluation runs out of memory at once or not at all",
-        ("self", "eval_dataset"),
-        ("get_eval_dataloader",),
-    ),
-    Private(
         "_get_output_dir",
         "checkpoints are written aside and renamed; the arguments that are saved with them keep the real folder",
         ("self", "trial"),
@@ -90,7 +78,7 @@ OVERRIDDEN = (
     ),
     Private(
         "_issue_warnings_after_load",
-        "a checkpoint that does not fill the model is an error here, not a warning",
+        "a checkpoint that does not match the model is an error here, not a warning",
         ("self", "load_result"),
         ("_load_from_checkpoint", "_load_best_model"),
     ),
@@ -109,6 +97,12 @@ USED = (
         "a resumed run logs the unbroken run's mean: the sum of losses since the last log is kept in checkpoints",
         None,
         ("_inner_training_loop", "_finalize_training"),
+    ),
+    Private(
+        "_total_loss_scalar",
+        "the mean loss of all steps: its last part is one rank's own, and is put right",
+        None,
+        ("_finalize_training",),
     ),
     Private(
         "_globalstep_last_logged",
@@ -169,6 +163,7 @@ def _problems(upstream: type, private: Private) -> Iterator[str]:
             yield f"{upstream.__name__}.{private.name} takes ({takes}) instead of ({needed})"
     for user in private.used_by:
         method = getattr(holder, user, None)
+        # `co_names` has the attributes that a function's own code reads or calls, not those of functions inside it
         code = getattr(inspect.unwrap(method), "__code__", None) if method is not None else None
         if method is None or (_is_theirs(method) and private.name not in getattr(code, "co_names", ())):
             yield f"{holder.__name__}.{user} no longer uses {private.name}"

@@ -39,7 +39,7 @@ _flash_in_use = False
 
 
 def use_flash(*, used: bool) -> None:
-    """From here on PyTorch's kernel for boundaries runs on this process's GPU, or each chat is a call of its own."""
+    """From here on PyTorch's varlen kernel runs on this process's GPU, or each chat is a call of its own."""
     global _flash_in_use
     _flash_in_use = used
 
@@ -50,7 +50,7 @@ def needs_lengths(attention: str) -> bool:
 
 
 def why_not() -> str | None:
-    """Why the installed torch has no kernel for boundaries on a GPU; None where it has one."""
+    """Why the installed torch has no varlen kernel for a GPU; None where it has one."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:

@@ -1,4 +1,4 @@
-"""Whether PyTorch's kernel for boundaries computes on the run's own GPU what a call for each chat does.
+"""Whether PyTorch's varlen kernel computes on the run's own GPU what a call for each chat does.
 
 Which GPUs and versions the kernel is exact on is not left to lists: before a run relies on it, it is compared on random
 numbers with the model's heads, dtype and window, forwards and backwards. Where it raises or differs each chat is a call
@@ -20,7 +20,7 @@ import torch
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training import distributed, varlen
-from sft_play.training.model import ModelSpec
+from sft_play.training.model_spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
@@ -54,21 +54,19 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
         for heads, window in () if problem else _cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
             worst = max(worst, found := relative_error(varlen.flash, heads, window=window, dtype=dtype, device=device))
             if not found <= TOLERANCE:
-                problem = (
-                    f"PyTorch's kernel for boundaries is wrong on {device} for {heads}, window {window}: {found:.2g}"
-                )
+                problem = f"PyTorch's varlen kernel is wrong on {device} for {heads}, window {window}: {found:.2g}"
                 break
     except Exception as raised:  # a kernel that this GPU does not have, in the words of its library
-        problem = f"PyTorch's kernel for boundaries raises {type(raised).__name__}: {one_line(str(raised), limit=200)}"
+        problem = f"PyTorch's varlen kernel raises {type(raised).__name__}: {one_line(str(raised), limit=200)}"
     if distributed.any_rank(problem is not None):
         logger.warning(
-            "Attention: each chat is a call of its own, with the same numbers, but slower and with more memory than "
-            "planned: %s",
+            "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
+            "memory than planned: %s",
             problem or "another rank cannot",
         )
         return
     varlen.use_flash(used=True)
-    logger.info("Attention: on this GPU PyTorch's kernel for boundaries is within %.1g of a call for each chat", worst)
+    logger.info("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", worst)
 
 
 def relative_error(

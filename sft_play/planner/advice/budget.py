@@ -155,6 +155,7 @@ def budget_of(
             made = plan(machine)
         except SftPlayError:  # the batch does not split over that many GPUs, or the model is beyond fp16
             made = None
+        # too small, or not certain: RAM or speed that nobody knows
         offer = None if made is None else offer_of(name, made)
         if offer is None:
             too_small.append(name)

@@ -15,7 +15,8 @@ from sft_play.planner.advice.whatif import LONGEST, SEQ_STEP, Largest, Question,
 from sft_play.planner.batching import BatchPlan, effective_batch
 from sft_play.planner.candidates import Candidate, Job, candidate_of, first_that_fits, wished_layers
 from sft_play.planner.layout import Layout, layouts_for, with_context_parallel
-from sft_play.planner.plan import PlanRequest, check_targets, job_of
+from sft_play.planner.lora_targets import check_targets
+from sft_play.planner.plan import PlanRequest, job_of
 from sft_play.planner.precision import choose_precision
 
 MOST_ROWS = 1 << 16
@@ -31,6 +32,7 @@ def largest_that_fits(question: Question, request: PlanRequest) -> Largest:
     """
     if question == "model":
         return _model(request)
+    # masters=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take them
     job, layouts = job_of(request, masters=False), _layouts(request)
     if not layouts:
         raise ConfigError(f"MAX={question}: {_none_of(request)}")
@@ -103,7 +105,7 @@ def _model(request: PlanRequest) -> Largest:
         except SftPlayError:  # adapters on layers that this model does not have, or values beyond fp16's range
             continue
         if (shape.max_positions or LONGEST) >= config.model.max_seq_len:
-            shapes.setdefault(shape.params, shape)
+            shapes.setdefault(shape.params, shape)  # models of the same size share a row: the first name stands
     how = "no known model allows sequences of that length"
     for params in sorted(shapes, reverse=True):
         shape = shapes[params]

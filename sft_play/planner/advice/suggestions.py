@@ -14,8 +14,9 @@ from typing import Any
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import shape_of
+from sft_play.facts.gpu import Gpu
 from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
-from sft_play.facts.hardware import Gpu, Hardware, named
+from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.liger import PACKAGE, REPLACED
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.whatif import largest
@@ -82,6 +83,7 @@ def look(request: PlanRequest) -> Candidate | None:
 def _choice(request: PlanRequest) -> Candidate | None:
     """What a plan would choose where something fits, else the thriftiest candidate."""
     best = look(request)
+    # a whole plan weighs hundreds of candidates, and says more than the thriftiest one only where something fits
     return make_plan(request).choice if best is not None and best.fits else best
 
 
@@ -99,6 +101,7 @@ def _by_settings(request: PlanRequest) -> Iterator[Suggestion]:
         fitted = fitted or candidate.fits
         together = _apply(together, setting)
         settings[setting.partition("=")[0]] = setting
+        # each change alone is not enough so far: all of them up to here
         if not fitted and len(settings) > 1:
             both = _choice(replace(request, config=together))
             if both is not None and both.fits:
@@ -224,6 +227,7 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
             yield machine, f"{more} of these GPUs"
             break
     present = max((gpu.total_bytes for gpu in hardware.gpus), default=0)
+    # capability: the largest memory that is known to be too small for it
     needed: dict[object, int] = {}
     larger = [entry for entry in gpus_by_memory() if entry.memory_bytes > present]
     for entry in larger:
@@ -272,6 +276,7 @@ def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 
     The RAM of a machine without GPUs says nothing about another machine.
     """
+    # free_bytes None: what other processes hold on the present GPUs is not held there
     gpus = tuple(replace(gpu, index=index, free_bytes=None) for index in range(count))
     nodes = hardware.nodes if count == len(hardware.gpus) else -(-count // max(NODE_GPUS, hardware.gpus_per_node))
     given = hardware.ram_given and bool(hardware.gpus)
@@ -281,7 +286,7 @@ def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
 def _name_of(machine: Hardware) -> str:
     """The HARDWARE= value of the machine: its memory where the catalogue's differs, its RAM where it was given."""
     gpu = machine.gpus[0]
-    name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")
+    name = gpu.name.removeprefix("NVIDIA ").removeprefix("AMD ").replace(" ", "")  # as HARDWARE= takes it
     entry = next(iter(find(name)), None)
     nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
     text = f"{nodes}{machine.gpus_per_node}x{name}"

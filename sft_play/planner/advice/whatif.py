@@ -79,6 +79,7 @@ def largest(fits: Callable[[int], bool], *, step: int, most: int) -> int | None:
     smallest does not. `most` itself is tried first."""
     if fits(most):
         return most
+    # double until one does not fit, then halve between: a question costs a plan
     low, high = 0, 1
     while high * step < most and fits(high * step):
         low, high = high, high * 2

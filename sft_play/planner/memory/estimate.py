@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
+from sft_play.planner.memory.loading import loading_terms, read_in_ram
 from sft_play.planner.memory.margins import (
     DESKTOP_BYTES,
     MARGIN_BYTES,
@@ -125,6 +126,7 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
     sums = {str(name): sum(terms.values()) for name, terms in moments.items()}
     peak = max(moments, key=lambda name: sums[name])
     terms, mode, layout = moments[peak], config.tuning.mode, step.layout
+    # the moment with the most live bytes need not be the one with the most reserved: slack differs between terms
     reserved = max(_held(name, one, step) for name, one in moments.items() if step.on_gpu or name == peak)
     if step.on_gpu:  # an evaluation starts with an empty cache
         steps = [one for name, one in moments.items() if name != "evaluation"]
@@ -139,6 +141,7 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
         approximate=bool(shape.note),
         autocast=precision.load != precision.compute,
     )
+    # not a share: what other processes take does not grow with the run
     free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
     desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
     paged = paged_bytes(config.train.optim, walk.trained)
@@ -152,14 +155,14 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
         outside_allocator=paged + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else 0),
         moment=peak,
         moments=sums,
-        load_bytes=sum(walk.loading().values()),
+        load_bytes=sum(loading_terms(walk).values()),
         host_bytes=walk.resident.host + walk.offloaded() + saving.first + saving.each,
         host_save_bytes=saving.first,
         host_save_each_bytes=saving.each,
         host_gather_bytes=saving.gathered,
         checkpoint=saving.form,
         checkpoint_bytes=saving.total,
-        host_load_bytes=walk.read_in_ram() if step.on_gpu else 0,
+        host_load_bytes=read_in_ram(walk) if step.on_gpu else 0,
         margin_reason=f"{margin.share:.0%} + {free / GIB:.1f} GiB: {margin.reason}{desktop}",
         kept_free=free,
     )

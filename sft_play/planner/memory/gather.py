@@ -45,7 +45,7 @@ def _block(kind: LayerKind, *, width: int, nf4: bool, rank: int, targets: Target
     adapters = width * kind_adapters(kind, rank, targets=targets, dora=False) if rank else 0
     if not nf4:
         return width * kind.params + adapters
-    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)
+    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)  # constants are whole on every rank already
     return packed + width * (kind.params - kind.linear_weights) + adapters
 
 
@@ -65,12 +65,13 @@ class Gathering:
         """The unit of a block."""
         return self.units.blocks[self.order[layer]]
 
-    def _whole(self) -> int:
+    def _tied(self) -> int:
+        """A tied embedding, which stays gathered with the tail from the forward to the backward pass; else 0."""
         return self.units.tail if not self.units.embedding else 0
 
     def forward(self, layer: int) -> int:
         """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays too."""
-        return 2 * self.block(layer) + self._whole()
+        return 2 * self.block(layer) + self._tied()
 
     def before_tail(self) -> int:
         """When the tail is gathered: the last block's buffer, the tail's, and its parameters."""
@@ -86,12 +87,17 @@ class Gathering:
         """While the head runs backward: its parameters and the last block's buffer."""
         return self.units.tail + self.block(len(self.order) - 1)
 
+    def _prefetched(self, layer: int) -> int:
+        """The unit that is gathered while block `layer` runs backward: the one before it in the forward pass."""
+        return self.block(layer - 1) if layer else self.units.embedding
+
     def backward(self, layer: int) -> int:
         """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
         last = len(self.order) - 1
-        coming = self.block(layer - 1) if layer else self.units.embedding
         reduced = self.units.tail if layer == last else self.block(layer + 1)
-        return self.block(layer) + coming + int(reduced * self.trained_share * self.wider) + self._whole()
+        return (
+            self.block(layer) + self._prefetched(layer) + int(reduced * self.trained_share * self.wider) + self._tied()
+        )
 
     def _cut(self, gradients: int) -> int:
         """Gradients while they are sharded: themselves, the flat input, this rank's shard, and that in fp32."""
@@ -99,14 +105,13 @@ class Gathering:
 
     def reduction(self, layer: int) -> int:
         """When the gradients of block `layer` are sharded, beside the next unit's buffer."""
-        coming = self.block(layer - 1) if layer else self.units.embedding
-        return coming + self._cut(int(self.block(layer) * self.trained_share)) + self._whole()
+        return self._prefetched(layer) + self._cut(int(self.block(layer) * self.trained_share)) + self._tied()
 
     def end(self, dense: int) -> tuple[int, ...]:
         """When the embedding runs backward: gathered; with its gradient of `dense` bytes; when that is sharded."""
         table = self.units.embedding or self.units.tail
         last = int(self.block(0) * self.trained_share)
-        twice = dense if self._whole() else 0
+        twice = dense if self._tied() else 0  # tied: the head's gradient of the same table is there too
         return 2 * self.units.embedding, table + last + dense + twice, self._cut(dense)
 
 
@@ -120,7 +125,7 @@ def zero_buckets(
     (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which DeepSpeed sees as one
     element of one byte. `wider`: gradients made in half precision travel in fp32.
     """
-    bucket = 2 * min(hidden * hidden, trained_params)
+    bucket = 2 * min(hidden * hidden, trained_params)  # two bytes an element
     if wider:  # a copy being sent, beside the bucket
         bucket += 4 * min(hidden * hidden, trained_params)
     if layout.shards_params:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from sft_play.planner.memory.block import BlockSpec, Pass
+from sft_play.planner.memory.block_spec import BlockSpec
+from sft_play.planner.memory.norms import norm
+from sft_play.planner.memory.operations import Pass
 from sft_play.planner.memory.tape import Grads, Ref, Tape
 
 TOKEN_TILE = 4_096
@@ -51,7 +53,7 @@ def head_bytes(
     tape = Tape(grad=grad)
     run = Pass(tape, spec, batch, length, accumulating=accumulating)
     x = tape.leaf(batch * length * spec.hidden, width)
-    normed = run.norm(x)
+    normed = norm(run, x)
     scored = max(1, batch * (length - 1))
     out = _chunked(run, normed, words, scored) if loss == "chunked" else _whole(run, normed, words)
     forward = tape.meter.peak
@@ -78,7 +80,9 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
     """
     tape, hidden = run.tape, run.spec.hidden
     low = run.spec.numbers.autocast or x.width
+    # in the backward pass a tile's gradient overwrites its logits, so one tile is enough both ways
     tile = min(scored, TOKEN_TILE) * words.tile * low
+    # weights and rows in fp32 are cast tile by tile, with .to(compute_dtype)
     casts = min(WORD_TILE, words.words) * hidden * low if words.width != low else 0
     casts += min(scored, TOKEN_TILE) * hidden * low if x.width != low else 0
     whole, e = x.elements, x.width
@@ -88,6 +92,7 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
         tape.meter.touch(whole * e)
         return (out,)
 
+    # rows that are scored are indexed out, so padding and prompts cost no logits
     rows = tape.op((x,), scored * hidden, e, backward=ungathered)
 
     def backward(tape: Tape, grad: Ref) -> Grads:

@@ -69,6 +69,7 @@ def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, 
     """Bytes that the allocator has reserved when a moment's terms are live: a bound, where no trace says more;
     `evaluates`: the moment is an evaluation's."""
     gradients = terms.get("gradients", 0)
+    # what comes and goes within a step: activations, the head, gathered units
     passing = sum(terms.values()) - stays(terms) - gradients
     is_spread = layout.ranks > 1 and layout.context_parallel == 1  # beside shared rows, units are small
     slack = PASSING_SLACK["several_gpus" if is_spread else "eager" if attention == "eager" else "fused"]
@@ -87,12 +88,14 @@ def reserved_over(moments: Iterable[Mapping[str, int]], *, attention: str, layou
     whenever they were: the sum of those counts where it is more. A stream's units are whole and of few sizes, and
     leave no holes in its own pools (replays in benchmarks/closed_form.json).
     """
-    steps = list(moments)
+    steps = list(moments)  # read several times
     bound = max(reserved_bytes(one, attention=attention, layout=layout) for one in steps)
     if not layout.is_fsdp:
         return bound
+    # a freed block is only reused on the stream that it was allocated on (CUDACachingAllocator)
     own = [{name: size for name, size in one.items() if name not in ON_OTHER_STREAMS} for one in steps]
     apart = max(reserved_bytes(one, attention=attention, layout=layout) for one in own)
+    # the highest of each stream, although they are not at the same moment
     apart += int((1 + GRADIENT_SLACK) * max(one.get("gradients", 0) for one in steps))
     return max(bound, apart + max(one.get("gather_buffers", 0) for one in steps))
 

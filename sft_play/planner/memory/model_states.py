@@ -10,8 +10,8 @@ from typing import Literal
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.block import Numbers
-from sft_play.planner.memory.structure import ROW_ROLES, is_target, roles
+from sft_play.planner.memory.block_spec import Numbers
+from sft_play.planner.memory.structure import ROW_ROLES, is_target, part_of_linear, roles
 from sft_play.planner.memory.tape import rest_of_segment
 
 NF4_BLOCK = 64
@@ -54,7 +54,7 @@ def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
         yield linear.weights, count, True
     yield shape.table_params, 1 if shape.tied else 2, False
     for kind in shape.layers:
-        if kind.expert_params:
+        if kind.expert_params:  # gate and up of all experts are one tensor, down another (transformers 5)
             yield kind.expert_params * 2 // 3, kind.count, False
             yield kind.expert_params // 3, kind.count, False
 
@@ -80,13 +80,6 @@ def adapter_params(shape: ModelShape, rank: int, *, targets: Targets = "auto", d
     """LoRA parameters: r * (inputs + outputs) on each targeted linear layer; DoRA adds one number per output."""
     inner = sum(kind.count * kind_adapters(kind, rank, targets=targets, dora=dora) for kind in shape.layers)
     return inner + _adapters(shape.outer_linears, rank, targets, dora=dora)
-
-
-def part_of_linear(linear: Linear, ranks: int, *, by_row: bool) -> Linear:
-    """One tensor-parallel rank's part of a linear layer."""
-    if by_row:
-        return replace(linear, inputs=max(1, linear.inputs // ranks))
-    return replace(linear, outputs=max(1, linear.outputs // ranks))
 
 
 def kind_adapters(kind: LayerKind, rank: int, *, targets: Targets, dora: bool) -> int:
@@ -191,7 +184,7 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
     if layout.tensor_parallel > 1:
         own = part_of_trained(config, shape, own, layout.tensor_parallel)
         elsewhere = widths.weights * _divided(shape) * (layout.tensor_parallel - 1) // layout.tensor_parallel
-        frozen = frozen and frozen - elsewhere
+        frozen = frozen and frozen - elsewhere  # 0 in full training, where `own` has the weights
     if layout.is_fsdp:
         return _sharded(own, frozen, shape, layout, config.train.optim, upcast=widths.autocast is not None, nf4=nf4)
     rests = _rests(shape, own.width) if full and layout.tensor_parallel == 1 else 0
@@ -202,6 +195,7 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
         master=0,
         gradients=held,
         optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
+        # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
         buckets=own.params * own.width if layout.name == "ddp" else 0,
         host=0,
     )
@@ -218,6 +212,7 @@ def _sharded(
     except adapters beside NF4 weights, which have the run's dtype: 4P/W, 4P/W of gradients and 8P/W of states. NF4's
     packed weights are sharded too, their absmax is not (it is not a parameter)."""
     width = 4 if upcast and not nf4 else whole.width
+    # rounded up: fully_shard pads every parameter to equal parts
     own = replace(whole, params=-(-whole.params // layout.shard), width=width, states=width)
     constants = _nf4_constants(shape) if nf4 else 0
     part = constants + (frozen - constants) // layout.shard
@@ -277,10 +272,11 @@ def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *,
     own = -(-whole.params // layout.shard)
     half = 2 * (own if layout.shards_params else whole.params)
     gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else whole.params)
+    # two of fp32 for AdamW; paged states are managed memory, outside the allocator
     states = {"paged_adamw_8bit": 0, "adafactor": own // 12}.get(optim, 8 * own)
     frozen = (frozen - kept) // layout.shard if layout.shards_params else frozen
     on_gpu = not layout.offloads_params
-    host = 16 * own if layout.offloads_states else 0
+    host = 16 * own if layout.offloads_states else 0  # fp32 masters, two states and gradients
     host += 0 if on_gpu else half + frozen
     return Resident(
         weights=kept + (frozen + (half if full else 0)) * on_gpu,

@@ -60,7 +60,7 @@ def saving_of(walk: Walk) -> Saving:
     total = weights + states
     if not (layout.is_fsdp and walk.full):
         return Saving("whole", total, alone, 0, alone)
-    gathered = max(weights, states)
+    gathered = max(weights, states)  # the one is written, and freed, before the other is gathered
     largest = largest_tensor(walk.shape)
     # the first rank holds a file of the final weights in 16 bits, and one tensor in fp32; all of them where there are
     # experts, which are saved under other names than they have in memory

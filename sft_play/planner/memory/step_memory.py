@@ -15,19 +15,15 @@ from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import gradients_of
 from sft_play.planner.kernels import liger_in_memory
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.block import BlockBytes, BlockSpec, Numbers, block_bytes, forward_peak
+from sft_play.planner.memory.block import BlockBytes, block_bytes, forward_peak
+from sft_play.planner.memory.block_spec import BlockSpec, Numbers
 from sft_play.planner.memory.gather import Gathering, units, zero_buckets
 from sft_play.planner.memory.lm_head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
 from sft_play.planner.memory.model_states import (
-    kind_adapters,
-    largest_tensor,
-    loads_by_unit,
-    nf4_bytes,
     optimizer_transient,
     part_of_trained,
     resident,
     trained,
-    weight_bytes,
 )
 from sft_play.planner.memory.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
 from sft_play.planner.precision import BYTES, Precision
@@ -74,10 +70,16 @@ class Step:
     offloads: bool = False
     """What checkpointed blocks need for recomputation is kept in RAM."""
     saves: bool = True
+    """Whether checkpoints are written."""
     on_gpu: bool = True
     capability: tuple[int, int] | None = (9, 0)
+    """The GPU's compute capability; None where it is unknown, which counts as a current one."""
     pages: bool = False
     """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
+
+    def recomputed(self, layers: int) -> int:
+        """How many of a model's `layers` are computed a second time, in the backward pass."""
+        return layers if self.checkpointed_layers is None else self.checkpointed_layers
 
     @property
     def length(self) -> int:
@@ -121,8 +123,9 @@ class Walk:
             gathered = BYTES[self.synced.gathered]
             self.numbers = Numbers(gathered, loaded.autocast, gathered)
         self.width = self.numbers.weights if layout.is_fsdp else BYTES[precision.load]
-        self.layers = shape.num_layers if step.checkpointed_layers is None else step.checkpointed_layers
+        self.recomputed = step.recomputed(shape.num_layers)
         self.adds_up = step.grad_accum > 1
+        # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
         waits = layout.is_fsdp and self.synced.every == "step" and self.adds_up
         self.whole_gradients = self.part.params * BYTES[self.synced.reduced] if waits else 0
         """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
@@ -154,6 +157,7 @@ class Walk:
                 gathers=padded and not packed,
                 repeats=step.repeats_kv,
             )
+            # single fields, since block_spec is cached: most candidates of a plan share them
             spec = block_spec(
                 kind,
                 self.shape,
@@ -184,6 +188,7 @@ class Walk:
             targets=lora.target_modules,
             parts=self.step.layout.tensor_parallel,
         )
+        # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
         share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
         wider = BYTES[self.synced.reduced] / BYTES[self.synced.computed]
         return Gathering(model_units, self.shape.layer_order, share, self.step.layout.shard, wider)
@@ -199,7 +204,7 @@ class Walk:
                 batch=self.step.micro_batch,
                 length=self.step.length,
                 width=widths[-1],
-                input_has_grad=layer > 0 or self.trained.embedding or self.layers > 0,
+                input_has_grad=layer > 0 or self.trained.embedding or self.recomputed > 0,
                 accumulating=self._accumulating(),
             )
             blocks.append(block)
@@ -212,7 +217,8 @@ class Walk:
 
     def _head(self, batch: int, *, grad: bool) -> HeadBytes:
         words = self.shape.vocab_size
-        tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)  # a CPU process has the pages it touches
+        # the allocator takes a full tile however small the vocabulary; of it a CPU process has the pages it touches
+        tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)
         copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
@@ -242,7 +248,7 @@ class Walk:
         attention, booleans for sdpa, numbers for eager."""
         step, squares = self.step, batch * self.step.length**2
         own = TOKEN_BYTES * batch * step.length
-        if step.attention == "flash_attention_2":
+        if step.attention == "flash_attention_2":  # it takes the mask of B x S as it is
             return own
         pairs = zip(self.shape.layers, specs, strict=True)
         shared = (kind for kind, spec in pairs if step.attention == "eager" or (spec.masked and not spec.one_by_one))
@@ -276,64 +282,9 @@ class Walk:
             )  # fmt: skip
         return self.resident.buckets
 
-    def loading(self) -> Terms:
-        """The most that a rank holds on its device until the model is there and wrapped.
-
-        Under FSDP2 a rank has its shards, one full unit, and the tensor that arrived last (training/fsdp_loading.py).
-        Under ZeRO-3 NF4 weights are created on each rank's own device, all of them: transformers reads and quantises
-        one layer after the other (core_model_loading.py; ZeRO-3's partitioned reading is only for plain weights), PEFT
-        adds adapters in fp32, and only then does DeepSpeed partition, tensor by tensor. Plain weights are partitioned
-        as they arrive.
-        """
-        parts, layout = self.resident, self.step.layout
-        if loads_by_unit(self.config, layout):
-            own = {} if self.step.on_gpu else {"host_copies": self.copied_in_ram()}
-            passing = self._largest_unit() + self.loaded.weights * largest_tensor(self.shape)
-            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing, **own}
-        if layout.tensor_parallel > 1:  # divided on the way to the device, where FSDP2 shards what is already there
-            whole = resident(self.config, self.shape, self.loaded, replace(layout, shard=1))
-            cut = parts.weights + parts.adapters
-            return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
-        if not self.nf4:
-            passing = self.loaded.weights * largest_tensor(self.shape) if layout.shards_params else 0
-            return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
-        sizes = [linear.weights for linear, _ in self.shape.linears]
-        sizes += [kind.expert_params * 2 // 3 for kind in self.shape.layers]  # stacked from the experts' own tensors
-        adapters = 4 * self.trained.params
-        cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
-        weights = weight_bytes(self.shape, width=self.loaded.weights, nf4=True)
-        beside = max(cut, self.loaded.weights * max(sizes, default=0) - adapters)
-        return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
-
-    def _largest_unit(self) -> int:
-        """Bytes of the largest unit of FSDP2 while it is sharded: what trains in full in its own dtype, fp32 under
-        mixed precision, packed matrices with their constants."""
-        width = 4 if self.full and self.loaded.autocast is not None else self.loaded.weights
-        adapters = 4 if self.loaded.autocast is not None and not self.nf4 else self.loaded.adapters
-        lora = self.config.tuning.lora
-        units_bytes = [width * self.shape.table_params]
-        for kind in self.shape.layers:
-            packed = sum(nf4_bytes(linear.weights) for linear in kind.linears) if self.nf4 else 0
-            plain = width * (kind.params - (kind.linear_weights if self.nf4 else 0))
-            beside = 0 if self.full else kind_adapters(kind, lora.r, targets=lora.target_modules, dora=False)
-            units_bytes.append(packed + plain + adapters * beside)
-        return max(units_bytes)
-
-    def read_in_ram(self) -> int:
-        """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
-        layout = self.step.layout
-        reads_into_ram = layout.is_fsdp or (layout.is_zero and layout.shards_params and not self.nf4)
-        return self.loaded.weights * largest_tensor(self.shape) + (self.copied_in_ram() if reads_into_ram else 0)
-
-    def copied_in_ram(self) -> int:
-        """Bytes of RAM that a rank keeps of weights that it reads into RAM: transformers maps files into memory, and
-        copies what is cast from another dtype (DeepSpeed: each tensor in transit) or stacked (experts)."""
-        as_stored = self.shape.stored_dtype == self.precision.load or self.step.layout.is_zero
-        return self.loaded.weights * (self.shape.expert_params if as_stored else self.shape.params)
-
     def offloaded(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
-        layers = range(self.layers) if self.step.offloads else ()
+        layers = range(self.recomputed) if self.step.offloads else ()
         return sum(self._hidden(self.step.micro_batch, layer) for layer in layers)
 
     def moments(self) -> Iterator[tuple[Moment, Terms]]:
@@ -343,6 +294,7 @@ class Walk:
             yield from self.evaluation(self.step.eval_batch)
         if self.step.saves:
             # a sharded tensor is gathered one at a time, and copied once more on its way to the host
+            # the token embedding is the largest: fp32 where it trains under FSDP2
             gathered = 2 * self.shape.table_params * (4 if self.full else self.numbers.weights) if self.gathering else 0
             yield self._at("saving", self._between(), 0, gather_buffers=gathered)
 
@@ -385,10 +337,12 @@ class Walk:
         gathering, batch = self.gathering, self.step.micro_batch
         older, cast = self._older_gradients(), 0
         for layer, block in enumerate(self.blocks):
-            checkpointed = layer < self.layers
+            checkpointed = layer < self.recomputed
             cast += block.cast_weights if checkpointed else 0
             alone = self._forward_alone(layer, batch, self.specs, training=True)
-            embedded = self._hidden(batch, 0) if layer and not self.layers else 0
+            # where blocks are checkpointed, the first one's checkpoint is the same tensor
+            embedded = self._hidden(batch, 0) if layer and not self.recomputed else 0
+            # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it
             live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
             yield self._at("forward", older, live, gather_buffers=gathering.forward(layer) if gathering else 0)
             kept = 0 if self.step.offloads else self._hidden(batch, layer)
@@ -397,9 +351,9 @@ class Walk:
         if gathering:
             yield self._at("forward", older, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail())
         head = self._head(self.step.micro_batch, grad=True)
-        gaolderd = gathering.tail if gathering else 0
-        beyond = max(0, head.forward - size)
-        yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gaolderd)
+        gathered = gathering.tail if gathering else 0
+        beyond = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
+        yield self._at("head", older, held[-1] + cast + size, loss_head=beyond, gather_buffers=gathered)
 
     def _backward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
         """From the loss back to the embedding; gradients of parameters arrive and stay, what blocks held is freed."""
@@ -411,7 +365,8 @@ class Walk:
         new = 0 if self.adds_up else self._kept_of(head.gradients)
         done = self._older_gradients() + (head.gradients if with_embedding else new)
         for layer, block in reversed(list(enumerate(self.blocks))):
-            peak = max(block.backward + block.input, block.recompute) if layer < self.layers else block.backward
+            # a checkpointed block runs forward again first, and its input stays until its backward pass has ended
+            peak = max(block.backward + block.input, block.recompute) if layer < self.recomputed else block.backward
             peak += self._hidden(self.step.micro_batch, layer) if self.step.offloads else 0  # back from RAM
             yield self._at(
                 "backward",
@@ -436,6 +391,7 @@ class Walk:
             for gathered in self.gathering.end(dense):
                 yield self._at("backward", before, live, gather_buffers=gathered)
             return
+        # `done` counts the embedding's gradient once, or its shard: `dense` is beside it
         beside = self.shape.tied or self._accumulating() or self.step.layout.shards_grads
         yield self._at("backward", done, live + (dense if beside else 0))
 
@@ -448,6 +404,7 @@ class Walk:
         """
         specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows, masks=self.step.masks))
         batch, gathering, there = self._batch(rows, specs), self.gathering, self._between()
+        # blocks of one kind need the same, and the last of them comes with the most casts held
         last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
         for layer, (place, block) in enumerate(zip(self.shape.layer_order, self.blocks, strict=True)):
             if last[place] == layer:

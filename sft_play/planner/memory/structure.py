@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import Literal
+from typing import Literal, TypeVar
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.liger import Replaced
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.block import AttentionKernel, BlockSpec, LinearSpec, Numbers
+from sft_play.planner.memory.block_spec import AttentionKernel, BlockSpec, LinearSpec, Numbers
 from sft_play.planner.precision import BYTES, Precision
 
 ROW_ROLES = ("o", "down")
@@ -32,6 +32,7 @@ def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) ->
     adapters = BYTES[adapter_dtype(config, precision)]
     if layout.is_zero and compute is not None:
         adapters = compute
+    # stochastic rounding steps in fp32 beside weights of two bytes; otherwise states have their parameter's dtype
     return Numbers(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
 
 
@@ -70,6 +71,8 @@ def kernel_of(
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
         return "varlen" if gathers and on_gpu else "flash"
+    # PyTorch asks for flash, then for memory-efficient attention, then for math; flash takes neither masks nor values
+    # of another width than keys
     able = flash_runs(half=half, capability=capability) and shape.head_dim <= FLASH_HEAD and shape.mla is None
     if able and not masked:
         return "flash"
@@ -187,6 +190,7 @@ def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
     attention = [linear for linear in kind.linears if linear.is_attention]
     rest = [linear for linear in kind.linears if not linear.is_attention]
     by_role: dict[str, Linear] = {}
+    # families name their layers differently, but list them in one order: query, key, value, output; gate, up, down
     if shape.mla is not None:
         by_role |= {_LATENT[linear.name]: linear for linear in attention if linear.name in _LATENT}
     elif len(attention) == 4:
@@ -195,6 +199,7 @@ def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
         by_role |= dict(zip(("qkv", "o"), attention, strict=True))
     else:
         by_role |= {f"attention.{linear.path}": linear for linear in attention}
+    # a router or the gate of a shared expert is a linear layer too, but none of the MLP's three
     router_widths = (kind.num_experts, 1) if kind.num_experts else (1,)
     mlp = [linear for linear in rest if linear.inputs > 1 and linear.outputs not in router_widths]
     by_count = {3: ("gate", "up", "down"), 2: ("gate_up" if shape.fused_gate_up else "up", "down")}
@@ -208,7 +213,7 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
     """The block's part on one of `ranks`: heads and MLP columns are divided, hidden states are full."""
     if ranks == 1:
         return spec
-    linears = tuple((role, _cut(linear, ranks, by_row=role in ROW_ROLES)) for role, linear in spec.linears)
+    linears = tuple((role, part_of_linear(linear, ranks, by_row=role in ROW_ROLES)) for role, linear in spec.linears)
     return replace(
         spec,
         linears=linears,
@@ -218,7 +223,11 @@ def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:
     )
 
 
-def _cut(linear: LinearSpec, ranks: int, *, by_row: bool) -> LinearSpec:
+AnyLinear = TypeVar("AnyLinear", Linear, LinearSpec)
+
+
+def part_of_linear(linear: AnyLinear, ranks: int, *, by_row: bool) -> AnyLinear:
+    """One tensor-parallel rank's part of a linear layer."""
     if by_row:
         return replace(linear, inputs=max(1, linear.inputs // ranks))
     return replace(linear, outputs=max(1, linear.outputs // ranks))

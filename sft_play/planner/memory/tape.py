@@ -24,7 +24,7 @@ def rest_of_segment(nbytes: int) -> int:
     if nbytes < OWN_SEGMENT:
         return 0
     rest = -nbytes % (2 * MIB)
-    return rest if rest <= MIB else 0
+    return rest if rest <= MIB else 0  # kSmallSize: a larger remainder becomes a block of its own
 
 
 class Meter:
@@ -42,7 +42,7 @@ class Meter:
         """Allocate bytes."""
         self.live += nbytes
         if self.live > self.peak:
-            self.peak, self.rebuilt = self.live, 0
+            self.peak, self.rebuilt = self.live, 0  # a new peak has other bytes in it
 
     def touch(self, nbytes: int, *, rebuilt: int = 0) -> None:
         """Allocate and free bytes within one kernel."""
@@ -73,6 +73,7 @@ class Ref:
         storage.handles += 1
 
     def __del__(self) -> None:
+        # CPython calls this with the last reference, at once: the model is that a tensor dies with its last name
         storage = self.storage
         storage.handles -= 1
         if not storage.handles:
@@ -103,6 +104,7 @@ class Node:
         self.age, self.inputs, self.saved, self.backward, self.holds = age, inputs, saved, backward, holds
 
     def __lt__(self, other: Node) -> bool:
+        # for heapq: the newest first, as autograd's ready queue takes the highest sequence number
         return self.age > other.age
 
 
@@ -134,6 +136,7 @@ class Tape:
     ) -> Node:
         """A node with these inputs that holds these storages."""
         self._age += 1
+        # handles without their nodes: a node that held its output's node would keep itself alive
         held = [ref.bare() for ref in saved]
         return Node(self._age, [ref.node for ref in inputs], held, backward, holds=holds_weight or bool(held))
 
@@ -155,6 +158,7 @@ class Tape:
         too, which takes no bytes here.
         """
         with_node = self.grad and (trains or any(ref.node is not None for ref in inputs))
+        # inputs are saved before an operation runs: recomputation can stop there, without this one's output
         if with_node and (saved or holds_weight):
             self.stopped_at = self.meter.peak
         out = self.new(elements, width)
@@ -175,17 +179,17 @@ class Tape:
     def backward(self, root: Node, grad: Ref) -> None:
         """Run from `root` to the leaves; gradients of leaves are freed as they arrive."""
         waiting, queue = {id(root): [grad]}, [root]
-        del grad
+        del grad  # each name that is left alive here would be a gradient that is never freed
         while queue:
             node = heapq.heappop(queue)
             if node.holds and not self.first_use:
                 self.first_use = self.meter.live
-            (arrived,) = waiting.pop(id(node))
+            (arrived,) = waiting.pop(id(node))  # all its consumers are newer, and so have run
             grads = list(node.backward(self, arrived))
             del arrived
             node.saved.clear()
             for position, target in enumerate(node.inputs):
-                incoming, grads[position] = grads[position], None
+                incoming, grads[position] = grads[position], None  # out of the list, so that _sum sees who holds it
                 if target is None or incoming is None:
                     continue
                 if id(target) in waiting:
@@ -198,7 +202,7 @@ class Tape:
     def _sum(self, slot: list[Ref], added: Ref) -> None:
         """In place, unless something else holds the older gradient, or it is a view: of a matrix product over rows and
         tokens, whose two dimensions are seen as one."""
-        if slot[0].storage.handles > 1 or slot[0].is_view:
+        if slot[0].storage.handles > 1 or slot[0].is_view:  # can_accumulate_inplace of input_buffer.cpp
             slot[0] = self.new(added.elements, added.width)
 
 

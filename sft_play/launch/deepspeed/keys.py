@@ -236,7 +236,7 @@ def _names(field: ast.AnnAssign) -> set[str]:
     if not isinstance(field.target, ast.Name):
         return set()
     keywords = {item.arg: item.value for item in field.value.keywords} if isinstance(field.value, ast.Call) else {}
-    extra = keywords.get("json_schema_extra")
+    extra = keywords.get("json_schema_extra")  # where DeepSpeed's models mark a field as deprecated
     if extra is not None and "'deprecated'" in ast.dump(extra):
         return set()
     alias = keywords.get("alias")

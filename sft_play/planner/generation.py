@@ -22,5 +22,6 @@ def answer_tokens(shape: ModelShape, chosen: Candidate) -> int:
     """
     memory, step = chosen.memory, chosen.step
     moment, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
+    # what a moment holds beyond what stays between steps, for each of its tokens
     passing = max(0, memory.moments.get(moment, 0) - memory.stays) // max(1, rows * step.length)
     return max(1, (memory.allocated - memory.stays) // (cache_bytes(shape, BYTES[chosen.precision.compute]) + passing))

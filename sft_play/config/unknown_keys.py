@@ -1,0 +1,117 @@
+"""What an unknown key probably means: another tool's name for it, its place in another section, or a near spelling."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+
+from sft_play.config import other_tools
+from sft_play.config.leaves import accepts, homes, leaves, sections
+from sft_play.config.overrides import OVERRIDE, place
+from sft_play.config.reference import yaml_value
+from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse_value, show
+from sft_play.errors import ConfigError
+from sft_play.variables import nearest
+
+# Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
+_SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|api_key|secret|password", re.IGNORECASE)
+_VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
+"""Names that mean something else in every section: those of another tool's section are not looked up in ours."""
+_ALIKE = 0.87
+"""How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`."""
+
+
+def foreign_problems(document: Document, path: Path_, value: Plain, *, section: str | None) -> Iterator[Problem]:
+    """The problems of an unknown key; for a section, those of every key in it, unless the table answers it as a whole.
+
+    `section` is our section that holds it, or that the other tool's section corresponds to; None if unknown.
+    """
+    key, row = str(path[-1]), other_tools.known(tuple(map(str, path)))
+    about = other_tools.table().sections.get(key.lower())
+    is_answered_whole = row is not None and not row.path and about is None
+    if not isinstance(value, dict) or not value or is_answered_whole:
+        yield _unknown(document, path, value, section=section)
+        return
+    meant = None if about is not None else nearest(key, [name for name in sections() if name])
+    fields = sections()[about or meant or ""].model_fields if about or meant else {}
+    answered = [inner for inner in value if about is not None or (inner not in fields and _is_known((*path, inner)))]
+    if about is None and (section is not None or not answered):
+        yield _unknown(document, path, value, section=section)
+    for inner in value:
+        if inner in answered or (meant is not None and inner not in fields):
+            yield from foreign_problems(document, (*path, inner), value[inner], section=about or meant)
+
+
+def _is_known(path: Path_) -> bool:
+    return other_tools.known(tuple(map(str, path))) is not None or bool(homes(str(path[-1])))
+
+
+def _unknown(document: Document, path: Path_, value: Plain, *, section: str | None) -> Problem:
+    where, key = place(document, path), str(path[-1])
+    raw = document.raw.get(path)
+    joint = "=" if where == OVERRIDE else ": "
+    hint = _suggestion(tuple(map(str, path)), value, raw=raw, section=section, joint=joint)
+    shown = "not shown" if _SECRET.search(key) and isinstance(value, str) else f"value {show(value, raw=raw)}"
+    return Problem(dotted(path), where, f"unknown key ({shown}){hint}")
+
+
+def flag_hint(flag: str, value: str | None) -> str | None:
+    """What another tool's flag (`--mixed_precision`) with its value means here; None if unknown."""
+    parts = tuple(flag.lstrip("-").replace("-", "_").split("."))
+    try:
+        parsed = True if value is None else parse_value(value, name=flag)
+    except ConfigError:
+        parsed = value
+    if ".".join(parts) not in leaves() and (parts[-1] in _VAGUE or not _is_known(parts)):
+        return None
+    return _suggestion(parts, parsed, raw=value, section=None, joint="=").removeprefix("; ")
+
+
+def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, section: str | None, joint: str) -> str:
+    """What an unknown key means here: from the table of other tools, from its name elsewhere, or from a similar
+    spelling."""
+    key, is_own = parts[-1], section is not None and ".".join(parts[:-1]) == section
+    row, at = other_tools.known(parts), homes(key)
+    if row is not None and not (at and row.only_words):  # our own key of that name is a better answer than words
+        return f"; {answer_words(other_tools.answer(row, value), value, raw=raw, joint=joint)}"
+    if section and not is_own and f"{section}.{key}" in at:
+        at = [f"{section}.{key}"]
+    if ".".join(parts) in leaves():
+        at = [".".join(parts)]
+    if at and (is_own or len(at) == 1 or key not in _VAGUE):
+        shown = f"{joint}{_written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""
+        return f"; it belongs at {' or '.join(at[:3])}{shown}"
+    here = list(sections()[section].model_fields) if section is not None else []
+    near = nearest(key, here)
+    if near:
+        return f"; did you mean {f'{section}.' if section else ''}{near}?"
+    elsewhere = {path.rpartition(".")[2] for path in [*leaves(), *sections()]} - _VAGUE - {""}
+    near = None if key in _VAGUE else nearest(key, sorted(elsewhere), other_tools.table().plain_keys)
+    if near and difflib.SequenceMatcher(None, key, near).ratio() >= _ALIKE:
+        if places := homes(near):
+            return f"; did you mean {' or '.join(places[:3])}?"
+        answer = other_tools.answer(other_tools.table().rows[near], value)
+        return f"; did you mean {near} ({answer_words(answer, value, raw=raw, joint=joint)})?"
+    return f"; {section or 'the root'} takes {', '.join(here or sections()[''].model_fields)}"
+
+
+def answer_words(answer: other_tools.Answer, value: Plain, *, raw: str | None, joint: str) -> str:
+    """An answer of the table in words: `here it is train.bf16: true`."""
+    settings = []
+    for path, ours in answer.settings:
+        is_same = ours is value or (ours == value and type(ours) is type(value))
+        default = ", the default" if leaves()[path].default == ours else ""
+        settings.append(f"{path}{joint}{_written(ours, raw if is_same else None)}{default}")
+    words = answer.words.replace("{value}", show(value, raw=raw).strip('"'))
+    if not settings:
+        return words
+    return f"here it is {' and '.join(settings)}{f' ({words})' if words else ''}"
+
+
+def _written(value: Plain, raw: str | None) -> str:
+    """A value in the form that YAML and `SET=` read."""
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[\w./~@+-][\w./~@:+-]*", value) and parse_value(value, name="") == value
+        return value if plain else show(value)
+    return show(value, raw=raw) if raw else yaml_value(value)

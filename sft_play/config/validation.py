@@ -1,0 +1,194 @@
+"""A document → `RunConfig`; pydantic's errors as problems with a line, the expected value and the one found."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+
+from pydantic import ValidationError
+
+from sft_play.config import other_tools
+from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections
+from sft_play.config.overrides import OVERRIDE, place
+from sft_play.config.schema import RunConfig
+from sft_play.config.unknown_keys import answer_words, foreign_problems
+from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, show, value_at, walk
+from sft_play.variables import nearest
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def validate(document: Document) -> tuple[RunConfig | None, list[Problem]]:
+    """The run that a document's data describes, None where pydantic refuses it, and every problem with its keys and
+    values. The config is usable only where there is no problem."""
+    unknown, misplaced = list(_unknown_keys(document)), _misplaced(document)
+    blocked = {path for path, _ in unknown} | set(misplaced)
+    problems = [*(problem for _, key_problems in unknown for problem in key_problems), *misplaced.values()]
+    broken = [path for path, value in walk(document.data) if isinstance(value, str) and _SURROGATE.search(value)]
+    problems += [
+        Problem(dotted(path), place(document, path), "the text has half of a surrogate pair") for path in broken
+    ]
+    if broken:
+        return None, problems
+    # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
+    pruned = _without(document.data, blocked)
+    assert isinstance(pruned, dict)
+    try:
+        # From JSON, because strict models refuse a list for a tuple in Python's data but take a JSON array for one.
+        return RunConfig.model_validate_json(json.dumps(pruned)), problems
+    except ValidationError as error:
+        return None, problems + list(_leaf_problems(error, document, blocked))
+
+
+def _without(data: Plain, blocked: set[Path_], path: Path_ = ()) -> Plain:
+    """The data without the keys already reported, and without sections left empty by `key:`."""
+    if not isinstance(data, dict):
+        return data
+    result = {}
+    for key, value in data.items():
+        inner = (*path, key)
+        if inner in blocked or (value is None and dotted(inner) in sections()):
+            continue
+        result[key] = _without(value, blocked, inner)
+    return result
+
+
+def _misplaced(document: Document) -> dict[Path_, Problem]:
+    """Sections that hold a value instead of keys."""
+    problems = {}
+    for name, section in sections().items():
+        if not name:
+            continue
+        path: Path_ = tuple(name.split("."))
+        value = value_at(document.data, path)
+        if value is None or isinstance(value, dict):
+            continue
+        first = next(iter(section.model_fields))
+        shown = show(value, raw=document.raw.get(path))
+        problems[path] = Problem(
+            name,
+            place(document, path),
+            f"expected a section, found {shown}; write {name}: {{{first}: {shown if first == 'name' else '…'}}} "
+            f"(its keys: {', '.join(section.model_fields)}){_in_other_tools(document, path, value)}",
+        )
+    return problems
+
+
+def _in_other_tools(document: Document, path: Path_, value: Plain) -> str:
+    """What a value means where other tools use a section's name for a plain key (`mixed_precision: bf16`)."""
+    row = other_tools.table().rows.get(str(path[-1]))
+    answer = other_tools.answer(row, value) if row else other_tools.Answer()
+    joint = "=" if place(document, path) == OVERRIDE else ": "
+    return f"; as other tools mean it, {answer_words(answer, value, raw=None, joint=joint)}" if answer.settings else ""
+
+
+def _unknown_keys(document: Document) -> Iterator[tuple[Path_, list[Problem]]]:
+    """Each key that our sections do not have, with its problems: one, or one for every key in a foreign section."""
+    for name, section in sections().items():
+        own: Path_ = tuple(name.split(".")) if name else ()
+        holder = value_at(document.data, own)
+        if not isinstance(holder, dict):
+            continue
+        for key in holder:
+            if key not in section.model_fields:
+                path: Path_ = (*own, key)
+                yield path, list(foreign_problems(document, path, holder[key], section=name))
+
+
+def _leaf_problems(error: ValidationError, document: Document, blocked: set[Path_]) -> Iterator[Problem]:
+    seen = set()  # a union reports one error for each of its members; the key is reported once
+    for item in error.errors(include_url=False):
+        if item["type"] == "default_factory_not_called":  # another key is wrong, and this default depends on it
+            continue
+        location = [str(part) for part in item["loc"]]
+        name = _leaf_of(location)
+        path: Path_ = tuple(name.split("."))
+        if name in listed() and len(location) > len(path):
+            path = _within_list(name, item["loc"])
+            name = dotted(path)
+        if name in seen or any(path[: len(stop)] == stop for stop in blocked):
+            continue
+        seen.add(name)
+        if dotted(path) != ".".join(map(str, path)):
+            yield Problem(name, place(document, path), _item_message(document, path, item["type"]))
+            continue
+        message = f"missing; a run YAML needs {name}.name" if name == "model" else "missing"
+        if name in leaves():
+            leaf, value = leaves()[name], value_at(document.data, path)
+            message = _expected(leaf, value, document.raw.get(path), habit=_habit(name, value))
+            message = f"missing; {leaf.doc}" if item["type"] == "missing" else message
+        yield Problem(name, place(document, path), message)
+
+
+def _within_list(name: str, location: Sequence[str | int]) -> Path_:
+    """The part of pydantic's location that names a section in a list, or a key of that section."""
+    holder = tuple(name.split("."))
+    key = location[len(holder) + 1 : len(holder) + 2]
+    return (*holder, int(location[len(holder)]), *map(str, key))
+
+
+def _item_message(document: Document, path: Path_, kind: str) -> str:
+    """What is wrong with a section in a list, or with one of its keys."""
+    at = next(index for index, part in enumerate(path) if isinstance(part, int))
+    holder, key = ".".join(map(str, path[:at])), path[at + 1 :]
+    fields = listed()[holder].model_fields
+    value = value_at(document.data, path)
+    raw = document.raw.get(path)
+    if not key:
+        first = next(iter(fields))
+        return f"expected a section, found {show(value, raw=raw)}; write {{{first}: {show(value, raw=raw)}, …}}"
+    if key[0] not in fields:
+        near = nearest(str(key[0]), list(fields))
+        hint = f"did you mean {near}?" if near else f"{holder}[] takes {', '.join(fields)}"
+        return f"unknown key (value {show(value, raw=raw)}); {hint}"
+    leaf = item_leaf(holder, str(key[0]))
+    return f"missing; {leaf.doc}" if kind == "missing" else _expected(leaf, value, raw)
+
+
+def _leaf_of(location: list[str]) -> str:
+    """The longest prefix of pydantic's location that is a leaf (the rest names union members)."""
+    for length in range(len(location), 0, -1):
+        name = ".".join(location[:length])
+        if name in leaves() or name in sections():
+            return name
+    return ".".join(location)
+
+
+def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
+    """The value that a leaf expects, and the one that was found."""
+    hint = _hint(value, raw, leaf.expects) or habit
+    return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
+
+
+def _habit(name: str, value: Plain) -> str:
+    """What another tool's value means, where the key has our name and place."""
+    row = other_tools.table().rows.get(name.rpartition(".")[2])
+    if row is None or row.path != name or value is None:
+        return ""
+    answer = other_tools.answer(row, value)
+    is_answer = answer.settings or other_tools.spelled(value) in row.values
+    text = answer_words(answer, value, raw=None, joint=": ").replace("here it is", "write", 1)
+    return f"; {text}" if is_answer else ""
+
+
+def _hint(value: Plain, raw: str | None, expected: str) -> str:
+    if isinstance(value, str):
+        word = value.lower()
+        if "true or false" in expected and word in ("yes", "on", "y", "no", "off", "n"):
+            return f"; write {'true' if word in ('yes', 'on', 'y') else 'false'}"
+        if expected.startswith("a list of") and value in expected:
+            return f"; write [{value}]"
+        if "number" in expected and value.lstrip("+-").isdigit() and value.lstrip("+-").startswith("0"):
+            return "; a number has no leading zero"
+        if "number" in expected and value.replace("_", "").replace(",", "").isdigit():
+            return "; write the number without separators"
+        cutoff = 0.6 if len(value) > 3 else 0.7  # `gpu` is not a misspelt `cpu`
+        near = difflib.get_close_matches(value, expected.replace(",", " ").split(), n=1, cutoff=cutoff)
+        return f"; did you mean {near[0]}?" if near else ""
+    if isinstance(value, (bool, int, float)) and "text" in expected and "list" not in expected:
+        return f'; put it in quotes: "{raw if raw is not None else value}"'
+    if value is None and "null" not in expected:
+        return "; give a value or remove the key"
+    return ""

@@ -1,0 +1,76 @@
+"""The host of the GPUs: RAM within this process's control groups, CPU, and whether it is WSL."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from pathlib import Path
+
+import psutil
+
+from sft_play.facts.ask import text_of
+
+OSRELEASE = Path("/proc/sys/kernel/osrelease")
+"""The kernel's release; WSL's own kernel has Microsoft's name in it."""
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def on_wsl(osrelease: Path | None = None) -> bool:
+    """Whether this Linux runs in Windows (WSL), by the kernel's release."""
+    return "microsoft" in text_of(osrelease or OSRELEASE).lower()
+
+
+def memory() -> tuple[int, int]:
+    """Total and available RAM in bytes, no more than the control groups of this process allow."""
+    host = psutil.virtual_memory()
+    total, free = int(host.total), int(host.available)  # available: free, and cache that the kernel would drop
+    # the kernel kills a process at its group's limit, however much RAM the host has left
+    for folder, limit_file, use_file in _cgroup_folders():
+        limit = _number(folder / limit_file)
+        if limit is not None and limit < host.total:
+            # file cache that can be dropped does not count as used
+            cache = re.search(r"^(?:total_)?inactive_file (\d+)$", text_of(folder / "memory.stat"), re.MULTILINE)
+            used = max(0, (_number(folder / use_file) or 0) - (int(cache[1]) if cache else 0))
+            total, free = min(total, limit), min(free, max(0, limit - used))
+    return total, free
+
+
+def _cgroup_folders() -> list[tuple[Path, str, str]]:
+    """Folders of the memory controller from this process's group up to the root, version 2 then version 1."""
+    paths = {"": "/", "memory": "/"}
+    # hierarchy:controllers:path; version 2 has one line without controllers
+    for line in text_of(_OWN_CGROUP).splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        for name in controllers.split(","):
+            if name in paths:
+                paths[name] = path
+    folders = []
+    for root, path, names in (
+        (_CGROUP, paths[""], ("memory.max", "memory.current")),
+        (_CGROUP / "memory", paths["memory"], ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+    ):
+        # a limit of any group above applies too; in a container the path may be the host's, and folders are missing
+        own = root / path.strip("/")
+        folders += [(folder, *names) for folder in (own, *own.parents) if folder.is_relative_to(root)]
+    return folders
+
+
+def _number(path: Path) -> int | None:
+    """A file's number; None where it has none: version 2 writes `max` for no limit."""
+    text = text_of(path).strip()
+    return int(text) if text.isdigit() else None
+
+
+def cpu_cores() -> int:
+    """Cores that this process may run on, as `taskset` or a scheduler leaves them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_name() -> str:
+    """The CPU's name as its maker gives it."""
+    for line in text_of(Path("/proc/cpuinfo")).splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine() or "CPU"

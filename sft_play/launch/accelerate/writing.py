@@ -1,0 +1,189 @@
+"""accelerate's configuration, written from the detected machine; a file that a person edited is kept."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import Hardware
+from sft_play.launch.accelerate.machines import Machines, check_machines
+from sft_play.launch.accelerate.reading import PRECISIONS, WANTED, DistributedType
+from sft_play.launch.given_file import text_of
+from sft_play.log import one_line
+from sft_play.runs.files import write_text
+
+Precision = Literal["no", "fp16", "bf16"]
+_MARK = "# Written by sft-play setup-accelerate; sha256 of the lines below: "
+_TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
+
+
+@dataclass(frozen=True)
+class WrittenConfig:
+    """The file and its text. `how`: a `new` file, one of ours `renewed`, the `same` as before, or a file that a person
+    edited, `replaced` on request."""
+
+    path: Path
+    text: str
+    how: Literal["new", "renewed", "same", "replaced"]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What to report: where, how, and the file's content."""
+        words = {
+            "new": "written",
+            "renewed": "rewritten (it had not been edited)",
+            "same": "was already there and is unchanged",
+            "replaced": "replaced because of FORCE=1; your edits are gone",
+        }
+        return (f"{self.path} {words[self.how]}:", *(f"  {line}" for line in self.text.splitlines()))
+
+
+def write_accelerate_file(
+    path: Path,
+    hardware: Hardware,
+    *,
+    mixed_precision: Precision,
+    num_machines: int = 1,
+    machine_rank: int = 0,
+    main_ip: str | None = None,
+    main_port: int | None = None,
+    gpu_ids: Sequence[int] | None = None,
+    processes: int | None = None,
+    distributed_type: DistributedType | None = None,
+    deepspeed_config_file: Path | None = None,
+    overwrite: bool = False,
+) -> WrittenConfig:
+    """Write a configuration for `num_machines` machines like this one.
+
+    `processes` is per machine (default: one per GPU; two ranks on a machine without GPUs); `gpu_ids` chooses GPUs by
+    their index (default: all); `distributed_type` defaults to what accelerate's questionnaire yields for the machine.
+
+    Raises:
+        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs, processes or machines that do
+            not exist; the file cannot be written. Nothing is written then.
+    """
+    machines = check_machines(Machines(num_machines, machine_rank, main_ip, main_port))
+    if mixed_precision not in PRECISIONS:
+        raise ConfigError(f"mixed precision {one_line(str(mixed_precision))} is not one of {', '.join(PRECISIONS)}")
+    ids = _chosen_gpus(hardware, gpu_ids)
+    per_machine = _processes(hardware, ids, processes)
+    total = per_machine * machines.num_machines  # accelerate counts over all machines, torchrun on each
+    kind = distributed_type or ("NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU")
+    body = _TOTAL + yaml.safe_dump(
+        {
+            **_fields(kind, machines, mixed_precision, total=total, on_cpu=not hardware.gpus),
+            **({"gpu_ids": "all" if gpu_ids is None else ",".join(map(str, ids))} if hardware.gpus else {}),
+            **_engine_block(kind, deepspeed_config_file),
+        },
+        sort_keys=True,  # as `accelerate config` does
+        default_flow_style=False,
+    )
+    text = f"{_MARK}{_digest(body)}\n{body}"
+    how = _may_write(path, text, overwrite=overwrite)
+    if how != "same":
+        try:
+            write_text(path, text)
+        except OSError as error:
+            raise ConfigError(f"ACCELERATE_CONFIG={path} cannot be written: {error.strerror}") from None
+    return WrittenConfig(path, text, how)
+
+
+def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int, ...]:
+    """Indices of the GPUs that one machine uses."""
+    indices = tuple(gpu.index for gpu in hardware.gpus[: hardware.gpus_per_node if hardware.gpus else 0])
+    if gpu_ids is None:
+        return indices
+    if not gpu_ids or len(set(gpu_ids)) != len(gpu_ids) or not set(gpu_ids) <= set(indices):
+        asked = one_line(",".join(map(str, gpu_ids)))
+        has = ", ".join(map(str, indices)) or "no GPU"
+        raise ConfigError(f"GPUS={asked} cannot be used: this machine has {has}; name each once")
+    return tuple(gpu_ids)
+
+
+def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) -> int:
+    """Processes of one machine."""
+    if processes is None:
+        return len(ids) if hardware.gpus else 2  # on a CPU the fewest that are several
+    if processes < 1 or (hardware.gpus and processes > len(ids)):
+        limit = f"from 1 to {len(ids)}, one for each GPU" if hardware.gpus else "from 1"
+        raise ConfigError(f"NPROC={processes} cannot be used; give a number {limit}")
+    return processes
+
+
+def _fields(kind: DistributedType, machines: Machines, precision: str, *, total: int, on_cpu: bool) -> dict[str, Any]:
+    """The fields that `accelerate config` writes for every kind."""
+    fields: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": kind,
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "machine_rank": machines.machine_rank,
+        "main_training_function": "main",
+        "mixed_precision": precision,
+        "num_machines": machines.num_machines,
+        "num_processes": total,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "tpu_env": [],
+        "tpu_use_cluster": False,
+        "tpu_use_sudo": False,
+        "use_cpu": on_cpu,
+    }
+    if machines.main_ip is not None:
+        fields["main_process_ip"] = machines.main_ip
+    if machines.main_port is not None:
+        fields["main_process_port"] = machines.main_port
+    return fields
+
+
+def _engine_block(kind: DistributedType, deepspeed_config_file: Path | None) -> dict[str, Any]:
+    """The block of the engine: FSDP2 as the Trainer sets it up, or the DeepSpeed file."""
+    if kind == "FSDP":
+        return {
+            "fsdp_config": {
+                "fsdp_version": 2,
+                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+                "fsdp_cpu_ram_efficient_loading": True,
+                "fsdp_offload_params": False,
+                "fsdp_reshard_after_forward": True,
+                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            }
+        }
+    if kind == "DEEPSPEED":
+        if deepspeed_config_file is None:
+            return {"deepspeed_config": {"zero_stage": 2, "zero3_init_flag": False}}
+        return {"deepspeed_config": {"deepspeed_config_file": str(deepspeed_config_file), "zero3_init_flag": False}}
+    return {}
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode("utf-8")).hexdigest()
+
+
+def is_edited(text: str) -> bool:
+    """Whether a configuration is not ours, or was edited since it was written."""
+    first, _, body = text.partition("\n")
+    return not first.startswith(_MARK) or first.removeprefix(_MARK).strip() != _digest(body)
+
+
+def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "renewed", "same", "replaced"]:
+    if not path.exists():
+        return "new"
+    present = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    if present == text:
+        return "same"
+    if not is_edited(present):
+        return "renewed"
+    if overwrite:
+        return "replaced"
+    why = "was edited since it was written" if present.startswith(_MARK) else "was not written by this command"
+    raise ConfigError(
+        f"{path} {why}, so it is not overwritten; FORCE=1 replaces it, ACCELERATE_CONFIG=other.yaml writes another file"
+    )

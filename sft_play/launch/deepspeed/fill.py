@@ -1,0 +1,281 @@
+"""A DeepSpeed configuration with every "auto" resolved from the plan.
+
+The formulas for "auto" are those of transformers (https://github.com/huggingface/transformers:
+`src/transformers/integrations/deepspeed.py`), so a file that works with the Trainer means the same here; their results
+are shown.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft_play.errors import ConfigError
+from sft_play.launch.deepspeed import keys
+from sft_play.launch.deepspeed.layout import STAGES, layout_of, offloads
+from sft_play.launch.deepspeed.run_settings import BATCH_KEYS, DTYPE_KEYS
+from sft_play.launch.deepspeed.tree import AUTO, Config, holder_of, leaves_of, put_at, shown_value, value_at
+
+ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
+"""AdamW's values in every run: the defaults of transformers' `TrainingArguments`, which no key changes."""
+
+BY_HIDDEN_SIZE: dict[str, tuple[Callable[[int], int], str]] = {
+    "reduce_bucket_size": (lambda size: size * size, "hidden size squared"),
+    "stage3_prefetch_bucket_size": (lambda size: int(0.9 * size * size), "0.9 × hidden size squared"),
+    "stage3_param_persistence_threshold": (lambda size: 10 * size, "10 × hidden size"),
+}
+"""Keys of `zero_optimization` whose "auto" follows from the model's widest hidden size: the number of elements, and the
+formula in words."""
+
+
+@dataclass(frozen=True)
+class PlanNumbers:
+    """What DeepSpeed needs from a plan. `max_grad_norm` 0: no clipping. `hidden_size` is the model's widest.
+
+    The optimizer's values are for comparison with a file's own `optimizer` block; None: not compared.
+    """
+
+    layout: str
+    micro_batch: int
+    grad_accum: int
+    data_parallel_ranks: int
+    hidden_size: int
+    max_grad_norm: float
+    compute: Literal["bfloat16", "float16", "float32"]
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    reduce: str | None = None
+    """Dtype in which gradients are sent, in DeepSpeed's spelling; None: as computed."""
+    buffer: str | None = None
+    """Dtype that buffers are cast to; None: unchanged."""
+
+    @property
+    def effective_batch(self) -> int:
+        """Rows per optimizer step, over all ranks."""
+        return self.micro_batch * self.grad_accum * self.data_parallel_ranks
+
+
+def fill(
+    config: Config,
+    numbers: PlanNumbers,
+    *,
+    name: str = "the DeepSpeed configuration",
+    torch_adam: str | None = None,
+) -> tuple[Config, tuple[str, ...]]:
+    """A translated configuration with every "auto" resolved, and a line for each value that the plan supplied.
+
+    `torch_adam` is the reason why DeepSpeed's own CPU Adam cannot run (`adam_obstacles`): torch's AdamW then updates
+    the offloaded states. Optimizer and schedule are the run YAML's; a file's blocks that agree with it are left out.
+
+    Raises:
+        ConfigError: a number of the file contradicts the plan; both are named, all contradictions at once.
+    """
+    resolved = copy.deepcopy(config)
+    shown: list[str] = []
+    problems: list[str] = []
+    layout = layout_of(config, name=name, planned=numbers.layout)
+    if layout != numbers.layout:  # memory and speed were planned for another one
+        problems.append(
+            f"the file asks for {layout}, but the plan is for {numbers.layout}; leave STRATEGY= out, or name another "
+            "file"
+        )
+    for step in (_fill_batch, _fill_precision, _fill_dtypes, _fill_zero, _fill_optimizer, _fill_scheduler):
+        problems += step(resolved, numbers, shown)
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    if not resolved.get("zero_allow_untested_optimizer"):  # DeepSpeed stops at optimizer classes that it does not know
+        resolved["zero_allow_untested_optimizer"] = True
+        shown.append("zero_allow_untested_optimizer → true (train.optim is the plan's choice)")
+    if torch_adam and offloads(resolved["zero_optimization"], "offload_optimizer"):
+        resolved["zero_force_ds_cpu_optimizer"] = False
+        shown.append(
+            f"zero_force_ds_cpu_optimizer → false: torch's AdamW steps on the CPU instead, more slowly ({torch_adam})"
+        )
+    shown += drop_autos(resolved)
+    return resolved, tuple(shown)
+
+
+def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    product = f"{numbers.micro_batch} × {numbers.grad_accum} × {numbers.data_parallel_ranks} ranks"
+    # DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`).
+    wanted = {
+        "train_batch_size": (numbers.effective_batch, f"micro-batch × accumulation × ranks: {product}"),
+        "train_micro_batch_size_per_gpu": (numbers.micro_batch, "the plan's micro-batch"),
+        "gradient_accumulation_steps": (numbers.grad_accum, "the plan's accumulation"),
+    }
+    problems = []
+    for key, (value, why) in wanted.items():
+        present = config.get(key, AUTO)
+        if present in (AUTO, None):
+            config[key] = value
+            shown.append(f"{key} → {value} ({why})")
+        elif present != value:
+            problems.append(
+                f"{key}: {present} contradicts the plan's {value} ({product} = {numbers.effective_batch}); "
+                f'set it to "auto", or run with train.{BATCH_KEYS[key]}={present}'
+            )
+    norm = config.get("gradient_clipping", AUTO)  # DeepSpeed's engine clips, and by its own number only
+    if norm in (AUTO, None):
+        config["gradient_clipping"] = numbers.max_grad_norm
+        shown.append(f"gradient_clipping → {numbers.max_grad_norm:g} (train.max_grad_norm)")
+    elif float(norm) != float(numbers.max_grad_norm):
+        problems.append(
+            f"gradient_clipping: {norm:g} contradicts train.max_grad_norm: {numbers.max_grad_norm:g}; "
+            f'set it to "auto", or run with train.max_grad_norm={norm:g}'
+        )
+    return problems
+
+
+def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been written
+    for another machine. To DeepSpeed, absent means disabled."""
+    changed = []
+    for key, compute in (("bf16", "bfloat16"), ("fp16", "float16")):
+        wanted = numbers.compute == compute
+        section = config.get(key)
+        if section is None and not wanted:
+            continue  # absent means disabled
+        section = {} if section is None else section
+        config[key] = section
+        present = section.get("enabled", AUTO)
+        if present in (AUTO, None):
+            section["enabled"] = wanted
+            shown.append(f"{key}.enabled → {shown_value(wanted)} (the run computes in {numbers.compute})")
+        elif present is not wanted:
+            section["enabled"] = wanted
+            changed.append(f"{key}.enabled: {shown_value(present)} → {shown_value(wanted)}")
+    autocast = config.get("torch_autocast")
+    on = autocast if isinstance(autocast, dict) and autocast.get("enabled") is True else None
+    if on is not None and _dtype_name(on.get("dtype")) != numbers.compute:
+        on["enabled"] = False
+        changed.append("torch_autocast.enabled: true → false")
+    if changed:
+        shown.append(f"{', '.join(changed)} (the run computes in {numbers.compute}, as train.bf16 and train.fp16 "
+                     "choose)")  # fmt: skip
+    return []
+
+
+def _dtype_name(value: Any) -> str:
+    """A dtype as DeepSpeed's `torch_autocast` names it (default bfloat16), as torch's name."""
+    name = str(value).removeprefix("torch.")
+    short = {AUTO: "bfloat16", "None": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+    return short.get(name, name)
+
+
+def _fill_dtypes(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    for key, field in DTYPE_KEYS.items():
+        wanted = getattr(numbers, field)
+        if wanted is not None and value_at(config, key) != wanted:
+            put_at(config, key, wanted)
+            shown.append(f"{key} → {wanted} (distributed.mixed_precision.{field})")
+    return []
+
+
+def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    zero = config.get("zero_optimization") or {}
+    config["zero_optimization"] = zero
+    stage = STAGES[numbers.layout][0]
+    if zero.get("stage", AUTO) in (AUTO, None):
+        zero["stage"] = stage
+        shown.append(f"zero_optimization.stage → {stage} (the plan's layout, {numbers.layout})")
+    gather = "stage3_gather_16bit_weights_on_model_save"
+    if stage == 3 and zero.get(gather) is not True:
+        zero[gather] = True
+        shown.append(f"zero_optimization.{gather} → true (checkpoints hold whole weights)")
+    if "reduce_bucket_size" not in zero:  # DeepSpeed's default, 5e8 elements, would take another GiB
+        zero["reduce_bucket_size"] = AUTO
+    for key, (formula, how) in BY_HIDDEN_SIZE.items():
+        if zero.get(key) == AUTO and (stage == 3 or not key.startswith("stage3_")):
+            zero[key] = formula(numbers.hidden_size)
+            shown.append(f"zero_optimization.{key} → {zero[key]:,} ({how}: {numbers.hidden_size:,})")
+    return []
+
+
+_ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
+"""Parameters that choose an AdamW implementation; all of them compute the same update."""
+
+
+def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
+    block = config.pop("optimizer", None)
+    if block is None:
+        return []
+    kind = block.get("type", AUTO)
+    problems = []
+    if str(kind).lower() not in ("adam", "adamw", AUTO):
+        problems.append(f"optimizer.type: {shown_value(kind)} is not supported; train.optim of the run YAML chooses")
+    ours = {
+        "lr": (numbers.learning_rate, "train.learning_rate"),
+        "weight_decay": (numbers.weight_decay, "train.weight_decay"),
+        "betas": (numbers.betas, "the run's (train.adam_beta2)"),
+        "eps": (numbers.eps, "the run's"),
+    }
+    own_values = []
+    for key, value in (block.get("params") or {}).items():
+        planned, where = ours.get(key, (None, ""))
+        if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
+            continue  # it leaves the number to the run, or chooses between implementations of the same update
+        if key not in ours:
+            problems.append(
+                f"optimizer.params.{key}: {shown_value(value)} cannot be kept: the optimizer is the run YAML's"
+            )
+        elif planned is not None and not same_numbers(value, planned):
+            problems.append(
+                f"optimizer.params.{key}: {shown_value(value)} contradicts {where}: {shown_value(planned)}; "
+                'set it to "auto", or change the run YAML'
+            )
+        else:
+            own_values.append(f"{key}: {shown_value(value)}")
+    if (block.get("params") or {}).get("torch_adam") is True:
+        config["zero_force_ds_cpu_optimizer"] = False
+        shown.append("zero_force_ds_cpu_optimizer → false (optimizer.params.torch_adam: true asks for torch's AdamW)")
+    repeated = f" ({', '.join(own_values)})" if own_values else ""
+    shown.append(f"optimizer{repeated} left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
+    return problems
+
+
+def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    """The schedule is the run YAML's: DeepSpeed's own would silently replace it."""
+    block = config.pop("scheduler", None)
+    if block is None:
+        return []
+    fixed = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
+    # A warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own.
+    zeros = {key for key, value in fixed.items() if key == "warmup_min_lr" and value == 0}
+    rest = {key: value for key, value in fixed.items() if key not in zeros | {"warmup_type"}}
+    if rest:
+        listed = ", ".join(f"{key}: {shown_value(value)}" for key, value in sorted(rest.items()))
+        return [
+            f"scheduler.params has its own numbers ({listed}) and the run YAML has a schedule too "
+            '(train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its numbers to "auto"'
+        ]
+    shown.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
+    return []
+
+
+def drop_autos(config: Config) -> list[str]:
+    """Remove each "auto" that nothing has resolved; returns a line for each. Some sections of DeepSpeed read it as the
+    default, others crash. Those of the optimizer's and the scheduler's blocks stay: accelerate resolves them."""
+    dropped = []
+    for path, value in list(leaves_of(config)):
+        if value == AUTO and not path.startswith((*keys.AUTO_IS_A_VALUE, "optimizer.", "scheduler.")):
+            holder, key = holder_of(config, path)
+            assert holder is not None
+            del holder[key]
+            dropped.append(f'{path}: "auto" left out (DeepSpeed\'s default)')
+    return dropped
+
+
+def same_numbers(one: Any, other: Any) -> bool:
+    """Whether two numbers, or lists of numbers, are numerically equal."""
+    try:
+        if isinstance(one, list | tuple) or isinstance(other, list | tuple):
+            return [float(item) for item in one] == [float(item) for item in other]
+        return math.isclose(float(one), float(other), rel_tol=1e-12)
+    except (TypeError, ValueError):
+        return False

@@ -1,0 +1,106 @@
+"""What a DeepSpeed file decides where the run YAML leaves it open: the batch, and dtypes of communication."""
+
+from __future__ import annotations
+
+from sft_play.config.schema import MixedPrecisionConfig, TrainConfig
+from sft_play.errors import ConfigError
+from sft_play.launch.deepspeed.tree import AUTO, Config, shown_value, value_at
+
+BATCH_KEYS = {
+    "train_micro_batch_size_per_gpu": "batch_size",
+    "gradient_accumulation_steps": "grad_accum",
+    "train_batch_size": "effective_batch_size",
+}
+"""DeepSpeed's batch keys and the run YAML's."""
+
+
+def with_batch(
+    train: TrainConfig, config: Config, *, ranks: int, name: str = "the DeepSpeed configuration"
+) -> tuple[TrainConfig, tuple[str, ...]]:
+    """The run's settings with the batch of a translated configuration where the run YAML leaves it open, and a line for
+    each value taken from it.
+
+    Micro-batch and accumulation are open where the run YAML says "auto", the effective batch where it does not set
+    one; where both others are known it is their product with the data-parallel `ranks`.
+
+    Raises:
+        ConfigError: a number of the file contradicts one that the run YAML gives, or they do not multiply; both are
+            named, all contradictions at once.
+    """
+    given_batch = {key: value for key in BATCH_KEYS if isinstance(value := config.get(key), int)}  # without "auto"
+    if not given_batch:
+        return train, ()
+    given = {field: value for field in ("batch_size", "grad_accum") if (value := getattr(train, field)) != AUTO}
+    # It has a number as its default, so "given" is what the file or SET holds, even if that is the default.
+    if "effective_batch_size" in train.model_fields_set:
+        given["effective_batch_size"] = train.effective_batch_size
+    taken: dict[str, int] = {}
+    sources = {field: f"train.{field}={value}" for field, value in given.items()}
+    lines, problems = [], []
+    for key, value in given_batch.items():
+        field = BATCH_KEYS[key]
+        if given.get(field, value) != value:
+            problems.append(f'{key}: {value} contradicts train.{field}={given[field]}; keep one of them ("auto" here)')
+        elif field not in given:
+            taken[field], sources[field] = value, f"{key}: {value}"
+            lines.append(f"{key}: {value} is the run's train.{field}, which the run YAML leaves open")
+    if not problems:
+        numbers = given | taken
+        micro, accum = (numbers.get(field) for field in ("batch_size", "grad_accum"))
+        if "effective_batch_size" not in numbers and micro and accum:
+            taken["effective_batch_size"] = micro * accum * ranks
+            lines.append(f"train.effective_batch_size → {micro} × {accum} × {ranks} ranks = {micro * accum * ranks}, "
+                         "which neither file gives")  # fmt: skip
+        problems += _not_a_product(train.model_copy(update=taken), sources, ranks)
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return train.model_copy(update=taken), tuple(lines)
+
+
+def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> list[str]:
+    """What is wrong with values that do not multiply to the effective batch."""
+    # an open factor counts as 1: the effective batch has to be a multiple of what is known
+    micro, accum = (1 if value == AUTO else int(value) for value in (train.batch_size, train.grad_accum))
+    effective, unit = train.effective_batch_size, micro * accum * ranks
+    both = AUTO not in (train.batch_size, train.grad_accum)
+    if (effective == unit) if both else effective % unit == 0:
+        return []
+    parts = [sources[field] for field in ("batch_size", "grad_accum") if field in sources]
+    wanted = sources.get("effective_batch_size", f"train.effective_batch_size={effective} (its default)")
+    product = " × ".join([*parts, f"{ranks} ranks"])
+    verb = "is not" if both else "is not a multiple of"
+    near = unit if both else max(unit, round(effective / unit) * unit)
+    return [f"{wanted} {verb} {product} = {unit}; an effective batch of {near} is"]
+
+
+DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
+"""DeepSpeed's keys and the run YAML's under distributed.mixed_precision."""
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+SHORT_DTYPES = {ours: theirs for theirs, ours in _DTYPES.items()}
+"""DeepSpeed's names for our dtypes."""
+
+
+def with_dtypes(
+    mixed: MixedPrecisionConfig, config: Config, *, name: str = "the DeepSpeed configuration"
+) -> tuple[MixedPrecisionConfig, tuple[str, ...]]:
+    """The run's dtypes with those of a translated configuration where the run YAML says auto, and a line for each.
+
+    Raises:
+        ConfigError: a dtype of the file contradicts the run YAML's, or is not one.
+    """
+    taken, lines, problems = dict[str, str](), [], []
+    for key, field in DTYPE_KEYS.items():
+        theirs, path = value_at(config, key), f"distributed.mixed_precision.{field}"
+        if theirs in (None, AUTO):
+            continue
+        ours, given = _DTYPES.get(str(theirs).lower()), getattr(mixed, field)
+        if ours is None:
+            problems.append(f"{key}: {shown_value(theirs)} is not valid; expected {', '.join(_DTYPES)}")
+        elif given not in (AUTO, ours):
+            problems.append(f"{key}: {theirs} contradicts {path}={given}; keep one of them")
+        elif given == AUTO:
+            taken[field] = ours
+            lines.append(f"{key}: {theirs} is the run's {path}, which the run YAML leaves open")
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return mixed.model_copy(update=taken), tuple(lines)

@@ -1,0 +1,36 @@
+"""`tuning.lora.target_modules`: names that match no layer of the model are refused before anything loads."""
+
+from __future__ import annotations
+
+import difflib
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.facts.families import MOVED_WORDS, takes_adapter
+from sft_play.facts.model_shape import ModelShape
+from sft_play.log import one_line
+
+OUTPUT_HEADS = ("lm_head", "embed_out")
+"""What transformers calls the output head."""
+
+
+def check_targets(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does."""
+    targets = config.tuning.lora.target_modules
+    if config.tuning.mode == "full" or targets == "auto":
+        return
+    layers = [linear for linear, _ in shape.linears if linear.adaptable]
+    names = sorted({linear.name for linear in layers})
+    problems = []
+    for target in targets:
+        if target in OUTPUT_HEADS:
+            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
+        elif not takes_adapter(shape.model_type, target.rpartition(".")[2]):
+            problems.append(f"{one_line(target)}: {MOVED_WORDS}")
+        elif not any(linear.matches(target) for linear in layers):
+            near = difflib.get_close_matches(target, names, n=1, cutoff=0.6)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            problems.append(f"{one_line(target)} matches nothing{hint}")
+    if problems:
+        listed = f"The linear layers are: {', '.join(names)}; auto takes them all"
+        raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")

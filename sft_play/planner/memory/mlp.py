@@ -1,0 +1,169 @@
+"""The feed-forward part of a block on sizes: a dense MLP, or a mixture of experts."""
+
+from __future__ import annotations
+
+from sft_play.planner.memory import fused
+from sft_play.planner.memory.linear import by_widths, linear
+from sft_play.planner.memory.operations import Pass
+from sft_play.planner.memory.tape import Grads, Ref, Tape, shared
+
+
+def mlp(run: Pass, x: Ref) -> Ref:
+    """The feed-forward part: the dense MLP, or experts beside a shared one."""
+    if run.spec.experts:
+        routed = _experts(run, x)
+        return run.add(routed, _dense_mlp(run, x)) if "down" in run.linears else routed
+    return _dense_mlp(run, x)
+
+
+def _experts(run: Pass, x: Ref) -> Ref:
+    """Routed experts, line by line as `grouped_mm_experts_forward` (transformers, integrations/moe.py): each
+    token's row once per expert, gate and up in one product, weighted and summed.
+
+    Which expert gets a token does not change these bytes: the rows of all experts are in one tensor. One expert
+    after another holds no more, except for gradients of the weights.
+    """
+    spec, rows = run.spec, run.tokens * run.spec.experts_per_token
+    wide = rows * spec.expert_width
+    routing = _routing(run, x, rows)  # (T * k,)
+    places = run.tape.new(rows, 8)
+    gathered = run.tape.op((x,), rows * spec.hidden, x.width, saved=(places,), backward=run.put_back(x, rows))
+    both = _grouped(run, gathered, spec.hidden, 2 * spec.expert_width)
+    # biases are gathered row by row before the product, and the name lives until the next ones replace it
+    bias = run.tape.new(both.elements, both.width) if spec.expert_bias else None
+    parts = run.parts(both, wide, wide)
+    del both
+    inner = _clamped_gate(run, parts) if spec.clamped_gate else _plain_gate(run, parts)
+    out = _grouped(run, inner, spec.expert_width, spec.hidden)
+    del inner
+    if bias is not None:
+        bias = run.tape.new(out.elements, out.width)
+    weighted = _weighted_rows(run, out, routing)
+    del out, routing
+    ordered = run.tape.op(
+        (weighted,), weighted.elements, weighted.width, saved=(places,), backward=run.put_back(weighted, rows)
+    )
+    del weighted
+    size, e = ordered.elements, ordered.width
+    # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
+    mixed = run.tape.op((ordered,), x.elements, e, backward=lambda tape, grad: (tape.new(size, e),))
+    del ordered, bias, gathered
+    return run.to(mixed, x.width)
+
+
+def _routing(run: Pass, x: Ref, rows: int) -> Ref:
+    """Each row's weight: probabilities of all experts in fp32, of which the largest are taken."""
+    spec = run.spec
+    chances = run.tape.op((x,), run.tokens * spec.experts, 4, holds_output=True)
+    return run.tape.op((chances,), rows, 4 if spec.routes_in_fp32 else x.width)
+
+
+def _grouped(run: Pass, x: Ref, inputs: int, outputs: int) -> Ref:
+    """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
+    autocast's dtype by training/experts.py, and the copy is held for x's gradient."""
+    spec, low = run.spec, run.spec.numbers.autocast
+    elements, width = spec.experts * inputs * outputs, spec.numbers.weights
+    x = run.low(x)
+    held = [x] if spec.full else []
+    if low is not None and low != width:
+        held.append(run.tape.new(elements, low))
+    size, e, wanted = x.elements, x.width, x.node is not None
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        out = tape.new(size, e) if wanted else None
+        if spec.full and spec.experts_in_turn:  # select_backward: zeros of the whole tensor, beside the others' sum
+            tape.meter.touch(2 * elements * width)
+        if spec.full:
+            run.weight_gradient(elements, width)
+        return (out,)
+
+    return run.tape.op(
+        (x,), x.elements // inputs * outputs, e, saved=held, backward=backward, holds_weight=True, trains=spec.full
+    )
+
+
+def _plain_gate(run: Pass, parts: list[Ref]) -> Ref:
+    gate, up = parts
+    parts.clear()  # the caller's list would keep both alive through the product
+    return run.product(_activated(run, gate), up)
+
+
+def _clamped_gate(run: Pass, parts: list[Ref]) -> Ref:
+    """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py,
+    `_apply_gate`)."""
+    gate, up = (run.tape.op((part,), part.elements, part.width, saved=(part,)) for part in parts)
+    parts.clear()
+    share = run.scaled(gate)
+    share = run.tape.op((share,), share.elements, share.width, holds_output=True)
+    share = run.product(gate, share)
+    del gate
+    up = run.tape.op((up,), up.elements, up.width, backward=shared(1))
+    return run.product(up, share)
+
+
+def _weighted_rows(run: Pass, out: Ref, routing: Ref) -> Ref:
+    """Rows times their weights, in the wider dtype; the weights' gradient is the sum of a product of its size."""
+    width = max(out.width, routing.width)
+    size, e, rows, of_routing = out.elements, out.width, routing.elements, routing.width
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        gradient = tape.new(size, width)
+        gradient = gradient if e == width else tape.new(size, e)
+        tape.meter.touch(size * width)
+        return (gradient, tape.new(rows, of_routing))
+
+    return run.tape.op((out, routing), size, width, saved=(out, routing), backward=backward)
+
+
+def _dense_mlp(run: Pass, x: Ref) -> Ref:
+    """Gate, up and down (`gate_up`: the first two as halves of one product), or up and down."""
+    liger = run.spec.liger is not None and run.spec.liger.gate
+    if "gate_up" in run.linears:
+        both = linear(run, x, "gate_up")
+        gate, up = run.parts(both, both.elements // 2, both.elements // 2)
+        inner = fused.gated(run.tape, gate, up, copies=True) if liger else run.product(up, _activated(run, gate))
+        return run.drop(linear(run, inner, "down"), run.spec.dropout)
+    if "gate" in run.linears:
+        if liger:
+            inner = fused.gated(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
+        else:
+            inner = run.product(_activated(run, linear(run, x, "gate")), linear(run, x, "up"))
+        return linear(run, inner, "down")
+    if "up" not in run.linears:
+        return by_widths(run, x, "mlp.")
+    x = linear(run, x, "up")
+    x = _activated(run, x)
+    x = linear(run, x, "down")
+    return run.drop(x, run.spec.dropout)
+
+
+def _activated(run: Pass, x: Ref) -> Ref:
+    """The activation: one kernel that holds its input, or a tensor for each step of a formula."""
+    if run.spec.activation == "kernel":
+        return run.tape.op((x,), x.elements, x.width, saved=(x,))
+    return _gelu_new(run, x)
+
+
+def _gelu_new(run: Pass, x: Ref) -> Ref:
+    """0.5 * x * (1 + tanh(c * (x + 0.044715 * x ** 3))), step by step; autocast takes pow in fp32."""
+    wide = x if run.spec.numbers.autocast is None else run.to(x, 4)
+    half = run.scaled(x)
+    cube = run.scaled(_cubed(run, wide))
+    del wide
+    inner = run.scaled(run.add(x, cube))
+    del cube
+    inner = run.tape.op((inner,), inner.elements, inner.width, holds_output=True)
+    inner = run.tape.op((inner,), inner.elements, inner.width, backward=shared(1))
+    return run.product(half, inner)
+
+
+def _cubed(run: Pass, x: Ref) -> Ref:
+    """x ** 3: its gradient takes x ** 2, three times that, and their product."""
+    size, width = x.elements, x.width
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        out = tape.new(size, width)
+        tape.meter.touch(2 * size * width)
+        return (out,)
+
+    return run.tape.op((x,), size, width, saved=(x,), backward=backward)

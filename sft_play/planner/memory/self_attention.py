@@ -1,0 +1,254 @@
+"""Self-attention on sizes: projections, rotation, and the kernel that runs.
+
+Shapes: q (B, a, S, head_dim), k and v (B, kv heads, S, head_dim), scores (B, a, S, S).
+"""
+
+from __future__ import annotations
+
+from sft_play.planner.memory import fused
+from sft_play.planner.memory.linear import by_widths, linear
+from sft_play.planner.memory.norms import norm
+from sft_play.planner.memory.operations import Pass, round_up
+from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, shared
+
+
+def attention(run: Pass, x: Ref) -> Ref:
+    """Self-attention with its projections; latent attention and recurrent mixers by their widths."""
+    if not run.spec.attends or "o" not in run.linears:
+        return by_widths(run, x, "attention.")
+    q, k, v = _latent(run, x) if "kv_b" in run.linears else _query_key_value(run, x)
+    q, k = _turned(run, q, k)
+    out = _attend(run, q, k, v)
+    by_cat = run.spec.rotary_by_cat and not _turns_in_place(run)
+    if by_cat and run.spec.kernel == "flash" and not run.spec.one_by_one:
+        # torch.cat left q contiguous head by head; flash attention lays its output out as q, and reshaping it copies
+        out = run.tape.op((out,), out.elements, out.width)
+    out = linear(run, out, "o")
+    return run.drop(out, run.spec.dropout)
+
+
+def _query_key_value(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
+    spec = run.spec
+    q_size, kv_size = spec.heads * spec.head_dim * run.tokens, spec.kv_heads * spec.head_dim * run.tokens
+    if "qkv" in run.linears:
+        joined = linear(run, x, "qkv")
+        q, k, v = run.parts(joined, q_size, kv_size, joined.elements - q_size - kv_size)
+    else:
+        q, k, v = linear(run, x, "q"), linear(run, x, "k"), linear(run, x, "v")
+    if spec.qk_norm:
+        # Cohere's, StableLM's and Phi's LayerNorms of heads are counted as written out in fp32
+        kind = "rms" if spec.norm == "layer" else spec.norm
+        q = norm(run, q, kind, of_heads=True)
+        k = norm(run, k, kind, of_heads=True)
+    return q, k, v
+
+
+def _turns_in_place(run: Pass) -> bool:
+    return run.spec.liger is not None and run.spec.liger.rotation
+
+
+def _turned(run: Pass, q: Ref, k: Ref) -> tuple[Ref, Ref]:
+    """Queries and keys after the rotation."""
+    spec = run.spec
+    if not spec.rotary:
+        return q, k
+    if _turns_in_place(run):
+        copies, by_head = "qkv" in run.linears, spec.kernel in ("eager", "math")
+        sums = spec.kernel == "efficient" and spec.heads != spec.kv_heads
+        q = fused.rotated(run.tape, q, copies=copies, copies_gradient=by_head)
+        return q, fused.rotated(run.tape, k, copies=copies, copies_gradient=by_head or sums)
+    q_turned = _rotated(run, q)
+    k = _rotated(run, k)
+    return q_turned, k  # the plain q lives until k is turned too, as in apply_rotary_pos_emb
+
+
+def _latent(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
+    """Multi-head latent attention: compressed queries and keys, widened to all heads (deepseek_v3)."""
+    spec, heads = run.spec, run.tokens * run.spec.heads
+    is_compressed = "q_a" in run.linears
+    q = linear(run, norm(run, linear(run, x, "q_a"), "rms"), "q_b") if is_compressed else linear(run, x, "q")
+    compressed = linear(run, x, "kv_a")
+    wide = linear(run, norm(run, compressed, "rms"), "kv_b")
+    k = run.tape.op((wide, compressed), heads * spec.head_dim, wide.width)
+    v = run.parts(wide, heads * spec.value_dim)[0]
+    return q, k, v
+
+
+def _rotated(run: Pass, x: Ref) -> Ref:
+    """x * cos + rotate_half(x) * sin: two more tensors of its size while it runs, forwards and backwards."""
+    size, e = x.elements, x.width
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        out = tape.new(size, e)
+        tape.meter.touch(2 * size * e)
+        return (out,)
+
+    run.tape.meter.touch(3 * size * e)
+    return run.tape.op((x,), size, e, backward=backward, holds_weight=True)
+
+
+def _attend(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    kernel = run.spec.kernel
+    q, k, v = (run.low(ref) for ref in (q, k, v))
+    if run.spec.one_by_one:
+        return _one_by_one(run, q, k, v)
+    if kernel == "flash":
+        return _flash(run, q, k, v)
+    if kernel == "varlen":
+        return _varlen(run, q, k, v)
+    if kernel == "math":
+        return _math(run, q, k, v)
+    groups = run.spec.heads // run.spec.kv_heads
+    if groups > 1:
+        k, v = _repeated(run, k, groups), _repeated(run, v, groups)
+    return _eager(run, q, k, v) if kernel == "eager" else _efficient(run, q, k, v)
+
+
+def _repeated(run: Pass, x: Ref, groups: int) -> Ref:
+    """K or V for all query heads: a copy whose gradient is summed back; of a single head a view is enough."""
+    if run.spec.kv_heads == 1 and run.spec.kernel == "efficient":
+        return _view_with_own_gradient(run, x)
+    return run.tape.op((x,), x.elements * groups, x.width)
+
+
+def _view_with_own_gradient(run: Pass, x: Ref) -> Ref:
+    """The same storage, whose gradient is a tensor of its own, not the incoming one."""
+    out = run.tape.view(x)
+    if out.node is not None:
+        out.node.backward = fresh(x)
+    return out
+
+
+def _one_by_one(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """A call for each chat (training/varlen.py): keys and values of all heads; the calls' outputs are held and
+    joined, and so are the gradients of what was divided."""
+    groups = run.spec.heads // run.spec.kv_heads
+    if groups > 1:
+        k, v = (run.tape.op((x,), x.elements * groups, x.width) for x in (k, v))
+    parts = [_view_with_own_gradient(run, whole) for whole in (q, k, v)]
+    del q, k, v
+    is_flash = run.spec.kernel == "flash" and not run.spec.masked
+    out = _flash(run, *parts) if is_flash else _efficient(run, *parts)
+    parts.clear()
+    return run.tape.op((out,), out.elements, out.width, backward=shared(1))
+
+
+def _at_once(run: Pass) -> int:
+    """Tokens that one call attends to."""
+    return run.length if run.spec.one_by_one else run.tokens
+
+
+def _flash(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """Flash attention (transformers/cuda/flash_attn): holds q, k, v, its output and a logsumexp in fp32."""
+    spec, width, tokens = run.spec, q.width, _at_once(run)
+    rows = tokens // run.length * spec.heads * round_up(run.length, 128)
+    # backward: softmax_d and dq_accum in fp32 (flash_api.cpp, mha_bwd; trace/kernels.py counts the same)
+    during = 4 * rows + 4 * rows * round_up(spec.head_dim, 32)
+    if spec.heads != spec.kv_heads and not spec.one_by_one:
+        # dk and dv of all query heads, before they are summed to the grouped ones
+        during += 2 * tokens * spec.heads * round_up(spec.head_dim, 8) * width
+    return _fused(run, q, k, v, during)
+
+
+def _varlen(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """Flash attention on padded rows (transformers, `_upad_input`, `_pad_input`): it holds copies of q, k, v
+    without padding and their indices; its output is scattered into a tensor of the rows."""
+    places = run.tape.new(run.tokens, 8)
+    k, v = _gathered(run, k, places), _gathered(run, v, places)
+    q = _gathered(run, q, places)
+    out = _flash(run, q, k, v)
+    return run.tape.op((out,), out.elements, out.width, saved=(places,))
+
+
+def _gathered(run: Pass, x: Ref, places: Ref) -> Ref:
+    """x[places]: the tokens that are not padding, as many as all in the worst case."""
+    return run.tape.op((x,), x.elements, x.width, saved=(places,), backward=run.put_back(x, run.tokens))
+
+
+def _efficient(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """Memory-efficient attention: like flash, and also holds the mask as a bias in the compute dtype."""
+    spec, at_once = run.spec, _at_once(run)
+    bias = None
+    if spec.masked:
+        positions = run.batch * run.length * round_up(run.length, 8)
+        # rows of the mask are padded to a multiple of 8 (attention.cpp, preprocess_mask)
+        run.tape.meter.touch(positions * (1 + q.width))
+        bias = run.tape.new(positions, q.width)
+    during = 4 * at_once * spec.heads  # backward: delta in fp32 (attention_backward.cu)
+    if q.width == 2 and spec.head_dim > 64:  # and fp32 sums of dk and dv
+        during += 8 * at_once * spec.heads * round_up(spec.head_dim, 32)
+    return _fused(run, q, k, v, during, bias)
+
+
+def _fused(run: Pass, q: Ref, k: Ref, v: Ref, during: int, bias: Ref | None = None) -> Ref:
+    """One kernel for scores, softmax and their product with V; `during`: bytes within its backward kernel."""
+    spec = run.spec
+    statistics = run.tape.new(run.tokens * spec.heads, 4)
+    gradient_of = fresh(q, k, v)
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        out = gradient_of(tape, grad)
+        tape.meter.touch(during)
+        return out
+
+    held = [q, k, v, statistics] + ([bias] if bias is not None else [])
+    elements = run.tokens * spec.heads * spec.value_dim
+    return run.tape.op((q, k, v), elements, q.width, saved=held, backward=backward, holds_output=True)
+
+
+def _scores(run: Pass) -> int:
+    """B * a * S * S."""
+    return run.batch * run.spec.heads * run.length * run.length
+
+
+def _math(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """PyTorch's math kernel: fp32 throughout, with the full causal mask and scores."""
+    spec, width = run.spec, q.width
+    # q and k are each scaled by the root of the factor (attention.cpp, _scaled_dot_product_attention_math)
+    q, k, v = run.scaled(run.to(q, 4)), run.to(k, 4), run.to(v, 4)
+    groups = spec.heads // spec.kv_heads
+    if groups > 1:
+        k, v = _repeated(run, k, groups), _repeated(run, v, groups)
+    k = run.scaled(k)
+    scores = run.tape.op((q, k), _scores(run), 4, saved=(q, k))
+    bias = run.tape.new(run.length**2, 4)
+    scores = run.tape.op((scores,), scores.elements, 4, backward=shared(1))
+    del bias
+    scores = _softmax(run, scores)
+    return run.to(_weighted(run, scores, v), width)
+
+
+def _softmax(run: Pass, scores: Ref) -> Ref:
+    """Holds its output; the backward kernel takes grad * output first (SoftMax.cu)."""
+    size = scores.elements
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        tape.meter.touch(2 * size * 4)
+        return (tape.new(size, 4),)
+
+    return run.tape.op((scores,), size, 4, backward=backward, holds_output=True)
+
+
+def _weighted(run: Pass, scores: Ref, v: Ref) -> Ref:
+    elements = run.tokens * run.spec.heads * run.spec.value_dim
+    return run.tape.op((scores, v), elements, v.width, saved=(scores, v))
+
+
+def _eager(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """eager_attention_forward: S x S scores per head in the compute dtype, probabilities in fp32 and cast."""
+    width = q.width
+    scores = run.scaled(run.tape.op((q, k), _scores(run), width, saved=(q, k)))
+    if run.spec.softcap:
+        scores = run.scaled(scores)
+        scores = run.tape.op((scores,), scores.elements, width, holds_output=True)
+        scores = run.scaled(scores)
+    scores = run.tape.op((scores,), scores.elements, width, backward=shared(1))
+    if width != 4:
+        wide = run.to(scores, 4)
+        out = _softmax(run, wide)
+        del wide
+        scores = run.to(out, width)
+        del out
+    else:
+        scores = _softmax(run, scores)
+    return _weighted(run, run.drop(scores, run.spec.attention_dropout), v)

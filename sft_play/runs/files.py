@@ -1,0 +1,61 @@
+"""Files of a run folder: redacted, written aside and renamed; digests of files.
+
+No token, key or credential of the environment, of a config or of a git remote reaches a file, and a kill never leaves
+half of one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play.log import redact, secret_values
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A JSON file, redacted, written aside and renamed."""
+    text = json.dumps(scrub(value), indent=2, ensure_ascii=False, default=str, allow_nan=True)
+    write_text(path, text + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """A text file, redacted, written aside and renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename is atomic only within one file system.
+    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(redact(text))
+        Path(aside).chmod(0o644)  # mkstemp lets only its user read it
+        Path(aside).replace(path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def scrub(value: Any, secrets: Sequence[str] | None = None) -> Any:
+    """The value with its texts redacted before JSON escapes them; `secrets` None: those of the environment."""
+    secrets = secret_values(os.environ.items()) if secrets is None else secrets
+    if isinstance(value, str):
+        return redact(value, secrets=secrets)
+    if isinstance(value, Mapping):
+        return {redact(str(key), secrets=secrets): scrub(item, secrets) for key, item in value.items()}
+    return [scrub(item, secrets) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def sha256_of(path: Path) -> str:
+    """Digest of a file, or of the names and contents of all files of a folder."""
+    digest = hashlib.sha256()
+    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
+    for file in files:
+        if path.is_dir():
+            digest.update(str(file.relative_to(path)).encode() + b"\0")
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()

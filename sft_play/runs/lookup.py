@@ -1,0 +1,73 @@
+"""Runs found in an output folder: by name, by path, or the newest that can be resumed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from sft_play.config.schema import OutputConfig
+from sft_play.errors import RunFolderError
+from sft_play.log import one_line
+from sft_play.runs.folder import MANIFEST, RunFolder
+from sft_play.runs.names import checked_name, output_dir
+
+
+def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
+    """The run to resume: the named one, or the newest unfinished run of this config.
+
+    Raises:
+        RunFolderError: there is none, or the named one is finished or not ours.
+    """
+    base = output_dir(output)
+    if name is not None or output.name is not None:
+        folder = run_at(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
+        if folder.manifest().get("status") == "finished":
+            raise RunFolderError(f"the run {folder.path} is finished; start a new one with make train")
+        return folder
+    config = str(config_path.absolute())
+    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
+    of_config = [(folder, manifest) for folder, manifest in manifests if manifest.get("config_path") == config]
+    unfinished = [item for item in of_config if item[1].get("status") != "finished"]
+    if not unfinished:
+        finished = f" ({len(of_config)} finished)" if of_config else ""
+        raise RunFolderError(
+            f"no unfinished run of {config_path} in {base}{finished}; start one with make train CONFIG={config_path}"
+        )
+    return max(unfinished, key=lambda item: (str(item[1].get("started")), str(item[0].path)))[0]
+
+
+def run_at(base: Path, name: str) -> RunFolder:
+    """The run of that name in an output folder.
+
+    Raises:
+        RunFolderError: there is none, or it is not one of ours.
+    """
+    folder = RunFolder(base / name)
+    if not folder.path.is_dir():
+        there = ", ".join(other.path.name for other in list(runs_in(base))[-8:]) or "none"
+        raise RunFolderError(f"there is no run {one_line(name)} in {base}; the runs there: {there}")
+    folder.manifest()
+    return folder
+
+
+def run_named(base: Path, run: str) -> RunFolder:
+    """The run that RUN names: by its name in an output folder, or by its own path.
+
+    Raises:
+        RunFolderError: there is none, or it is not one of ours.
+    """
+    given = Path(run).expanduser()
+    if given.name != run or (given / MANIFEST).is_file():
+        return run_at(given.parent, given.name)
+    return run_at(base, checked_name(run, key="RUN"))
+
+
+def runs_in(base: Path, *, replaced: bool = False) -> Iterator[RunFolder]:
+    """Every run of this toolkit directly below an output folder, by name; with `replaced` those moved aside too."""
+    for path in sorted(base.iterdir()) if base.is_dir() else []:
+        # a leading dot: a folder that another start is building (creation.create_run)
+        if replaced or not (path.name.startswith(".") or ".replaced-" in path.name):
+            with contextlib.suppress(RunFolderError):
+                RunFolder(path).manifest()
+                yield RunFolder(path)

@@ -1,0 +1,99 @@
+"""What makes a run reproducible, for its manifest: versions, the git state, the program's own code."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import sft_play
+from sft_play.config.load import LoadedConfig
+from sft_play.runs.folder import FORMAT
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "peft",
+    "bitsandbytes",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "tensorboard",
+    "numpy",
+    "pydantic",
+    "PyYAML",
+)
+"""Packages whose versions can change what a run computes."""
+
+
+def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
+    """What makes a run reproducible: versions, git state, hardware, data hashes, seeds, command."""
+    return {
+        "format": FORMAT,
+        "status": "running",
+        "config_path": str(loaded.path.absolute()),
+        "overrides": list(loaded.overrides),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seed": loaded.config.train.seed,
+        "versions": versions(),
+        "git": git_state(Path.cwd()),
+        "code": code_facts(),
+        "cwd": str(Path.cwd()),
+        "hardware": hardware,
+        "data": data,
+        "choices": [],
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of this package, Python and what can change a run's numbers; None where not installed."""
+    by_package: dict[str, str | None] = {"sft_play": sft_play.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            by_package[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            by_package[package] = None
+    return by_package | {"platform": f"{platform.system()} {platform.machine()}"}
+
+
+PACKAGE = Path(sft_play.__file__).resolve().parent
+
+
+def code_facts(package: Path = PACKAGE) -> dict[str, Any]:
+    """What identifies the program's own code: a digest of its files, and the git state of its checkout.
+
+    `git` is None where the package is installed, or lies in a repository that does not track it.
+    """
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*")):
+        if file.suffix in (".py", ".yaml") and file.is_file():
+            # with ends marked, so that no byte can move between a name and a content unseen
+            digest.update(f"{file.relative_to(package).as_posix()}\0".encode() + file.read_bytes() + b"\0")
+    # A package in site-packages may lie inside a repository of the user's, which says nothing about its code.
+    is_tracked = git_answer(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    return {"sha256": digest.hexdigest(), "git": git_state(package) if is_tracked else None}
+
+
+def git_state(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and whether the working tree differs; None outside a repository. Remotes are not read."""
+    commit = git_answer(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changed = git_answer(folder, "status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit, "branch": git_answer(folder, "rev-parse", "--abbrev-ref", "HEAD"), "dirty": bool(changed)}
+
+
+def git_answer(folder: Path, *words: str) -> str | None:
+    """What git prints; None where there is no git, or it refuses."""
+    try:
+        answer = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None

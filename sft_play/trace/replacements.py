@@ -1,0 +1,216 @@
+"""What runs in a library's place while a step is traced; `patches` says where each goes, and why.
+
+A function here takes the original and the situation and gives the replacement, or is the replacement itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft_play.trace import kernels
+from sft_play.trace.settings import StepSettings
+from sft_play.trace.storages import StorageLog
+
+
+@dataclass
+class Situation:
+    """What a patch may depend on."""
+
+    settings: StepSettings
+    log: StorageLog
+    evaluating: bool = False
+
+    @property
+    def mask(self) -> str:
+        """How rows are separated now (`StepSettings.mask`)."""
+        return (self.evaluating and self.settings.eval_mask) or self.settings.mask
+
+
+def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """CUDA's dropout: keeps a mask of one byte an element for backward."""
+    return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+class _HalfSoftmax(torch.autograd.Function):
+    """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Any) -> Any:
+        """Any shape."""
+        out = torch.empty(logits.shape, dtype=torch.float32)
+        ctx.save_for_backward(out)
+        ctx.dtype = logits.dtype
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """In fp16 again."""
+        (out,) = ctx.saved_tensors
+        product = grads[0] * out
+        grad = torch.empty(out.shape, dtype=ctx.dtype)
+        del product
+        return grad
+
+
+def cuda_softmax(original: Any, _: Situation) -> Any:
+    """CUDA's softmax: fp16 to fp32 is one kernel, without an fp32 copy of the input."""
+
+    def softmax(input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+        if dtype is torch.float32 and input.dtype is torch.float16:
+            return _HalfSoftmax.apply(input)
+        return original(input, dim=dim, dtype=dtype)
+
+    return softmax
+
+
+def flash_mask(original: Any, situation: Situation) -> Any:
+    """The mask that flash attention gets: None unless rows are padded."""
+
+    def mask(*sizes: Any, kv_length: int, attention_mask: Any = None, **options: Any) -> Any:
+        is_read = attention_mask is not None and situation.mask == "padded"
+        return attention_mask[:, -kv_length:] if is_read else None
+
+    return mask
+
+
+def flash_package(original: Any, _: Situation) -> Any:
+    """The functions of the package flash-attn, by PyTorch's operators of the same kernels."""
+    utils = importlib.import_module("transformers.modeling_flash_attention_utils")
+
+    def imports(implementation: Any, *more: Any, **options: Any) -> Any:
+        if implementation != kernels.FLASH:
+            return original(implementation, *more, **options)
+        return kernels.flash_attn_func, kernels.flash_attn_varlen_func, None, utils._pad_input, utils._unpad_input
+
+    return imports
+
+
+def full_rows(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """transformers' `_get_unpad_data` where every position counts as a token, as the plan assumes."""
+    lengths = attention_mask.sum(dim=-1, dtype=torch.int32)
+    indices = torch.empty((attention_mask.numel(), 1), dtype=torch.int64).flatten()
+    ends = torch.nn.functional.pad(torch.cumsum(lengths, dim=0, dtype=torch.int32), (1, 0))
+    return indices, ends, int(attention_mask.shape[-1])
+
+
+def borders_of_packs(original: Any, situation: Situation) -> Any:
+    """Boundaries and longest lengths of packs, of the right shapes without reading position ids."""
+
+    def borders(position_ids: torch.Tensor) -> Any:
+        rows, longest = situation.settings.micro_batch, situation.settings.seq_len
+        ends = torch.zeros(rows + 1, dtype=torch.int32)
+        return (ends, ends), (longest, longest)
+
+    return borders
+
+
+def logged_resize(original: Any, situation: Situation) -> Any:
+    """Resizing a storage, which the log sees."""
+
+    def resize_(self: Any, size: int) -> Any:
+        out = original(self, size)
+        situation.log.resized(self)
+        return out
+
+    return resize_
+
+
+def logged_stream(original: Any, situation: Situation) -> Any:
+    """Entering a stream: what is allocated inside belongs to it."""
+
+    @contextlib.contextmanager
+    def on(stream: Any) -> Iterator[None]:
+        with original(stream), situation.log.on(_named(stream)):
+            yield
+
+    return on
+
+
+def _named(stream: Any) -> Any:
+    """A stream as the log takes it: None is the model's own stream."""
+    return None if stream is importlib.import_module("torch.cpu")._default_cpu_stream else stream
+
+
+def logged_use(original: Any, situation: Situation) -> Any:
+    """`record_stream`: the log learns which stream still uses a block."""
+    return lambda tensor, stream: situation.log.used(tensor, _named(stream))
+
+
+def logged_event(original: Any, situation: Situation) -> Any:
+    """Events that know their position in the log: the host can wait for one."""
+
+    class Event(original):
+        """Knows its position in the log, so that the host can wait for it."""
+
+        _at: int | None = None
+
+        def record(self, stream: Any = None) -> None:
+            self._at = len(situation.log.events)
+
+        def synchronize(self) -> None:
+            if self._at is not None:
+                situation.log.wait(self._at)
+
+    return Event
+
+
+def swap_by_data(t1: Any, t2: Any) -> None:
+    """Swapping tensors by assigning their data: works where a weak reference is held."""
+    if t1 is not t2:
+        t1.data = t2.data
+
+
+def hiding(original: Any, situation: Situation) -> Any:
+    """A method whose allocations the log does not count."""
+
+    def propagate(self: Any, *args: Any, **options: Any) -> Any:
+        with situation.log.hidden():
+            return original(self, *args, **options)
+
+    return propagate
+
+
+def storage_address(original: Any, _: Situation) -> Any:
+    """Addresses of meta storages that differ, and 0 for emptied ones, as FSDP1 expects."""
+
+    def data_ptr(self: Any) -> int:
+        if self.device.type != "meta":  # what fake tensors depend on
+            return int(original(self))
+        return int(self._cdata) if self.nbytes() else 0
+
+    return data_ptr
+
+
+def tensor_address(self: Any) -> int:
+    """The address of a tensor's first element, by that of its storage."""
+    return int(self.untyped_storage().data_ptr()) + int(self.storage_offset()) * int(self.element_size())
+
+
+def is_half_under_autocast(value: Any) -> bool:
+    """Whether CUDA's autocast would cast this tensor up for an operator of its fp32 list."""
+    return (
+        torch.is_autocast_enabled("cpu")
+        and isinstance(value, torch.Tensor)
+        and value.dtype in (torch.float16, torch.bfloat16)
+    )
+
+
+def wide_layer_norm(original: Any, _: Situation) -> Any:
+    """Layer norm in fp32 under autocast, as CUDA's list has it."""
+
+    def layer_norm(
+        input: torch.Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+    ) -> torch.Tensor:
+        if not is_half_under_autocast(input):
+            return original(input, normalized_shape, weight, bias, eps)
+        wide = [None if one is None else one.float() for one in (weight, bias)]
+        with torch.autocast("cpu", enabled=False):
+            return original(input.float(), normalized_shape, *wide, eps)
+
+    return layer_norm
