@@ -205,7 +205,7 @@ benchmark-threads: setup ## How OpenMP's threads should wait: training alone and
 benchmark-starter: setup ## Exact match of the starter over seeds and threads, and the worst (OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.starter
 bench-data: setup ## Rows per second and memory of data preparation, compared with TRL's (OUT=FILE ROWS=10000,1000000)
-	@$(PATHS) && exec "$(PY)" benchmarks/data.py
+	@$(PATHS) && exec "$(PY)" -m benchmarks.data
 benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
 	@$(PATHS) && exec "$(PY)" -m benchmarks.speed
 mutation-score: setup ## The share of injected faults that the tests find (MUTANTS=200 SEED=0 OUT=FILE)

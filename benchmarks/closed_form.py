@@ -3,7 +3,7 @@
     python -m benchmarks.closed_form --configs FOLDER --out closed_form.json
 
 FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row is done once:
-start again to go on. Sizes are bytes of allocated memory on one rank.
+start again to continue. Sizes are bytes of allocated memory on one rank.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
         seq_len=step.seq_len,
         weights=setting.precision.load,
         adapters=None if config.tuning.mode == "full" else adapter_dtype(config, setting.precision),
-        grad_accum=min(step.grad_accum, 2),
+        grad_accum=min(step.grad_accum, 2),  # the second pass already holds gradients, and further ones repeat it
         checkpointing=step.checkpointed_layers != 0,
         checkpointed_layers=step.checkpointed_layers or None,
         loss=step.loss,

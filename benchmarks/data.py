@@ -21,7 +21,6 @@ disturbs less.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import itertools
 import json
@@ -30,7 +29,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,6 +36,7 @@ from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.resident import Sampler
 from sft_play.endings import ends_with_me, leave_with_starter
 from sft_play.facts.hardware import detect
 from sft_play.runs.files import write_json
@@ -124,6 +123,7 @@ def write_rows(path: Path, rows: Iterator[Messages], form: str) -> None:
 
 def run_stage(job: Job) -> None:
     """Measure in this process; says so when it is done, then counts what came out."""
+    # pinned: every tool gets the same cores, however many threads it starts
     cores = sorted(os.sched_getaffinity(0))[:CORES] if hasattr(os, "sched_getaffinity") else []
     if cores:
         os.sched_setaffinity(0, cores)
@@ -247,40 +247,6 @@ def _counted(dataset: Any) -> Run:
 # Measuring.
 
 
-class Sampler:
-    """The highest resident memory of a process and its children, in bytes."""
-
-    def __init__(self, pid: int) -> None:
-        self.rss = self.private = 0
-        self._pid, self._stop = pid, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def stop(self) -> None:
-        """Take no more samples."""
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        import psutil
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self._pid)
-            while not self._stop.wait(SAMPLE_S):
-                rss = private = 0
-                for one in (root, *root.children(recursive=True)):
-                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                        used = one.memory_info()
-                        rss, private = rss + used.rss, private + used.rss - getattr(used, "shared", 0)
-                self.rss, self.private = max(self.rss, rss), max(self.private, private)
-
-
 def measure(job: Job) -> Run:
     """Run one job in a process of its own; an error is a result."""
     words = [sys.executable, str(Path(__file__).resolve()), "--stage", json.dumps(asdict(job))]
@@ -293,9 +259,10 @@ def measure(job: Job) -> Run:
             words, env=ends_with_me(environment), stdout=subprocess.PIPE, stderr=errors, text=True
         )
         assert process.stdout is not None
-        with process.stdout, Sampler(process.pid) as sampler:
+        with process.stdout, Sampler(process.pid, every_s=SAMPLE_S) as sampler:
             for line in process.stdout:
                 if line.startswith(MARK):
+                    # the first line is the end of the work; what comes after it only counts what was made
                     run.setdefault("total_s", time.perf_counter() - began)
                     sampler.stop()
                     run |= json.loads(line.removeprefix(MARK))

@@ -11,7 +11,6 @@ take some 400 MB of it. A file of one line of 200 MiB ends in one message.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import csv
 import gzip
 import itertools
@@ -20,12 +19,12 @@ import os
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.resident import Sampler
 from sft_play.facts.hardware import detect
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
@@ -34,24 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared" / "data"
 MIB = 1 << 20
 SAMPLE_S = 0.02
-WORDS = (
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "saw",
-    "that",
-    "no",
-    "dog",
-    "had",
-    "come",
-    "into",
-    "its",
-    "house",
-)
+"""Short, since a peak of reading one row group lasts no longer."""
+WORDS = "the cat sat on a mat and saw that no dog had come into its house".split()  # noqa: SIM905
 
 
 def sentences(seed: int, chars: int) -> str:
@@ -137,39 +120,11 @@ FORMS: dict[str, tuple[str, str, Callable[[Path, int], None]]] = {
 """What a file is called, the task mode that reads it, and what writes it."""
 
 
-class Sampler:
-    """The highest resident memory of a process and its children, in bytes."""
-
-    def __init__(self, pid: int) -> None:
-        self.peak = 0
-        self._pid, self._stop = pid, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-
-    def __enter__(self) -> Sampler:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        import psutil
-
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self._pid)
-            while not self._stop.wait(SAMPLE_S):
-                used = 0
-                for one in (root, *root.children(recursive=True)):
-                    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                        used += one.memory_info().rss
-                self.peak = max(self.peak, used)
-
-
 STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
     "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
     "check": (
-        "from sft_play.commands.check import check, finding_lines; from sft_play.facts.hardware import detect; "
+        "from sft_play.commands.check import check; from sft_play.facts.hardware import detect; "
+        "from sft_play.diagnose.check_report import finding_lines; "
         "from pathlib import Path; "
         "report = check(Path('run.yaml'), (), detect()); "
         "bad = [line for one in report.checks if one.verdict == 'FAIL' and one.name != 'model files' for line in "
@@ -211,12 +166,12 @@ def measure(stage: str, form: str, size: int, tokenizer: Path, workers: int) -> 
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "SFT_PLAY_CACHE": scratch}
         command = [sys.executable, "-c", code]
         process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-        with Sampler(process.pid) as sampler:
+        with Sampler(process.pid, every_s=SAMPLE_S) as sampler:
             _, errors = process.communicate()
         left = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.part"))
         run = {"stage": stage, "form": form, "file_bytes": (folder / name).stat().st_size, "exit": process.returncode}
         last = errors.strip().splitlines()[-1:] if process.returncode else []
-        return {**run, "peak_rss_bytes": sampler.peak, "left_behind": left, "message": "".join(last)[:400]}
+        return {**run, "peak_rss_bytes": sampler.rss, "left_behind": left, "message": "".join(last)[:400]}
 
 
 def bench(sizes: list[int], tokenizer: Path, out: Path, forms: list[str], workers: int) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def run(on: bool, folder: Path) -> dict[str, float]:
             trainer.add_callback(callback)
         from transformers.trainer_utils import SaveStrategy
 
-        trainer.args.save_strategy = SaveStrategy.NO
+        trainer.args.save_strategy = SaveStrategy.NO  # writing a checkpoint takes longer than what is measured
         spent = _timed_log(trainer)
         began = time.perf_counter()
         trainer.train()

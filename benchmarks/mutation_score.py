@@ -1,4 +1,4 @@
-"""How many small faults in decisions the tests find: mutants of `plan/`, `launch/` and `data/`, each against its tests.
+"""How many small faults in decisions the tests find: mutants of `planner/`, `launch/` and `data/` against their tests.
 
     python -m benchmarks.mutation_score --count 200 --seed 0 --out mutation_score.json
 
@@ -219,6 +219,7 @@ def run_tests(tree: Path, tests: Sequence[str], *, timeout_s: float, seen: Path 
     coverage's data go, with the test that executed each line.
     """
     started = time.monotonic()
+    # hypothesis keeps examples that failed, and would try them first on the next mutant
     shutil.rmtree(tree / ".hypothesis", ignore_errors=True)
     child = os.fork()
     if child == 0:
@@ -238,13 +239,14 @@ def _pytest_and_exit(tree: Path, tests: Sequence[str], seen: Path | None) -> Non
     code = 3
     try:
         _leave_with(os.getppid())
-        os.setsid()
+        os.setsid()  # a group of its own, so that a mutant that hangs dies with the processes that its tests started
         os.chdir(tree)
         quiet = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(quiet, stream)
         os.environ["PYTHONPATH"] = str(tree)
         sys.path[:] = [str(tree), *(part for part in sys.path if Path(part).resolve() != ROOT)]
+        # the parent imported the package for its own use; the fork has to read the mutant
         for name in [name for name in sys.modules if name.partition(".")[0] in (PACKAGE, "tests", "benchmarks")]:
             del sys.modules[name]
         with _watched(tree, seen):
@@ -463,6 +465,7 @@ def main() -> int:
     options = parser.parse_args()
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
     everything = [mutant for mutant in all_mutants(options.packages.split(",")) if options.only in mutant.path]
+    # shuffled whole and cut: a larger --count with the same seed holds the smaller sample
     random.Random(options.seed).shuffle(everything)
     drawn = list(itertools.islice(filter(_is_code, everything), options.count))
     verdicts = killed_before(options.again, drawn) if options.again else []

@@ -44,7 +44,6 @@ from sft_play.runs.manifest import versions
 LARGE = ("meta-llama/Llama-3.2-1B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "google/gemma-3-27b-it")
 SMALL = ("sft-play/starter-base",)
 STEPS = 3
-ROW_LIMIT_S = 300
 WORDS = "the quick brown fox jumps over the lazy dog and runs into the dark forest again".split()  # noqa: SIM905
 
 
@@ -182,7 +181,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
 
     head = model.get_output_embeddings()
     for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+        for name, child in list(module.named_children()):  # a list: children are replaced while it is walked
             if type(child) is not nn.Linear or child is head:
                 continue
             new = bnb.nn.Linear4bit(
@@ -352,9 +351,9 @@ def ratios(runs: dict[str, Any]) -> dict[str, Any]:
     for name, run in runs.items():
         measured, predicted = run.get("measured", {}), run.get("predicted", {})
         for kind in ("allocated", "reserved", "tokens_per_s"):
-            for label, key in ((kind, kind), (f"traced_{kind}", f"traced_{kind}")):
+            for key in (kind, f"traced_{kind}"):
                 if measured.get(kind) and predicted.get(key):
-                    found.setdefault(label, {})[name] = round(predicted[key] / measured[kind], 4)
+                    found.setdefault(key, {})[name] = round(predicted[key] / measured[kind], 4)
     options = {
         label: {
             "median": statistics.median(values.values()),

@@ -3,10 +3,10 @@
     python -m benchmarks.reserved --configs FOLDER --out reserved.json
 
 FOLDER holds one folder with a config.json for each model. Nothing is downloaded, no GPU is needed. A row is done once:
-start again to go on. A share is (bytes - allocated) / (allocated - what stays between steps), of one rank. `reserved`
-is what a card without end comes to; `needed` the smallest card on which the same steps go through, since the allocator
-gives whole free segments back before it fails; `expandable` is that card without end with expandable segments. Steps of
-one length are in closed_form.json.
+start again to continue. A share is (bytes - allocated) / (allocated - what stays between steps), of one rank.
+`reserved` is that of a card without a limit; `needed` that of the smallest card on which the same steps go through,
+since the allocator gives whole free segments back before it fails; `expandable` that of a card without a limit with
+expandable segments. Steps of one length are in closed_form.json.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Llama-3.1-8B qlora 2048 2 padded
 
 def needed(events: list[Event], allocated: int, reserved: int) -> int:
     """Bytes of the smallest card on which the events go through, between these two."""
-    low, high = allocated, reserved
+    low, high = allocated, reserved  # below the one nothing fits, and on the other the steps did go through
     while high - low > PRECISION:
         middle = (low + high) // 2
         try:

@@ -146,7 +146,7 @@ def _fitted_share(point: Point) -> float | None:
 
     if not at(low) < point.few_speed < at(high):
         return None
-    for _ in range(20):
+    for _ in range(20):  # halved to 2e-6 of the peak; speeds grow with the share
         middle = (low + high) / 2
         low, high = (middle, high) if at(middle) < point.few_speed else (low, middle)
     return low

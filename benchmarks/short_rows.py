@@ -80,7 +80,7 @@ def main(rows: Path, tokenizer: Path, out: Path) -> None:
                     )  # fmt: skip
                     print(f"{card:24} {model.split('/')[1]:24} {mode:6} {batch:3} {full.speed.tokens_per_s:9,.0f} "
                           f"{short.speed.tokens_per_s:9,.0f} {cards[-1]['ratio']:.2f}")  # fmt: skip
-                    break
+                    break  # the largest that fits
     ratios = [card["ratio"] for card in cards]
     print(f"median {statistics.median(ratios):.2f}, least {min(ratios):.2f}, {len(ratios)} rows")
     write_json(

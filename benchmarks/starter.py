@@ -99,7 +99,7 @@ def main() -> None:
     given = parser.parse_args()
     out = Path(given.out).absolute()
     runs: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8"))["runs"] if out.is_file() else []
-    runs = [one for one in runs if one["recipe"] == recipe()]
+    runs = [one for one in runs if one["recipe"] == recipe()]  # others say nothing about this one
     there = {(one["seed"], one["threads"]) for one in runs}
     for threads in map(int, given.threads.split(",")):
         for seed in map(int, given.seeds.split(",")):

@@ -152,7 +152,7 @@ def main() -> None:
                     one = start(checkout, root, command, number, own, folder)
                     sys.stdout.write(f"{json.dumps(asdict(one))}\n")
                     sys.stdout.flush()
-                    starts += [one] if number else []
+                    starts += [one] if number else []  # round 0 compiles bytecode and fills caches
     found = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": detect().as_json(),

@@ -185,6 +185,7 @@ def main() -> None:
             for count in (0, given.busy):
                 loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
                 watched = [psutil.Process(loop.pid) for loop in loops]
+                # the order turns each round, so that no setting always comes after the same one
                 for setting in SETTINGS if number % 2 else reversed(SETTINGS):
                     if not count:
                         wait_for_quiet(given.quiet, given.patience)

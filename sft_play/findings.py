@@ -1,6 +1,6 @@
 """The result of a check: PASS, WARN, FAIL or SKIP, a text, the remedy, and the threads that it rests on.
 
-`make check` and `make doctor` both collect these, and each has its own page (`commands/check.py`,
+`make check` and `make doctor` both collect these, and each has its own page (`diagnose/check_report.py`,
 `diagnose/report.py`).
 """
 

@@ -290,7 +290,7 @@ def test_it_asks_first_and_says_what_where_and_to_whom(world, hub, command, monk
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     code, printed = command(*words, "--yes")
     assert (code, hub.commits) == (2, 0)
-    assert "PUBLIC=1 has to say that this is meant" in printed
+    assert "PUBLIC=1 has to confirm it" in printed
     code, printed = command(*words, "--yes", "--public")
     assert (code, hub.commits) == (0, 1)
     assert "Next: make prune" in printed

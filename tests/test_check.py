@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.check import STATES, Report, finding_lines
 from sft_play.commands.check import check as check_run
 from sft_play.commands.full_pipeline import full_pipeline
 from sft_play.commands.preview import preview
@@ -21,6 +20,7 @@ from sft_play.data import checks
 from sft_play.data.sources.formats import Chat
 from sft_play.data.stats import LimitCost, trained_runs
 from sft_play.data.survey import Survey, tokens_by_role
+from sft_play.diagnose.check_report import STATES, Report, finding_lines
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect, named
 from sft_play.findings import Finding

@@ -15,7 +15,7 @@ from sft_play.finished import compare as compare_module
 from sft_play.finished.compare import compare, differences, figures_of
 from sft_play.finished.curves import Screen
 from sft_play.finished.record import find_run, read_record
-from sft_play.finished.report import charts_of
+from sft_play.finished.report_charts import charts_of
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
 from tests.test_report import HOSTILE, _Reader
 

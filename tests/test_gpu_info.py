@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.diagnose import gpu_info, nvidia
+from sft_play.diagnose import assumed_machine, gpu_info, gpu_page, nvidia
 from sft_play.facts import amd, ask, hardware, host
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
@@ -201,7 +201,7 @@ def bare(monkeypatch, tmp_path):
 
 def seen_text(environment: dict[str, str] | None = None, **options: Any) -> str:
     machine = gpu_info.look(Path("outputs"), environment or {}, **options)
-    text = "\n".join(gpu_info.lines(machine))
+    text = "\n".join(gpu_page.lines(machine))
     json.loads(json.dumps(machine.as_json()))
     return text
 
@@ -212,7 +212,7 @@ def seen_text(environment: dict[str, str] | None = None, **options: Any) -> str:
 def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     fake = nvml(Fake(processes=[(os.getpid(), 512 * MIB)]), Fake())
     machine = gpu_info.look(Path("outputs"), {})
-    text = gpu_info.lines(machine)
+    text = gpu_page.lines(machine)
     assert "Number of GPUs: 2" in text
     first = machine.seen.gpus[0]
     assert (first.total_bytes, first.used_bytes, first.reserved_bytes) == (143_771 * MIB, 614 * MIB, 479 * MIB)
@@ -259,7 +259,7 @@ def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
     gpu = machine.seen.gpus[0]
     assert (gpu.power_cap_watts, gpu.temperature_celsius, gpu.mig_enabled, gpu.processes) == (None, None, None, None)
     assert gpu.unified  # memory is not supported, and the GPU answers: it has the host's
-    text = "\n".join(gpu_info.lines(machine))
+    text = "\n".join(gpu_page.lines(machine))
     assert "n/a/n/a" in text
     assert "Processes: NVML lists none for" not in text
     assert machine.as_json()["gpus"][0]["power_cap_watts"] is None
@@ -329,7 +329,7 @@ PEERS = " \tGPU0\tGPU1\t\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n  OK  = Sta
 def test_nvidia_smi_is_the_second_way(bare):
     bare("nvidia-smi", {"-q -x": XML, "topo -m": MATRIX, "topo -p2p r": PEERS, "--query-gpu=index,uuid,name,m": KNOWN})
     machine = gpu_info.look(Path("outputs"), {})
-    text = gpu_info.lines(machine)
+    text = gpu_page.lines(machine)
     assert text[:2] == ["This machine: GPUs as nvidia-smi shows them", "Number of GPUs: 2"]
     one, two = machine.seen.gpus
     assert (one.total_bytes, one.used_bytes, one.reserved_bytes) == (81_920 * MIB, 1_200 * MIB, 635 * MIB)
@@ -360,7 +360,7 @@ def test_an_nvidia_smi_that_knows_little_still_shows_what_it_knows(bare):
     assert [gpu.index for gpu in machine.seen.gpus] == [0, 1]
     assert machine.visible == (1,)
     assert machine.seen.gpus[1].used_bytes == 1_920 * MIB
-    assert "Number of GPUs: 1" in gpu_info.lines(machine)
+    assert "Number of GPUs: 1" in gpu_page.lines(machine)
 
 
 def test_programs_that_hang_or_fail_are_no_answer(bare, tmp_path):
@@ -421,7 +421,7 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
         machine = gpu_info.look(Path("outputs"), {})
     finally:
         del sys.modules["pynvml"]
-    text = gpu_info.lines(machine)
+    text = gpu_page.lines(machine)
     assert "Number of GPUs: 1" in text  # CUDA sees one instance
     assert "GPU 0 instance 3g.20gb: 19.5 GiB, 19.5 free, MIG-1" in text
     assert any("sees one instance only, MIG-0" in line for line in text)
@@ -458,7 +458,7 @@ def test_amds_gpus_are_read_through_amd_smi(bare):
     assert (gpu.compute_capability, gpu.bf16, gpu.fp8) == ("gfx942", True, True)
     assert (gpu.power_cap_watts, gpu.power_watts, gpu.temperature_celsius) == (750.0, 142.0, 41)
     assert gpu.pcie == Pcie(5, 5, 16, 16)
-    text = gpu_info.lines(machine)
+    text = gpu_page.lines(machine)
     assert text[:2] == ["This machine: GPUs as amd-smi shows them", "Number of GPUs: 1"]
     assert "HIP_VISIBLE_DEVICES=1: GPU 1 is cuda:0; hidden: GPU 0" in text
     assert "Driver: 6.12.12" in "\n".join(text)
@@ -550,7 +550,7 @@ def test_a_mac_shares_its_memory_with_its_gpu(monkeypatch, bare):
 
 def test_a_machine_without_a_gpu_says_what_still_works(bare):
     machine = gpu_info.look(Path("outputs"), {})
-    text = gpu_info.lines(machine)
+    text = gpu_page.lines(machine)
     assert "Number of GPUs: 0" in text
     assert "Without a GPU this works:" in text
     assert any("make plan HARDWARE=2xH200" in line for line in text)
@@ -564,10 +564,10 @@ def test_the_disk_is_that_of_the_outputs(bare, tmp_path):
     there = gpu_info.look(tmp_path, {})
     assert there.host.disk_folder == str(tmp_path)
     assert there.host.disk_bytes >= there.host.disk_free_bytes > 0
-    assert f"GiB free at {tmp_path}" in gpu_info.lines(there)[-7]
+    assert f"GiB free at {tmp_path}" in gpu_page.lines(there)[-7]
     missing = gpu_info.look(tmp_path / "no" / "outputs", {})
     assert missing.host.disk_folder == str(tmp_path)
-    assert any(f"not there yet; the disk of {tmp_path}" in line for line in gpu_info.lines(missing))
+    assert any(f"not there yet; the disk of {tmp_path}" in line for line in gpu_page.lines(missing))
 
 
 def test_versions_are_read_without_importing(monkeypatch):
@@ -612,9 +612,10 @@ def test_a_torch_that_does_not_answer_is_said():
 def test_nothing_heavy_is_imported_for_it():
     heavy = {"torch", "transformers", "trl", "peft", "accelerate", "datasets", "deepspeed", "bitsandbytes", "numpy"}
     code = (
-        "import os, sys; from pathlib import Path; from sft_play.diagnose import gpu_info, memory_check; "
-        "gpu_info.lines(gpu_info.look(Path('outputs'), os.environ)); "
-        "memory_check.lines(memory_check.look(Path('outputs'), os.environ)); "
+        "import os, sys; from pathlib import Path; "
+        "from sft_play.diagnose import gpu_info, gpu_page, memory_check, memory_page; "
+        "gpu_page.lines(gpu_info.look(Path('outputs'), os.environ)); "
+        "memory_page.lines(memory_check.look(Path('outputs'), os.environ)); "
         f"sys.exit(str(sorted(set(sys.modules) & {heavy!r})) if set(sys.modules) & {heavy!r} else 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -626,14 +627,14 @@ def test_nothing_heavy_is_imported_for_it():
 
 def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     machine = named("2xH200,ram=1TiB,cores=64")
-    text = gpu_info.assumed_lines(machine, "2xH200")
+    text = assumed_machine.assumed_lines(machine, "2xH200")
     assert text[0].startswith("Assumed, not detected: HARDWARE=2xH200")
     assert text[1] == "Number of GPUs: 2"
     assert "  memory bandwidth: 4,800 GB/s" in text
     assert "Link between GPUs, per GPU and one way: 450 GB/s" in text
     assert any("bf16 989.4 TFLOPS" in line for line in text)
     assert max(map(len, text)) <= 100
-    answer = gpu_info.assumed_json(machine)
+    answer = assumed_machine.assumed_json(machine)
     assert (answer["assumed"], answer["number_of_gpus"]) == (True, 2)
     assert answer["gpus"][1]["bandwidth_bytes_per_s"] == 4800e9
     assert answer["gpus"][0]["usable_bytes"] == machine.gpus[0].total_bytes
@@ -641,13 +642,13 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
 
 
 def test_a_named_cluster_shows_its_network_and_what_is_not_known():
-    text = gpu_info.assumed_lines(named("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
+    text = assumed_machine.assumed_lines(named("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
     assert "Number of GPUs: 16 on 2 nodes of 8" in text
     assert "Network between nodes, per node and one way: 50 GB/s" in text
     assert "  memory bandwidth: n/a" in text
     assert "Price: 2.5 per GPU-hour" in text
     assert any("this machine's; ram= sets another" in line for line in text)
-    assert gpu_info.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
+    assert assumed_machine.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

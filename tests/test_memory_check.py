@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sft_play.diagnose import memory_check, processes
-from sft_play.diagnose.memory_check import Check, Peaks, find_run, lines, look, watch
+from sft_play.diagnose import memory_check, memory_page, processes, seen_run
+from sft_play.diagnose.memory_check import Check, Peaks, look
+from sft_play.diagnose.memory_page import lines, watch
 from sft_play.diagnose.processes import Group, Rank, command_of, lock_holder
+from sft_play.diagnose.seen_run import find_run
 from sft_play.errors import RunFolderError
 from sft_play.facts.gpu import Gpu
 from sft_play.facts.hardware import Hardware
@@ -85,7 +87,7 @@ def machine(monkeypatch, tmp_path):
         )  # fmt: skip
         monkeypatch.setattr(memory_check, "detect", lambda environment: found)
         monkeypatch.setattr(memory_check, "all_gpus", lambda **_: Seen(gpus, "NVML"))
-        monkeypatch.setattr(memory_check, "groups", lambda: [group] if group else [])
+        monkeypatch.setattr(seen_run, "groups", lambda: [group] if group else [])
         return tmp_path
 
     return install
@@ -430,7 +432,7 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
 def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
     folder = run_folder(tmp_path, "far")
     output = machine(hardware=CPU)
-    monkeypatch.setattr(memory_check, "lock_holder", lambda folder: 0)
+    monkeypatch.setattr(seen_run, "lock_holder", lambda folder: 0)
     check = look(output, {})
     assert check.running
     assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]
@@ -493,7 +495,7 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
     last = watch(lambda: look(output, {}), write=written.append, pause=pause)
     assert len(written) == 3
     assert isinstance(last, Check)
-    assert pauses == [memory_check.BLOCK_S] * 3
+    assert pauses == [memory_page.BLOCK_S] * 3
 
 
 def test_on_a_terminal_one_table_is_renewed_in_place(machine, tmp_path):
@@ -505,8 +507,8 @@ def test_on_a_terminal_one_table_is_renewed_in_place(machine, tmp_path):
           pause=pauses.append)  # fmt: skip
     assert "\x1b[1A" in screen.getvalue()  # the cursor goes up over the first table
     assert screen.getvalue().count("Ctrl-C ends this") >= 2
-    assert pauses == [memory_check.REFRESH_S]
-    assert memory_check.terminal(io.StringIO()) is None
+    assert pauses == [memory_page.REFRESH_S]
+    assert memory_page.terminal(io.StringIO()) is None
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -520,7 +522,7 @@ def config(tmp_path) -> Path:
 
 
 def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatch):
-    monkeypatch.setattr(memory_check, "groups", list)
+    monkeypatch.setattr(seen_run, "groups", list)
     code, printed = command("memory-check", "--config", str(config))
     assert code == 0
     assert "No run is in progress in" in printed

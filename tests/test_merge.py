@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import ConfigError, ModelError, RunFolderError
-from sft_play.finished import merge as merge_module
+from sft_play.finished import merged_weights
 from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.merge import merge_run
 from sft_play.finished.merge_test import limit_of, merge_test
@@ -117,9 +117,9 @@ def test_trained_embeddings_are_saved_once(tmp_path, kind):
 @pytest.mark.parametrize("kind", ["llama", "tied, trained embeddings", "tied, trained head", "text tower"])
 def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
     """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
-    names = merge_module._target_names
+    names = merged_weights._target_names
     converted = lambda adapted, keys: {key: (name, True) for key, (name, _) in names(adapted, keys).items()}  # noqa: E731
-    monkeypatch.setattr(merge_module, "_target_names", converted)
+    monkeypatch.setattr(merged_weights, "_target_names", converted)
     build, lora = BASES[kind]
     base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
@@ -129,7 +129,7 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
     whole = load_folder(merged.path)
     assert whole.dtype == torch.float32
     torch.testing.assert_close(logits(whole), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
-    monkeypatch.setattr(merge_module, "_target_names", names)
+    monkeypatch.setattr(merged_weights, "_target_names", names)
     streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
     assert streamed.is_streamed
     torch.testing.assert_close(logits(load_folder(streamed.path)), logits(whole), rtol=0, atol=0)

@@ -10,7 +10,10 @@ import pytest
 
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.modelfile import NoGoTemplate, Parts, evaluate, go_template, learn, modelfile, probes
+from sft_play.finished.go_template import evaluate, go_template
+from sft_play.finished.modelfile import modelfile
+from sft_play.finished.prompts import probes
+from sft_play.finished.template_parts import NoGoTemplate, Parts, learn
 from sft_play.training.starter_base import CHAT_TEMPLATE
 from sft_play.training.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared

@@ -56,7 +56,8 @@ def ship(*, reason: str = "") -> Any:
 
 
 def merge(path: Path = RUN / "merged") -> Any:
-    from sft_play.finished.merge import Merged, Sizes
+    from sft_play.finished.adapted_model import Sizes
+    from sft_play.finished.merge import Merged
 
     return Merged(RUN, path, "bf16", None, 3, 0, False, Sizes(), 10, True, 1.0)
 
@@ -68,12 +69,10 @@ def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.export import Exported
+    from sft_play.finished.exported import Exported, Written
 
-    whole = path / file if file else None
-    return Exported(
-        RUN, "gguf" if file else "vllm", path, whole, None, 1, None, None, 0, (), (), is_adapter=is_adapter, seconds=1
-    )
+    written = Written({}, 1, (), file=path / file if file else None)
+    return Exported(RUN, "gguf" if file else "vllm", path, written, is_adapter=is_adapter, seconds=1)
 
 
 def export_test() -> Any:
@@ -108,7 +107,8 @@ def compare() -> Any:
 
 
 def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.reproduce import Compared, Reproduced
+    from sft_play.finished.equal_weights import Compared
+    from sft_play.finished.reproduce import Reproduced
 
     return Reproduced(RUN, OTHER, "here", (), Compared(1, tuple(differing)), None, 1)
 

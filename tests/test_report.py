@@ -20,7 +20,10 @@ from sft_play.finished import report as report_module
 from sft_play.finished.charts import Chart, Curve, drawn, thinned
 from sft_play.finished.curves import HEIGHT, Screen, plot_lines, screen_of
 from sft_play.finished.record import find_run, read_record
-from sft_play.finished.report import charts_of, duration, report, report_at_end, reported, sections_of, size
+from sft_play.finished.report import report, report_at_end, reported
+from sft_play.finished.report_charts import charts_of
+from sft_play.finished.report_sections import sections_of
+from sft_play.finished.run_figures import duration, size
 from sft_play.runs.folder import RunFolder
 from sft_play.training.evaluate import Figures
 from sft_play.training.exact_match import Answer, Question

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_model import published
-from benchmarks.memory_model.published import NotExpressible, read_runs, step_settings
+from benchmarks.memory_model import published, published_sources
+from benchmarks.memory_model.published import read_runs
+from benchmarks.memory_model.published_columns import NotExpressible
+from benchmarks.memory_model.published_sources import step_settings
 from benchmarks.memory_model.score import Spread, plain_strategy, quantile, score
 from sft_play.errors import ConfigError, ModelError
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
@@ -210,7 +212,7 @@ def test_peft_rows_are_one_length_and_take_the_whole_config(tmp_path: Path) -> N
     first, second = (run.settings for run in read_runs(path, config_of=config_of))
     assert first is not None
     assert second is not None
-    assert first.seq_len == second.seq_len == published.PEFT_LONGEST_ROW
+    assert first.seq_len == second.seq_len == published_sources.PEFT_LONGEST_ROW
     assert first.peft == {"peft_type": "LORA", "r": 32, "target_modules": ["v_proj"], "task_type": "CAUSAL_LM"}
     assert second.peft is not None
     assert second.peft["r"] == 8

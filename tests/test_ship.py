@@ -591,7 +591,7 @@ def recorded(tmp_path) -> dict:
 
 
 def replayed(tmp_path: Path, data) -> object:
-    from sft_play.finished.ship import replay
+    from sft_play.finished.ship_replay import replay
 
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))

@@ -78,7 +78,7 @@ def write_rows(folder: Path, size: Size, *, largest_batch: int = 0) -> None:
         "held-out": rows(HELD_OUT_ROWS, short // 2, short),
         "out-of-memory": rows(min(8, largest_batch), full, full) * -(-largest_batch // 8),
     }
-    draw.shuffle(kinds["unequal"])
+    draw.shuffle(kinds["unequal"])  # else the long rows would share their micro-batches, and pad nothing
     for name, kind_rows in kinds.items():
         text = "".join(json.dumps(row) + "\n" for row in kind_rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")

@@ -112,7 +112,7 @@ def open_book(path: Path, machine: Mapping[str, Any]) -> Book:
         same = _who(earlier["machine"]) == _who(book.machine) and earlier["versions"] == book.versions
         if same and not earlier.get("finished"):
             parts = [Part(**part) for part in earlier["parts"]]
-            book.parts = {part.name: part for part in parts if part.status != "skipped"}
+            book.parts = {part.name: part for part in parts if part.status != "skipped"}  # those are tried again
     book.write()
     try:
         book.logs.mkdir(exist_ok=True)

@@ -51,7 +51,7 @@ def nf4() -> dict[str, float]:
     back = dequantize_4bit(packed, state)
     layer = bnb.nn.Linear4bit(512, 256, bias=False, compute_dtype=torch.float32, quant_type="nf4")
     layer.weight = bnb.nn.Params4bit(weight.float().cpu(), requires_grad=False, quant_type="nf4")
-    layer = layer.to(device())
+    layer = layer.to(device())  # which quantises
     keep_4bit_trainable(layer)
     kept = dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
     inputs = torch.randn(16, 512, device=device(), requires_grad=True)
@@ -86,7 +86,7 @@ def attention() -> dict[str, Any]:
     names: dict[str, list[str]] = {}
     for short, dtype in DTYPES.items():
         if short == "bf16" and capability is not None and capability < (8, 0):
-            continue
+            continue  # no run computes in bf16 there
         repeats = capability is not None and not flash_runs(half=short != "fp32", capability=capability)
         forward = attend if repeats else sdpa_attention_forward
         for heads, count in HEADS.items():

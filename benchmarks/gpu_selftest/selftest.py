@@ -74,7 +74,7 @@ def selftest(
     if book.parts:
         progress(f"{book.path} holds {len(book.parts)} parts of an interrupted self-test: continuing it")
     with endings.StopSignals(endings.interrupt), _bench(book, hardware) as bench:
-        together_s = 0.0
+        together_s = 0.0  # parts over several ranks have limits of their own, and take none of the trials' time
         for step in _steps(bench, hardware, book):
             if step.name in book.parts or not only(step.name):
                 continue
@@ -107,9 +107,9 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
     settings."""
     torch, core = ("torch",), trials.core()
 
-    @functools.cache
+    @functools.cache  # once, also where it fails
     def problem() -> str | None:
-        return _make_material(bench)  # once, also where it fails
+        return _make_material(bench)
 
     def with_material(make: Callable[[], Part]) -> Callable[[], Part]:
         def run() -> Part:

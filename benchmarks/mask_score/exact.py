@@ -193,19 +193,23 @@ class _Judge:
         is_last = index == len(self._messages) - 1
         turn = self._messages[: index + 1]
         word = max(self._case.words[index], key=lambda word: self._text.rfind(word, 0, last))
+        # what the template writes behind the turn: where nothing follows, and where another message does
         alone = self._tail(turn, word)
         tails = [self._tail([*turn, more], word, NEXT_WORD) for more in self._more(index)]
         probed = [tail for tail in tails if tail is not None]
         going_on = probed if is_last else [*probed, behind]
+        # what all of these begin with is the turn's own; where they part, the next message has begun
         always = self._headless(_common([*going_on, *([] if alone is None else [alone])]))
         spoken = self._text[start:last]
         ends = self._ends_in(always, spoken)
         if not ends and alone is not None and self._ends_in(self._headless(alone), spoken):
+            # it is closed only at the end of a conversation, or by a message of another role: those are asked as well
             others = [{**self._more(index)[0], "role": role} for role in ("assistant", "system")]
             varied = [self._tail([*turn, more], word, NEXT_WORD) for more in others]
             history = _common([*going_on, *(tail for tail in varied if tail is not None)])
             ends = self._ends_in(self._headless(alone if is_last else history), spoken)
         elif not ends and any(self._opened(always, tail) for tail in probed):
+            # nothing closes it: generation stops at the token that opens the next message, so training has to end there
             fitting = [tail[: self._opened(always, tail)] for tail in (probed[-1:] if is_last else probed)]
             here = next((len(tail) for tail in fitting if tail and behind.startswith(tail)), 0)
             if is_last and behind[here:]:
@@ -316,6 +320,8 @@ class _Judge:
 NEXT_WORD = "ostrelvand"
 """The word of a message that a case does not have."""
 
+# Control tokens as templates spell them, whatever the tokenizer that scores them knows: <|im_end|>, [/INST],
+# <end_of_turn>, <｜Assistant｜>, </s>, …
 _CONTROL = (
     r"<｜[^<>｜]{1,60}｜>|<\|[^<>|]{1,60}\|>|<\|\w{1,60}>|<\w{1,60}\|>|\[/?[A-Z_]{2,}\]|\[\|[^|\[\]]{1,60}\|\]|\[e~\["
     r"|</?[A-Za-z_][^<>\s]{0,60}>"
@@ -341,7 +347,7 @@ def _common(texts: Sequence[str]) -> str:
     """The common beginning of texts, with no control token cut in two."""
     if not texts:
         return ""
-    low, high = min(texts), max(texts)
+    low, high = min(texts), max(texts)  # all others lie between: what these two share, all of them share
     size = next((at for at, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
     cut = [m.start() for text in texts for m in re.finditer(_CONTROL, text) if m.start() < size < m.end()]
     return low[: min([size, *cut])]
@@ -352,7 +358,7 @@ def _places(text: str, word: str) -> Iterator[int]:
 
 
 def _spelled(text: str, tokenizer: Any) -> str:
-    """The text as its own tokens spell it: some tokenizers write spaces and signs otherwise."""
+    """The text as its own tokens spell it: some tokenizers write spaces and signs differently."""
     return _decoded(tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer)
 
 

@@ -125,5 +125,6 @@ def _with_outputs(found: MemoryEstimate, settings: StepSettings, words: int) -> 
     held = places * (2 if is_half else 4) if settings.holds_outputs else 0
     held += 4 * places if settings.loss in ("logits_shifted", "logits_shifted_float") else 0
     terms = found.terms | {"loss_head": found.terms.get("loss_head", 0) + held}
+    # what is held takes part in fragmentation as the rest does: reserved bytes and margin grow in proportion
     larger = found.reserved * (found.allocated + held) // max(1, found.allocated)
     return replace(found, terms=terms, reserved=larger, margin=found.margin * larger // max(1, found.reserved))

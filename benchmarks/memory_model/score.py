@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
-from benchmarks.memory_model.published import ConfigOf, PublishedRun, read_runs
+from benchmarks.memory_model.published import PublishedRun, read_runs
+from benchmarks.memory_model.published_models import ConfigOf
 from sft_play.endings import leave_with
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
@@ -133,7 +134,7 @@ class Spread:
 
 def quantile(ordered: list[float], share: float) -> float:
     """The value at a share of an ordered list, between neighbours in proportion (numpy's default)."""
-    place = (len(ordered) - 1) * share
+    place = (len(ordered) - 1) * share  # of an index, from 0
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
@@ -391,6 +392,7 @@ Answer = TracedPeak | str
 
 def _traces(runs: Iterable[PublishedRun], trace: Trace | None, progress: Progress | None) -> dict[str, Answer]:
     """The answer for each of the distinct settings, by their text; several at once where there are cores for it."""
+    # each once: many rows repeat the settings of another, and a trace takes seconds
     distinct = {run.settings.as_json(): (run.id, run.settings) for run in runs if run.settings is not None}
     found: dict[str, Answer] = {}
     for key, answer in _answers({key: settings for key, (_, settings) in distinct.items()}, trace):
@@ -438,7 +440,7 @@ def attempt(settings: StepSettings, trace: Trace | None = None) -> Answer:
     """
     try:
         return (trace or _tracer())(settings)
-    except MemoryError:
+    except MemoryError:  # the simulated card is full
         if settings.device.capacity is None:
             return "the simulated GPU is too small for it"
         return attempt(replace(settings, device=replace(settings.device, capacity=None)), trace)

@@ -108,6 +108,7 @@ class Comparison:
         if self.peer is None or "losses" not in self.runs["ours"][0] or "losses" not in self.runs[self.peer][0]:
             return None
         mine, other = self.runs["ours"][0], self.runs[self.peer][0]
+        # of the first steps alone: rounding that differs grows from step to step, however equal the work is
         pairs = list(zip(mine["losses"], other["losses"], strict=True))[:COMPARED]
         return {
             "rows": mine["rows_digest"] == other["rows_digest"],
@@ -211,11 +212,13 @@ def compare(
         comparison = Comparison(loaded.path.name, peer, steps, warmup)
         if peer == "trl-cli":
             bench.facts_alone()
+        # in turns, so that a machine that slows down (heat, other work) slows both sides down
         for turn in range(rounds):
             bench.begins("ours", turn, rounds)
             comparison.runs.setdefault("ours", []).append(bench.ours(turn, is_whole=peer == "trl-cli"))
             if peer is None:
                 continue
+            # the peer gets the micro-batch that is best for it, not the one that suits us
             if peer.startswith("trl") and tries and not turn:
                 comparison.tried = bench.tries()
             bench.begins(peer, turn, rounds)
@@ -389,6 +392,7 @@ class _Bench:
         with log.open("wb") as sink:
             process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=sink, stderr=sink)
             try:
+                # wait4 for the processor time of this child and its children; Popen.wait would lose it
                 _, status, usage = os.wait4(process.pid, 0)
                 process.returncode = os.waitstatus_to_exitcode(status)
             finally:
@@ -447,7 +451,7 @@ def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
     rates = rates_of(plan.hardware, plan.precision)
     if not rates.known:
         return None
-    length = max(2, round(run["weighted_length"]))
+    length = max(2, round(run["weighted_length"]))  # sum of squares over sum: the length of the row a token is in
     step = dataclasses.replace(plan.choice.step, micro_batch=1, grad_accum=1, seq_len=length)
     speed = predict_speed(loaded.config, shape_for(loaded.config), plan.precision, step, rates)
     return float(speed.model_flops / step.tokens * run["tokens_per_s"] / rates.matrix)

@@ -31,6 +31,7 @@ SECONDS = "time_{}_s"
 
 def main(path: Path) -> int:
     """Measure what an order asks for; returns the exit code."""
+    # as the command sets them, and before torch is imported, which reads them then
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
     set_up_logging("bench", stream=sys.stderr)
@@ -51,6 +52,7 @@ def measure(order: Order) -> None:
 
     loaded = load_config(Path(order.config), overrides=order.overrides)
     folder = new_folder(loaded.config.output, config_path=loaded.path)
+    # the run's own code up to its training loop: what is measured is what `make train` does
     train, run.train = run.train, functools.partial(_train, order, run.train)
     try:
         with contextlib.suppress(Measured):
@@ -153,7 +155,7 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     optimizer = trainer.create_optimizer()
     schedule = trainer.create_scheduler(args.max_steps, optimizer)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    steps = list(_steps(trainer, wanted))
+    steps = list(_steps(trainer, wanted))  # all of them before the first: collating takes no time of a step
     model.train()
     compute = torch.autocast(args.device.type, torch.bfloat16) if args.bf16 else contextlib.nullcontext()
     with contextlib.suppress(Measured):
@@ -181,6 +183,7 @@ def _steps(trainer: Any, count: int) -> Any:
         trainer.order.set_epoch(epoch)
         batches = iter(loader)
         while True:
+            # the trainer's own division of the loss: by the trained tokens of the whole effective batch
             samples, trained = trainer.get_batch_samples(batches, args.gradient_accumulation_steps, args.device)
             if not samples:
                 break
@@ -203,6 +206,7 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
     rows = to_dataset(prepared.splits.train.rows).select_columns(["input_ids", "labels"])
 
     def completed(batch: dict[str, Any]) -> dict[str, Any]:
+        # a causal model predicts no first token; other trainers count it among the trained ones where it has a label
         labels = [[-100, *row[1:]] for row in batch["labels"]]
         return {"labels": labels, "attention_mask": [[1] * len(row) for row in labels]}
 

@@ -66,6 +66,7 @@ class Recorder:
         if done in (self._warmup, self._warmup + self._steps) and self._on_gpu:
             torch.cuda.synchronize()
         if done >= self._warmup:
+            # without a wait for the GPU at each step, which would cost what is measured: only both ends are exact
             self._times.append(time.perf_counter())
         if done == self._warmup:
             self._first_cpu_s = time.process_time()
@@ -163,6 +164,7 @@ def _chats(arrays: dict[str, Any], row: int, pad_id: int) -> list[tuple[int, int
     end = int(kept[-1]) + 1
     starts = [0]
     if "position_ids" in arrays:
+        # packs: positions start again at 0 with each chat (one row of positions may stand for the whole batch)
         starts = np.flatnonzero(arrays["position_ids"][min(row, len(arrays["position_ids"]) - 1)][:end] == 0).tolist()
     chats = zip(starts, [*starts[1:], end], strict=True)
     return [(first, after) for first, after in chats if after - first > 1 or not is_padding[first]]
@@ -187,7 +189,7 @@ def record_next(recorder: Recorder) -> None:
     real = Trainer.train
 
     def train(trainer: Any, *args: Any, **options: Any) -> Any:
-        Trainer.train = real
+        Trainer.train = real  # once: a library may make a second Trainer, to evaluate
         record(trainer, recorder)
         return trainer.train(*args, **options)
 

@@ -48,6 +48,7 @@ def apart(
             return Apart(float("inf"), name)
         begun = start[name].bfloat16() if from_bf16 else start[name]
         moved = after.double() - start[name].double()
+        # of the movements, not of the weights: a few steps move these so little that a run without any would be close
         difference = float((other[name].double() - begun.double() - moved).norm())
         size = float(moved.norm())
         relative = difference / size if size else (float("inf") if difference else 0.0)

@@ -64,6 +64,7 @@ def _chat(request: Request, finished: FinishedRun) -> Answer:
             show(f"{finished.folder.path.name}: {finished.config.model.name}. {KEYS}\n")
         while not conversation.has_ended:
             try:
+                # input() for its line editing; from a pipe it would write the prompt into the output
                 line = input("> ") if is_terminal else next(sys.stdin, None)
             except (EOFError, KeyboardInterrupt):
                 break

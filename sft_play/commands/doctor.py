@@ -37,6 +37,7 @@ def run(request: Request) -> Answer:
 
     def planner(machine: Hardware) -> Planned:
         config = load_config(request.config, overrides=request.overrides).longest
+        # as the launch would choose: DeepSpeed without a layout is ZeRO-2
         strategy = options.strategy or ("zero2" if options.deepspeed else None)
         refuse_strategy(config, machine, strategy)
         only = (strategy,) if strategy else layouts_over(machine.ranks)

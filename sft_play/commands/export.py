@@ -13,7 +13,7 @@ from sft_play.log import one_line
 from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
-    from sft_play.finished.export import Format, Quant
+    from sft_play.finished.exported import Format, Quant
 
 HELP = {
     "export": "write RUN's model for an engine: FORMAT=gguf (llama.cpp), ollama or vllm",

@@ -100,6 +100,7 @@ def _steps(loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force
 
         yield "style", lambda: restyle(config, style, force=force)
         folder = Path(wanted.out_dir)
+    # what follows reads what was just written, whatever the config trains on
     overrides = [*loaded.overrides, *(["data.sources=[]"] if config.data.sources else [])]
     overrides.append(f"data.train_path={json.dumps(str(folder / 'train.jsonl'))}")
     for split in ("val", "test"):

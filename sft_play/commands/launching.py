@@ -87,6 +87,7 @@ def _resume(request: Request) -> Answer | int:
 
 
 def _launch(request: Request) -> Answer | int:
+    # one message here instead of a traceback from each rank
     for package in RANKS_NEED:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)

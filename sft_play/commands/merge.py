@@ -12,7 +12,7 @@ from sft_play.finished.run import find_finished
 from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
-    from sft_play.finished.merge import Base
+    from sft_play.finished.adapted_model import Base
 
 HELP = {
     "merge": "merge RUN's adapter into the 16-bit weights of its base, as a model that loads anywhere",

@@ -44,6 +44,7 @@ MOST_NODES_SHOWN = 2
 
 def run(request: Request) -> Answer:
     """The plan of a run, of its longest stage where it has stages, with the cells of WHATIF and the answer to MAX."""
+    # read first: a wrong word in WHATIF or MAX costs no planning
     asked_cells, asked_largest = _cells(request.whatif), question(request.max) if request.max else None
     loaded = load_config(request.config, overrides=request.overrides)
     hardware = machine_for(loaded.config, asked_machine(request))
@@ -63,6 +64,7 @@ def run(request: Request) -> Answer:
     refuse_strategy(loaded.config, hardware, strategy)
     stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
     if stages:
+        # the stage that decides: one that does not fit, else the one with the longest rows
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
         loaded = dataclasses.replace(loaded, config=config, stage=name)
     else:
@@ -94,7 +96,8 @@ def run(request: Request) -> Answer:
     if budget is not None:
         data["budget"] = budget.as_json()
         lines = [*budget.lines(), *([f"The plan on {budget.offers[0].machine}:"] if budget.offers else []), *lines]
-        refused = refused or _too_dear(budget)
+        if refused is None and not budget.cheapest:
+            refused = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
     return Answer(data, lines, 0 if plan.fits and refused is None else DoesNotFit.exit_code, refused)
 
 
@@ -105,11 +108,6 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
     if loaded.stages:
         raise ConfigError("BUDGET is for a run without stages: its hours are those of one schedule")
     return budget_for(loaded.config, request.budget, hardware, only=only)
-
-
-def _too_dear(budget: Budget) -> DoesNotFit | None:
-    """That no machine is within the budget, and what the cheapest costs; None where one is."""
-    return None if budget.cheapest else DoesNotFit(budget.lines()[0])
 
 
 def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:

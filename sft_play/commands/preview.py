@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.request import Request
-from sft_play.commands.rows import first_stage, prepare_hub, refuse_source, tools_of
+from sft_play.commands.rows import first_stage, refuse_source
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.data.picked import row_numbered, rows_spread, shown_rows
 from sft_play.data.preview import TERMINAL_PIECES, Shown, plain_lines, terminal_text
@@ -19,6 +19,7 @@ from sft_play.data.sources.files import data_paths
 from sft_play.data.token_pieces import TokenBytes
 from sft_play.data.visible_text import visible
 from sft_play.data.written import OutputFolder
+from sft_play.diagnose.row_tools import prepare_hub, tools_of
 
 HELP = {"preview": "show the tokens of N examples (or of ROW) with the trained part in colour, here and as a page"}
 DEFAULT_PAGE = Path("data/preview.html")
@@ -29,7 +30,7 @@ def run(request: Request) -> Answer | int:
     """The examples, in colour where the terminal has colours."""
     loaded = load_config(request.config, overrides=request.overrides)
     answer = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
-    if not request.json and answer.draw(sys.stdout):
+    if not request.json and answer.draw(sys.stdout):  # not through the log, which keeps no colours
         return 0
     return answer_of(answer, to_out=False)
 

@@ -14,11 +14,11 @@ HELP = {
 
 
 def run(request: Request) -> Answer:
-    """Upload what is listed; without a terminal to ask on, YES=1 has to say so."""
+    """Upload what is listed; without a terminal to ask on, YES=1 is needed."""
     finished = find_finished(output_dir_or_default(request), request.run)
     with stdout_to_stderr(wanted=request.json):
         upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
-        listed = "\n".join(upload.lines())
+        listed = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
         refusal = f"{listed}\nand there is no terminal to ask on: YES=1 uploads them"
         if not agreed(request, f"{listed}\nUpload?", refusal=refusal):
             return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])

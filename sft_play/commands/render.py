@@ -8,11 +8,12 @@ from typing import Any
 
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.request import Request
-from sft_play.commands.rows import SPLITS, first_stage, prepare_hub, refuse_source, split_of, tools_of
+from sft_play.commands.rows import first_stage, refuse_source
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.data.rendered import RenderedFile, refuse_bad, render_file
 from sft_play.data.sources.files import data_paths
 from sft_play.data.written import OutputFolder
+from sft_play.diagnose.row_tools import SPLITS, prepare_hub, split_of, tools_of
 from sft_play.errors import DataError
 
 HELP = {"render": "write the text that the model will see, one row per example, with its mask as spans"}
@@ -68,6 +69,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
         source = part.removeprefix("source ").removesuffix(" (val)")
         name = f"{split_of(part)}-{source}.jsonl" if source != part else f"{split_of(part)}.jsonl"
         names[part] = name if whole_folder or out is None else out.name
+    # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
     announced = tuple(names.values())
     if whole_folder:
         announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *announced]))

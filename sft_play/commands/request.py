@@ -38,7 +38,7 @@ SHORT_FLAGS = {
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The request to a command; what its words say wins over the environment that make passes.
+    """The request to a command; what its words say wins over make's variables in the environment.
 
     A field with the name of a variable of make holds its value, read by the variable's kind; None: not given.
     """
@@ -114,6 +114,7 @@ OF_VARIABLES = {
 def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
     """The request of a command line; raises ConfigError for words that are not understood."""
     named = next((word for word in words if word in (*FILES, *INTERNAL)), None)
+    # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
     given, unknown = _parser(named, with_help=bool({"-h", "--help"} & set(words))).parse_known_intermixed_args(
         list(words)
     )
@@ -122,6 +123,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FILES)}"
         raise ConfigError(f"there is no command {escape_control(given.command)}; {hint}")
     _refuse_flags(given, words, unknown)
+    # the last of several values of a key counts: words win over short flags, and these over SET
     overrides = (*split_overrides(environment.get("SET", "")), *_short(given), *given.overrides)
     asked, notes = _asked(given, environment)
     _refuse_words(given.command, overrides)

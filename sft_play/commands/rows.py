@@ -1,77 +1,14 @@
-"""Shared by the commands on rows: a run's files, its tokenizer, and the maker of rows."""
+"""Shared by the commands that show or write rows: which stage's they are, and what may not be overwritten."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from sft_play.config.load import LoadedConfig
-from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import AnySource
-from sft_play.data.survey import RowMaker
-from sft_play.errors import DataError, ModelError, SftPlayError
-from sft_play.facts.architecture import shape_of
-from sft_play.launch.libraries import offline_without_hub
-from sft_play.starter.names import BASE_NAME
-
-SPLITS = ("train", "val", "test")
-
-
-@dataclass(frozen=True)
-class Tools:
-    """A run's tokenizer, notes on what was chosen for it, and the maker of rows."""
-
-    tokenizer: Any
-    notes: tuple[str, ...]
-    maker: RowMaker
-
-
-def tools_of(config: RunConfig) -> Tools:
-    """The run's tokenizer and renderer; raises TokenizerError or ModelError where they cannot be used."""
-    loaded = tokenizer_of(config)
-    return Tools(loaded.tokenizer, loaded.notes, maker_of(config, loaded.tokenizer))
-
-
-def tokenizer_of(config: RunConfig) -> Any:
-    """The run's `LoadedTokenizer`; the starter's is built here, since its base may not be trained yet."""
-    from sft_play.training.tokenizer import load_tokenizer
-
-    if config.model.name != BASE_NAME:
-        return load_tokenizer(config)
-    from sft_play.starter import language
-    from sft_play.training.starter_base import make_tokenizer
-
-    with tempfile.TemporaryDirectory(prefix="sft-play-") as folder:
-        make_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)).save_pretrained(folder)
-        return load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"name": folder})}))
-
-
-def maker_of(config: RunConfig, tokenizer: Any) -> RowMaker:
-    """What makes token rows of a run's conversations; the longest row is the plan's."""
-    from sft_play.data.masks.render import Renderer
-
-    max_seq_len = min(config.model.max_seq_len, positions_of(config) or config.model.max_seq_len)
-    return RowMaker(Renderer(tokenizer, config.data, max_seq_len=max_seq_len), task_mode=config.task_mode)
-
-
-def positions_of(config: RunConfig) -> int | None:
-    """How many positions the model has; None where its config.json does not say."""
-    with contextlib.suppress(SftPlayError):
-        return shape_of(config.model.name, revision=config.model.revision, trust_remote_code=True).max_positions
-    return None
-
-
-def prepare_hub(config: RunConfig) -> None:
-    """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does not answer."""
-    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if config.model.name != BASE_NAME:
-        with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
-            offline_without_hub(config.model.name)
+from sft_play.errors import DataError
 
 
 def first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
@@ -80,13 +17,6 @@ def first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
         return loaded, ()
     first = loaded.stages[0]
     return loaded.of(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
-
-
-def split_of(part: str) -> str:
-    """The split that a part of `DataPaths.files` belongs to."""
-    if part.startswith("source "):
-        return "val" if part.endswith(" (val)") else "train"
-    return part
 
 
 def refuse_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:

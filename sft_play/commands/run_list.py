@@ -16,7 +16,7 @@ HELP = {
 
 
 def run(request: Request) -> Answer:
-    """List, or remove after asking; without a terminal to ask on, YES=1 has to say so."""
+    """List, or remove after asking; without a terminal to ask on, YES=1 is needed."""
     output = output_dir_or_default(request)
     if request.command == "runs":
         return answer_of(list_runs(output))

@@ -34,6 +34,7 @@ def run(request: Request) -> Answer | int:
         options = request.options
         launch = notebook.launch_of(request.notebook, detect(), processes=options.processes, gpus=options.gpus)
         logger.info("Launch: %s", launch.line)
+        # ranks run this command again, and rank 0 answers: they know by the environment how
         os.environ["JSON"] = "1" if request.json else ""
         notebook.start(launch)
     with stdout_to_stderr(wanted=request.json):

@@ -38,6 +38,7 @@ def run(request: Request) -> int:
     with stdout_to_stderr(wanted=request.json):
         code = service.wait()
     if service.is_busy:
+        # a daemon thread inside torch while the interpreter is torn down aborts the process (SIGABRT)
         logging.shutdown()
         os._exit(code)
     return code

@@ -13,7 +13,7 @@ HELP = {"ship": "judge RUN: better at its task, nothing else lost, the merge equ
 def run(request: Request) -> Answer:
     """Measure and judge, or judge again what a file holds."""
     if request.replay is not None:
-        from sft_play.finished.ship import replay
+        from sft_play.finished.ship_replay import replay
 
         return answer_of(replay(request.replay))
     finished = find_finished(output_dir_or_default(request), request.run)

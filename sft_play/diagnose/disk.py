@@ -56,7 +56,7 @@ def written_by(config: RunConfig, shape: ModelShape, plan: Plan) -> Written:
     else:
         ranks = (layout.shard if layout.is_fsdp else 1) * layout.tensor_parallel
         weights = walk.resident.gradients * ranks  # a gradient is as large as its parameter
-        checkpoint = weights + walk.resident.optimizer * ranks + paged
+        checkpoint = weights + walk.resident.optimizer * ranks + paged  # figures of one rank, times those that share
     # A new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit.
     train = config.train
     at_once = None if train.save_total_limit is None else train.save_total_limit + train.load_best_model_at_end + 1
@@ -65,6 +65,7 @@ def written_by(config: RunConfig, shape: ModelShape, plan: Plan) -> Written:
     if every:
         in_all = None if plan.work is None else math.ceil(plan.work.steps / every)
     counts = [count for count in (in_all, at_once) if count is not None]
+    # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
     return Written(checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(counts) if counts else None)
 
 

@@ -67,6 +67,7 @@ def examine(
     """
     started = time.monotonic()
     environment = os.environ if environment is None else environment
+    # a run that asks for the CPU must not fail a check for the state of GPUs that it leaves alone
     whole = detect(environment).without_gpus() if on_cpu else detect(environment)
     machine, chosen = gpus.choose(whole, options)
     planned, plan_findings = _plan(planner, gpus.over_nodes(machine, options.nodes.count), chosen)
@@ -83,6 +84,7 @@ def examine(
             chosen,
             environment,
             meeting_s=meeting_s,
+            # asked late: nodes that met after half a minute leave less of the whole
             all_reduce_s=lambda: min(all_reduce_s, max(LEAST_S, WHOLE_S - (time.monotonic() - started))),
         ),
     ]
@@ -223,7 +225,7 @@ def _together(
     if options.nodes.count > 1:
         met, finding = meet_nodes(around, options.nodes, limit_s=meeting_s)
         findings.append(finding)
-        if met is None:
+        if met is None:  # ranks would wait for the missing node until their own limit
             return [*findings, skipped(ranks.NAME, "the nodes did not meet")]
         variables = met.variables(environment)
     if chosen.verdict == "FAIL" and not around.hardware.gpus:

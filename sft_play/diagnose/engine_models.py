@@ -22,7 +22,7 @@ LagunaForCausalLM Llama4ForConditionalGeneration NemotronHForCausalLM NemotronHP
 Qwen3_5ForConditionalGeneration Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration
 """
 SGLANG_OWN_SIZES = frozenset(_SGLANG_OWN_SIZES.split())
-"""Models of SGLang 0.5.23 that say the sizes of their layers themselves (`get_hidden_dim`)."""
+"""Models of SGLang 0.5.23 that define the sizes of their layers themselves (`get_hidden_dim`)."""
 
 _LLAMA_CPP = """
 AfmoeForCausalLM ApertusForCausalLM ArceeForCausalLM ArcticForCausalLM AudioFlamingo3ForConditionalGeneration

@@ -89,7 +89,7 @@ def scale(trained: Trained) -> float:
 
 def is_rescaled(trained: Trained) -> bool:
     """Whether an engine that divides alpha by the rank computes another scale than training did."""
-    return trained.use_rslora and trained.r > 1
+    return trained.use_rslora and trained.r > 1  # with r = 1 alpha / sqrt(r) is alpha / r
 
 
 def _scale_text(trained: Trained) -> str:
@@ -180,7 +180,7 @@ ENGINES: Mapping[str, Engine] = {
                 lambda t: t.mode == "qlora",
                 lambda _: (
                     "tuning.mode=qlora: there are no NF4 weights to put the adapter on; on 16-bit ones it "
-                    "answers otherwise than in training"
+                    "answers differently than in training"
                 ),
                 lambda _: "serve the merged folder of make merge, which has the NF4 values in 16 bits",
                 _vllm("vllm/model_executor/layers/quantization/__init__.py"),
@@ -231,7 +231,7 @@ ENGINES: Mapping[str, Engine] = {
             Limit(
                 "WARN",
                 lambda t: t.mode == "qlora",
-                lambda _: "tuning.mode=qlora: on 16-bit weights the adapter answers otherwise than in training",
+                lambda _: "tuning.mode=qlora: on 16-bit weights the adapter answers differently than in training",
                 lambda _: (
                     "serve with --quantization bitsandbytes --load-format bitsandbytes, or the merged folder of "
                     "make merge"
@@ -272,7 +272,7 @@ ENGINES: Mapping[str, Engine] = {
                 "WARN",
                 lambda t: t.mode == "qlora",
                 lambda _: (
-                    "tuning.mode=qlora: GGUF has no NF4; on other weights the adapter answers otherwise than in "
+                    "tuning.mode=qlora: GGUF has no NF4; on other weights the adapter answers differently than in "
                     "training"
                 ),
                 lambda _: "convert the merged folder of make merge, which has the NF4 values in 16 bits",

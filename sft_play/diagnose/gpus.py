@@ -18,7 +18,7 @@ EXCLUSIVE, PROHIBITED = 3, 2
 FABRIC_READY = 3
 """NVML_GPU_FABRIC_STATE_COMPLETED."""
 BUSY_BYTES = GIB // 2
-"""A CUDA context alone takes about this much (`plan.memory.CUDA_CONTEXT_BYTES`)."""
+"""A CUDA context alone takes about this much (`CUDA_CONTEXT_BYTES` in planner/memory/estimate.py)."""
 
 
 def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Finding]:
@@ -50,6 +50,7 @@ def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Findin
     kinds = listed(
         f"{sum(gpu.name == name for gpu in machine.gpus)} x {name}" for name in [g.name for g in machine.gpus]
     )
+    # by memory too: an A100 comes with 40 and with 80 GB, and the plan is for identical ranks
     if len({(gpu.name, gpu.total_bytes) for gpu in machine.gpus}) > 1:
         same = ",".join(str(gpu.index) for gpu in chosen if gpu.total_bytes == chosen[0].total_bytes)
         some = replace(machine, gpus=tuple(chosen))

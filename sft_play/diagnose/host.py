@@ -7,7 +7,7 @@ from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.units import GIB, MIB
 
 NCCL_SEGMENT_BYTES = 9_637_888
-"""One NCCL connection over shared memory, as its error messages say (https://github.com/NVIDIA/nccl/issues/342)."""
+"""One NCCL connection over shared memory, as NCCL's error messages give it (https://github.com/NVIDIA/nccl/issues/342)."""
 NCCL_CHANNELS = 2
 """The fewest channels that NCCL opens between neighbours of a ring; each is a connection."""
 NCCL_WANTS_BYTES = GIB
@@ -35,6 +35,7 @@ def check_shared_memory(
     if space is None:
         return skipped("shared memory", "/dev/shm is not a separate file system here")
     nccl = NCCL_SEGMENT_BYTES * NCCL_CHANNELS * gpus_per_node if gpus_per_node > 1 else 0
+    # workers hand batches over through shared memory, each up to `PREFETCHED` ahead
     loader = ranks_per_node * workers * PREFETCHED * batch_tokens * BATCH_TENSORS_BYTES
     least, free_words = nccl + loader, f"{_gib(space.free)} free of {_gib(space.total)} at /dev/shm"
     who = " and ".join([*(["NCCL"] if nccl else []), *(["the data loader's workers"] if loader else [])])

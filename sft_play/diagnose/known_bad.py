@@ -57,6 +57,7 @@ class Pairs:
 
 def version_of(text: str | None) -> Version | None:
     """A version that can be compared: of a package, a driver, or the leading numbers of a kernel's."""
+    # the leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare
     match = re.match(r"\d+(?:\.\d+)*", text or "")
     try:
         return Version(match[0]) if match else None

@@ -2,35 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from sft_play.diagnose.gpu_info import all_gpus
-from sft_play.diagnose.processes import Group, Rank, group_of, groups, lock_holder
-from sft_play.diagnose.text import gib, known, lines_of, sized, table
-from sft_play.errors import RunFolderError
+from sft_play.diagnose.processes import Group, Rank
+from sft_play.diagnose.seen_run import find_run, manifest_of
+from sft_play.diagnose.text import gib, known
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.seen import GpuProcess, SeenGpu
-from sft_play.log import escape_control, one_line
+from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import run_named, runs_in
 
-REFRESH_S = 2.0
-"""How often the table on a terminal is refreshed."""
-BLOCK_S = 5.0
-"""How often a block of lines is written where the output is not a terminal."""
 BIG_OTHERS = 3
 """Processes of others that a warning names."""
 
@@ -58,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class GpuUse:
-    """Memory of one GPU now, in bytes. None for `run_bytes` and `others_bytes`: the driver does not say whose it is.
+    """Memory of one GPU now, in bytes. `run_bytes` and `others_bytes`: None where the driver does not say whose it is.
 
     `unlisted_bytes` is used and held by no process that the driver lists. `peak_bytes` is the most that this run was
     seen to hold.
@@ -127,99 +116,9 @@ class Peaks:
     ranks: dict[int, int] = field(default_factory=dict)
 
     def of_run(self, run: object) -> None:
-        """Start over where another run is looked at."""
+        """Start over for another run."""
         if run != self.run:
             self.run, self.gpus, self.ranks = run, {}, {}
-
-
-# --- the run ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class SeenRun:
-    """The run that is looked at: its folder and processes as far as there are any, and lines about it (`said`)."""
-
-    folder: RunFolder | None = None
-    group: Group | None = None
-    running: bool = False
-    said: tuple[str, ...] = ()
-
-
-def find_run(output: Path, *, named: str | None = None) -> SeenRun:
-    """The run that is named; else the newest that is being written in `output`; else whatever this user trains here.
-
-    Raises:
-        RunFolderError: a name was given, and it is not a run of this toolkit.
-    """
-    here = groups()
-    if named is not None:
-        return _seen(run_named(output, named), here)
-    folders: list[RunFolder] = []
-    with contextlib.suppress(OSError):
-        folders += runs_in(output)
-    alive = [run for folder in folders if (run := _seen(folder, here)).running]
-    alive.sort(key=_started, reverse=True)
-    if alive:
-        others = [one_line(str(run.folder.path)) for run in alive[1:] if run.folder]
-        also = (f"also running: {', '.join(others)} (RUN= chooses)",) if others else ()
-        return replace(alive[0], said=(*alive[0].said, *also))
-    nothing = f"No run is in progress in {one_line(str(output))}"
-    if not here:
-        return SeenRun(said=(f"{nothing}, and this user trains nothing on this machine",))
-    group = next((item for item in here if item.folder is not None), here[0])
-    if group.folder is not None:
-        words = f"{nothing}; this one is: {one_line(str(group.folder))}: {_processes(group)}"
-        return SeenRun(RunFolder(group.folder), group, running=True, said=(words,))
-    words = f"{nothing}; a training has no run folder yet, or has it on another node: {_processes(group)}"
-    return SeenRun(None, group, running=True, said=(words,))
-
-
-def _manifest(folder: RunFolder) -> dict[str, Any]:
-    """The manifest; empty where it cannot be read, as while it is replaced on a network disk."""
-    try:
-        return folder.manifest()
-    except RunFolderError:
-        return {}
-
-
-def _started(run: SeenRun) -> tuple[str, str]:
-    manifest = _manifest(run.folder) if run.folder else {}
-    resumed = manifest.get("resumed") or [manifest.get("started")]
-    return str(resumed[-1]), str(run.folder.path if run.folder else "")
-
-
-def _seen(folder: RunFolder, here: list[Group]) -> SeenRun:
-    """A folder with its processes: those that name it, else the holder of its lock."""
-    group = next((group for group in here if group.folder is not None and _same(group.folder, folder.path)), None)
-    holder = lock_holder(folder) if group is None else None
-    if holder:
-        group = group_of(holder)
-    shown = one_line(str(folder.path))
-    if group is not None:
-        return SeenRun(folder, group, running=True, said=(f"Run {shown}: {_processes(group)}",))
-    if holder is not None:
-        return SeenRun(folder, None, running=True, said=(
-            f"Run {shown} is being written, by a process that cannot be seen from here (another user, container or "
-            "machine)",))  # fmt: skip
-    status = _manifest(folder).get("status")
-    dead = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
-    return SeenRun(folder, None, running=False, said=(f"Run {shown} is not running (status: {known(status)}){dead}",))
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return one.absolute() == other.absolute()
-
-
-def _processes(group: Group) -> str:
-    pids = ", ".join(str(rank.pid) for rank in group.ranks)
-    if group.ranks[0].rank is None:
-        return f"one process, pid {pids}"
-    world = group.ranks[0].environment.get("WORLD_SIZE")
-    of = f" of {one_line(world)}" if world not in (None, str(len(group.ranks))) else ""
-    return f"{len(group.ranks)}{of} rank{'' if len(group.ranks) == 1 and not of else 's'} on this machine, pid {pids}"
 
 
 def prediction_of(folder: RunFolder) -> Prediction | None:
@@ -244,9 +143,6 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-# --- one look ---------------------------------------------------------------------------------------------------------
 
 
 def look(
@@ -276,7 +172,7 @@ def look(
         running=run.running,
         said=(*run.said, *(unread if folder is not None and prediction is None else ())),
         folder=str(folder.path) if folder else None,
-        status=_manifest(folder).get("status") if folder else None,
+        status=manifest_of(folder).get("status") if folder else None,
         gpus=uses,
         ranks=tuple(_rank_use(rank, position, peaks) for position, rank in enumerate(group.ranks)) if group else (),
         prediction=prediction,
@@ -336,6 +232,7 @@ def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: Peaks) -> 
     unlisted = None
     if gpu.used_bytes is not None and run is not None and other is not None:
         unlisted = max(0, gpu.used_bytes - run - other)
+    # the driver's own peak (accounting mode) knows moments between two looks
     accounted = [item.peak_bytes for item in own if item.peak_bytes]
     highest = max(peaks.gpus.get(gpu.index, 0), run or 0, sum(accounted)) if run is not None else None
     if highest is not None:
@@ -346,9 +243,6 @@ def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: Peaks) -> 
     )  # fmt: skip
 
 
-# --- what eats the margin ---------------------------------------------------------------------------------------------
-
-
 def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, group: Group) -> Iterator[str]:
     """What others hold of what the plan counts on: the predicted peak with its margin has to fit beside them."""
     if prediction is None:
@@ -357,6 +251,7 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         for use in gpus:
             if use.ranks or use.run_bytes:
                 yield from _gpu_warnings(use, prediction)
+        # every rank holds as much, and one of them alone needs more, to write a checkpoint
         wanted = (prediction.host - prediction.host_save) * len(group.ranks) + prediction.host_save
         if wanted > ram.free_bytes + ram.run_bytes:
             yield (
@@ -373,12 +268,12 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
 
 
 def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
-    peak = prediction.reserved + prediction.outside_allocator
+    peak = prediction.reserved + prediction.outside_allocator  # by the plan, not by what the run holds at the moment
     if use.total_bytes is None or use.others_bytes is None or use.unlisted_bytes is None:
         return
     taken = use.others_bytes + use.unlisted_bytes
     left = use.total_bytes - taken - peak
-    if left >= prediction.margin or not taken:
+    if left >= prediction.margin or not taken:  # a tight plan without others is no news: `make plan` said so
         return
     who = ", ".join(
         f"pid {item.pid} ({known(item.name)}) {gib(item.used_bytes, digits=2)} GiB"
@@ -403,138 +298,3 @@ def _biggest(group: Group) -> str:
             sizes.append((int(memory.rss), int(process.info["pid"]), str(process.info["name"])))
     listed = ", ".join(f"pid {pid} ({one_line(name)}) {gib(rss)} GiB" for rss, pid, name in sorted(sizes)[::-1][:3])
     return f"; the biggest others: {listed}" if listed else ""
-
-
-# --- in words ---------------------------------------------------------------------------------------------------------
-
-
-def lines(check: Check) -> list[str]:
-    """What a person reads: the run, one table with the prediction beside it, RAM, warnings."""
-    page = [*check.said]
-    right = _prediction_table(check.prediction) if check.prediction else None
-    left = _rank_table(check) if _shows_ranks(check) else _gpu_table(check)
-    if left is not None or right is not None:
-        grid = Table.grid(padding=(0, 4))
-        grid.add_row(*(part for part in (left, right) if part is not None))
-        page += ["", *lines_of(grid), ""]
-    if (prediction := check.prediction) is not None:
-        batch = f"micro-batch {prediction.micro_batch} x accum {prediction.grad_accum}"
-        where = f"{one_line(prediction.layout)} over {prediction.ranks} rank(s)"
-        page.append(f"Plan: {where}, {batch}; sizes in units of 2**30 bytes")
-        if not prediction.on_gpu:
-            page.append("The prediction comes on top of what a process holds after its imports")
-    if any(use.ranks and use.run_bytes is None for use in check.gpus) and not _shows_ranks(check):
-        page.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
-    run = f"; this run holds {gib(check.ram.run_bytes, digits=2)}" if check.ranks else ""
-    page.append(
-        f"RAM: {gib(check.ram.total_bytes)} GiB, {gib(check.ram.free_bytes)} free{run}"
-        + ("" if check.gpus else "; no GPU here")
-    )
-    page += [f"warning: {text}" for text in check.warnings]
-    return [escape_control(line) for line in page]
-
-
-def _shows_ranks(check: Check) -> bool:
-    """Whether the run is one of the CPU, so that its ranks' RSS is what there is to see."""
-    if not check.ranks:
-        return False
-    return not check.gpus or (check.prediction is not None and not check.prediction.on_gpu)
-
-
-def _gpu_table(check: Check) -> Table | None:
-    if not check.gpus:
-        return None
-    heads = ("GPU", "rank", "total", "this\nrun", "others", "not\nlisted", "free", "peak\nseen")
-    rows = [
-        [
-            str(use.index),
-            ",".join(map(str, use.ranks)) or "-",
-            gib(use.total_bytes),
-            gib(use.run_bytes, digits=2),
-            gib(use.others_bytes, digits=2),
-            gib(use.unlisted_bytes, digits=2),
-            gib(use.free_bytes, digits=2),
-            gib(use.peak_bytes, digits=2),
-        ]
-        for use in check.gpus
-    ]
-    return table(heads, rows)
-
-
-def _rank_table(check: Check) -> Table:
-    heads = ("rank", "pid", "RSS\nGiB", "peak\nGiB", "workers", "their\nGiB")
-    rows = [
-        [
-            str(use.rank),
-            str(use.pid),
-            gib(use.rss_bytes, digits=2),
-            gib(use.peak_rss_bytes, digits=2),
-            str(use.workers),
-            gib(use.workers_rss_bytes, digits=2),
-        ]
-        for use in check.ranks
-    ]
-    return table(heads, rows)
-
-
-def _prediction_table(prediction: Prediction) -> Table:
-    """The terms of the prediction, of one rank."""
-    terms = [(name.replace("_", " "), size) for name, size in prediction.terms.items() if size > 0]
-    word = "reserved" if prediction.on_gpu else "resident"
-    sums = [
-        ("= allocated", prediction.allocated),
-        (f"= {word}", prediction.reserved),
-        ("+ margin", prediction.margin),
-        ("+ context, NCCL", prediction.outside_allocator),
-        ("= needed", prediction.required),
-    ]
-    rows = [[name, sized(size)] for name, size in [*terms, *sums] if size > 0]
-    return table(("predicted\nper rank", ""), rows, left=(0,))
-
-
-# --- live -------------------------------------------------------------------------------------------------------------
-
-
-def watch(
-    take: Callable[[], Check],
-    *,
-    write: Callable[[Check], None],
-    console: Console | None = None,
-    rounds: int | None = None,
-    pause: Callable[[float], None] = time.sleep,
-) -> Check | None:
-    """Look again and again until Ctrl-C (or for so many rounds); the last look.
-
-    Args:
-        take: one look.
-        write: what is done with a look where `console` is None: a block of lines, or an object of JSON.
-        console: a terminal, in which one table is renewed in place.
-    """
-    last: Check | None = None
-    with contextlib.suppress(KeyboardInterrupt), _live(console) as live:
-        done = 0
-        while rounds is None or done < rounds:
-            last = take()
-            done += 1
-            if live is None:
-                write(last)
-            else:
-                live.update(Text("\n".join([*lines(last), f"{last.time}; Ctrl-C ends this"])), refresh=True)
-            if rounds is None or done < rounds:
-                pause(REFRESH_S if live is not None else BLOCK_S)
-    return last
-
-
-def terminal(stream: TextIO) -> Console | None:
-    """The terminal that a stream is; None where it is a file or a pipe."""
-    console = Console(file=stream, highlight=False, markup=False, emoji=False)
-    return console if console.is_terminal else None
-
-
-@contextlib.contextmanager
-def _live(console: Console | None) -> Iterator[Live | None]:
-    if console is None:
-        yield None
-        return
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        yield live

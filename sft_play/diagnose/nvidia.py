@@ -39,7 +39,7 @@ def _capability(known: Sequence[Gpu], index: int) -> tuple[int, int] | None:
 
 
 def _smi_xml(text: str, known: Sequence[Gpu]) -> Seen | None:
-    start = text.find("<nvidia_smi_log")
+    start = text.find("<nvidia_smi_log")  # warnings of the driver may stand before the XML
     try:
         root = ElementTree.fromstring(text[start:]) if start >= 0 else None
     except ElementTree.ParseError:

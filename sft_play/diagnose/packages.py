@@ -79,7 +79,9 @@ def _problem(text: str, versions: Mapping[str, str]) -> str | None:
     """What is wrong with a requirement, in words; None if it is met, or is for another platform or an extra."""
     try:
         wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
+        if wanted.marker is not None and not wanted.marker.evaluate(
+            {"extra": ""}
+        ):  # no extra: `; extra == "dev"` is out
             return None
     except (InvalidRequirement, UndefinedEnvironmentName):
         return None
@@ -93,6 +95,6 @@ def _problem(text: str, versions: Mapping[str, str]) -> str | None:
 
 def _is_in(version: str, wanted: str) -> bool:
     try:
-        return SpecifierSet(wanted).contains(version, prereleases=True)
+        return SpecifierSet(wanted).contains(version, prereleases=True)  # nightlies of torch are pre-releases
     except (InvalidSpecifier, InvalidVersion):
         return True  # a version of somebody's own build cannot be compared

@@ -102,6 +102,7 @@ def groups() -> list[Group]:
         above = [table[pid] for pid in _above(process, table)]
         return any(_trains(item) and (item.is_rank or not process.is_rank) for item in above)
 
+    # forked data loader workers have the command line of the process that started them: only the topmost one counts
     tops = [item for item in table.values() if _trains(item) and not is_worker(item)]
     ranks = [item for item in tops if item.is_rank]
     launchers = {pid for item in ranks for pid in _above(item, table)}
@@ -121,6 +122,7 @@ def group_of(pid: int) -> Group | None:
     group = next((group for group in groups() if pid in group.pids), None)
     if group is not None:
         return group
+    # in no group, since its command line is not one of ours: a script that calls the Python interface
     table = {item.pid: item for item in _own_processes()}
     return _group([table[pid]], table) if pid in table else None
 
@@ -249,6 +251,7 @@ def lock_holder(folder: RunFolder) -> int | None:
     """
     try:
         with (folder.path / LOCK).open("rb") as file:
+            # the writer locks a byte of its own, the command that started it the file's first, a run alone all of it
             pid = next((pid for start, length in ((WRITER, 1), (0, 0)) if (pid := _locked_by(file, start, length))), 0)
     except (OSError, struct.error):
         return None

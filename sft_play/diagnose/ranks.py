@@ -38,6 +38,7 @@ _TAIL_LINES = 3
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SFT_PLAY_RUN")
 """What a launcher above the doctor may have set, and its own ranks must not inherit."""
 
+# what an error's text holds, the remedy, and threads on it; the first entry that fits counts
 _EXPLAINED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     (
         r"system not yet initialized|\b802\b",
@@ -109,6 +110,7 @@ def launch_of(machine: Hardware, options: LaunchOptions, *, out: Path, timeout_s
         threads=None if machine.gpus else max(1, machine.cpu_cores // here),
         gpus=",".join(str(gpu) for gpu in options.gpus) or None,
     )
+    # a run's launch, of which only the program differs: what the check finds out holds for the run
     at = launch.words.index("--module") + 1
     return replace(launch, words=(*launch.words[:at], MODULE, *launch.words[at + 1 :]))
 
@@ -122,6 +124,7 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
         out = Path(text)
         launch = launch_of(machine, options, out=out, timeout_s=max(1.0, limit_s - GIVE_UP_S))
         at = launch.words.index(LAUNCHER)
+        # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
         kept = {name: value for name, value in environment.items() if name not in _RANK_VARIABLES}
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
@@ -189,6 +192,7 @@ def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
         return [failed(NAME, f"the sum is wrong: {counts}", remedy)]
     if len(done) < len(outcome.expected):
+        # a rank that says "timed out" was healthy and waited for another: that is a hang, and no failure of its own
         only_waited = bool(errors) and all(re.search(r"[Tt]imed? ?out", text) for text in errors.values())
         return [_hung(outcome, around, errors) if outcome.timed_out or only_waited else _died(outcome, errors)]
     if outcome.result is None and nodes.rank == 0:
@@ -230,6 +234,7 @@ def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
     ]
 
 
+# by the last note that a rank of `training.collective_check` wrote
 _STAGES = {
     "started": "has not reached its device",
     "device": "is waiting to join the others",
@@ -275,6 +280,7 @@ def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
     return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
 
 
+# errors of ranks that only lost another one, which failed first
 _SECONDARY = re.compile(
     r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
 )
@@ -346,6 +352,7 @@ def expected(around: Surroundings, nodes: Nodes) -> tuple[float | None, float, s
     if network is None:
         return None, NETWORK_SHARE, "the network"
     share = network / len(machine.gpus) * nodes.count / (nodes.count - 1)
+    # on a node with a slow bus the GPUs' own link is what limits, whatever the network could do
     if link is not None and link * inner[1] < share * NETWORK_SHARE:
         return inner
     return share, NETWORK_SHARE, "InfiniBand" if around.infiniband_bytes_per_s else "the network"

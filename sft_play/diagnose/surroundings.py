@@ -122,6 +122,7 @@ def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
         ),
         driver=driver,
         driver_cuda=driver_cuda,
+        # libbitsandbytes_cuda128.so is for CUDA 12.8, libbitsandbytes_rocm62.so for ROCm 6.2
         bitsandbytes_cuda=_bitsandbytes_for("cuda", r"(\d\d)(\d)"),
         bitsandbytes_rocm=_bitsandbytes_for("rocm", r"(\d)(\d+)"),
         toolchain=compiler.look(environment) if hardware.gpus else None,
@@ -205,6 +206,7 @@ def _state(library: Any, gpu: Gpu) -> GpuState:
         index=gpu.index,
         compute_mode=ask("nvmlDeviceGetComputeMode"),
         others=tuple((int(item.pid), int(item.usedGpuMemory or 0)) for item in busy if item.pid != os.getpid()),
+        # volatile: since the driver was loaded; the aggregate count remembers errors of years ago
         uncorrected_errors=ask(
             "nvmlDeviceGetTotalEccErrors", library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
         ),
@@ -229,6 +231,7 @@ def _fabric(library: Any, handle: Any) -> int | None:
 
 def _translated(bus: str) -> bool | None:
     """Whether the IOMMU translates a device's addresses: its group is not of type `identity`."""
+    # NVML writes the PCI domain with eight digits (00000000:17:00.0), sysfs with four
     match = re.fullmatch(r"[0-9a-fA-F]*([0-9a-fA-F]{4}):(.+)", bus)
     if match is None:
         return None

@@ -23,7 +23,7 @@ def gib(size: int | None, *, digits: int = 1) -> str:
     return NOT_KNOWN if size is None else f"{size / GIB:.{digits}f}"
 
 
-def sized(size: int | None) -> str:
+def sized(size: float | None) -> str:
     """A size with its unit, small ones in MiB."""
     if size is None:
         return NOT_KNOWN

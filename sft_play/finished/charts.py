@@ -178,7 +178,7 @@ def _log_ticks(chart: Chart) -> list[float]:
 
 def _layer(curve: Curve, name: str, x: dict[str, Any], y: dict[str, Any], colour: dict[str, Any]) -> dict[str, Any]:
     values = [{"step": step, "value": value, "name": name} for step, value in thinned(curve.points)]
-    if len(values) == 1 or not curve.is_joined:
+    if len(values) == 1 or not curve.is_joined:  # a line of one point is not drawn at all
         # a thick ring, which looks like a dot: the legend draws strokes
         mark: dict[str, Any] = {"type": "point", "filled": False, "strokeWidth": 3, "size": 16, "opacity": 1}
     else:

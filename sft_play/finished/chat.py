@@ -60,7 +60,10 @@ class Conversation:
                     prompt, self.show, max_new_tokens=self.max_new_tokens, temperature=self.temperature
                 )
             self.show("\n")
-        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        self.messages = [
+            *asked,
+            {"role": "assistant", "content": answer},
+        ]  # with /both the trained model's, which is last
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -72,7 +75,7 @@ class Conversation:
             self.messages = []
             self.show("(the conversation is empty)\n")
         elif name == "system":
-            self.system, self.messages = argument or None, []
+            self.system, self.messages = argument or None, []  # answers so far were given under another system prompt
             self.show(f"(the system prompt is {'set' if argument else 'removed'}; the conversation is empty)\n")
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             self.show("(this run trained all weights: there is no adapter to switch off)\n")

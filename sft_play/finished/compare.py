@@ -12,17 +12,17 @@ from sft_play.diagnose.text import lines_of, table
 from sft_play.errors import ConfigError
 from sft_play.finished.charts import COLOURS, Chart, Curve, NotDrawn, drawn
 from sft_play.finished.curves import Screen, plot_lines
-from sft_play.finished.page import Section, Table, page
+from sft_play.finished.page import Section, Table, page, write_page
 from sft_play.finished.record import Record, read_record, settings_of
-from sft_play.finished.report import duration, predicted_and_measured, size, tokens_per_s, write_page
 from sft_play.finished.run import next_line
+from sft_play.finished.run_figures import duration, predicted_and_measured, size, tokens_per_s
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 
 PAGE = "compare.html"
 """In the folder of the first run that is named."""
 _NOT_COMPARED = ("output.",)
-"""Settings that name a run and change nothing of it."""
+"""Settings that only name a run."""
 _ABSENT = "-"
 
 
@@ -103,7 +103,7 @@ def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comp
         ConfigError: fewer than two runs, one of them twice, or the page cannot be written.
         RunFolderError: one is not a run of this toolkit.
     """
-    places = [folder.path.resolve() for folder in folders]
+    places = [folder.path.resolve() for folder in folders]  # `last` and a name may be the same run
     if len(places) < 2:
         raise ConfigError('RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists them)')
     for place in places:
@@ -146,6 +146,7 @@ def _facts(record: Record) -> dict[str, Any]:
     for name, entry in (manifest.get("data") or {}).items():
         if isinstance(entry, dict) and entry.get("sha256"):
             facts[f"content of {name}"] = str(entry["sha256"])[:12]
+    # of all packages: what differs here may explain what differs above
     facts |= {f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()}
     hardware = manifest.get("hardware") or {}
     facts["machine"] = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or []) or hardware.get("cpu_name")

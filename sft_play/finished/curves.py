@@ -51,7 +51,7 @@ def plot_lines(title: str, curves: Sequence[Curve], screen: Screen, *, is_log: b
     for number, curve in enumerate(shown):
         colour, sign = _COLOURS[number % len(_COLOURS)], _SIGNS[number % len(_SIGNS)]
         steps, values = zip(*thinned(curve.points, 2 * screen.width), strict=True)
-        # in colour the curves are told apart by it, else by their signs
+        # with colours one dense marker does for all curves; without them each needs a sign of its own
         symbol = sign if screen.ascii or not screen.colour or curve.marked else "hd"
         signal = figure.signal(list(steps), list(values), marker=plotext.marker(symbol, colour))
         figure.draw(signal if curve.marked else signal.lines())

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sft_play.finished.load import evenly_spaced
+
 PLACES = 64
 """Trained places of a row that are compared: with a vocabulary of 150,000 they are 40 MB in fp32."""
 
@@ -19,8 +21,7 @@ Scored = tuple[torch.Tensor, torch.Tensor]
 
 def spaced(rows: Any, count: int) -> list[dict[str, list[int]]]:
     """At most `count` rows, evenly spaced."""
-    number = min(count, len(rows))
-    return [rows[index * len(rows) // number] for index in range(number)]
+    return [rows[index] for index in evenly_spaced(len(rows), count)]
 
 
 @torch.no_grad()

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
-from sft_play.data.sources.files import DataPaths, data_paths, find_source
+from sft_play.data.sources.files import data_paths, find_source
 from sft_play.data.sources.messages import Message
-from sft_play.data.splits import Split, Splits, build_splits
+from sft_play.data.splits import Split
 from sft_play.errors import ConfigError, DataError
+from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
-from sft_play.runs.resuming import first_day
 from sft_play.training.exact_match import Question
 from sft_play.training.tokenizer import load_tokenizer
 
@@ -26,7 +25,7 @@ SplitName = Literal["val", "test"]
 
 @dataclass(frozen=True)
 class Asked:
-    """A question: the number of its row, and what stands before the answer."""
+    """A question: the number of its row, and the messages before the answer."""
 
     row: int
     question: Question
@@ -57,11 +56,10 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
     `asks`: whether answers will be generated.
 
     Raises:
-        ConfigError: the split is no name of one, or stands beside a file.
+        ConfigError: the split has another name, or is given beside a file.
         DataError: the run has no such rows, or they cannot be read.
     """
-    tokenizer, plan = load_tokenizer(run.config).tokenizer, run.plan()
-    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=first_day(run.folder))
+    tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
         if split is not None:
             raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
@@ -70,9 +68,9 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
         name, chosen = _of_run(run, tokenizer, split)
         seen = chosen.report.shared.get("train", 0)
     whole = len(chosen.rows)
-    count = min(limit or whole, whole)
-    numbers = [index * whole // count for index in range(count)]
-    asked = _asked(chosen, renderer, set(numbers), max_seq_len=plan.max_seq_len) if asks else []
+    numbers = evenly_spaced(whole, limit or whole)
+    renderer = renderer_of(run, tokenizer)
+    asked = _asked(chosen, renderer, set(numbers), max_seq_len=run.plan().max_seq_len) if asks else []
     return EvalRows(name, data is None, chosen.rows.select(numbers), numbers, whole, asked, seen)
 
 
@@ -80,7 +78,7 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitN
     if split not in (None, "val", "test"):
         hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
         raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
-    splits = _splits(run, run.config, data_paths(run.config.data), tokenizer)
+    splits = splits_of(run, run.config, tokenizer)
     there: dict[SplitName, Split] = {}
     if splits.test is not None:
         there["test"] = splits.test
@@ -89,7 +87,7 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitN
     if not there:
         raise DataError(
             f"{run.folder.path} was trained without validation or test rows, and rows that it was trained on say "
-            "nothing of new ones: name some that it has not seen with DATA=FILE"
+            "nothing about new ones: name a file that it has not seen with DATA=FILE"
         )
     for name, rows in there.items():
         if split in (None, name):
@@ -102,7 +100,7 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitN
 def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:
     """The rows of a file, read as the run's test rows would be, and how many of them were trained on.
 
-    The run's own rows are read for that alone; where they are gone, the file stands in their place.
+    The run's own rows are read for that alone; where they are gone, the file is read as the only data.
     """
     try:
         find_source(data)
@@ -116,6 +114,7 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
             one_line(str(error)),
         )
         own = None
+    # beside the training rows, so that rows that it shares with them are counted
     there = {"test_path": data} if own is not None else {
         "train_path": data, "val_path": None, "test_path": data, "text_path": None, "sources": (), "val_fraction": 0.0,
     }  # fmt: skip
@@ -123,17 +122,12 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
     if own is None and config.task_mode == "cpt_mixed":
         config = config.model_copy(update={"task_mode": "sft"})
     try:
-        splits = _splits(run, config, data_paths(config.data), tokenizer)
+        splits = splits_of(run, config, tokenizer)
     except DataError as error:
         raise DataError(str(error).replace("data.test_path" if own else "data.train_path", "DATA")) from error
     if splits.test is None:
         raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
     return splits.test, None if own is None else splits.test.report.shared.get("train", 0)
-
-
-def _splits(run: FinishedRun, config: RunConfig, paths: DataPaths, tokenizer: Any) -> Splits:
-    day = first_day(run.folder)
-    return build_splits(config, paths, tokenizer, max_seq_len=run.plan().max_seq_len, today=day)
 
 
 def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: int) -> list[Asked]:
@@ -146,7 +140,7 @@ def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: i
             continue
         chat = split.chats[number]
         prompt = renderer.prompt_ids(chat)
-        if prompt is not None and len(prompt[0]) + 1 < max_seq_len:
+        if prompt is not None and len(prompt[0]) + 1 < max_seq_len:  # room for a token and the one that ends it
             shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
             asked.append(Asked(row, Question(prompt[0], shown, prompt[1]), tuple(chat.messages[:-1])))
     return asked

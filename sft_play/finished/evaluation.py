@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 import logging
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sft_play.errors import ConfigError
+from sft_play.finished.eval_figures import (
+    RESAMPLES,
+    SEED,
+    Figure,
+    Measured,
+    balance_loss,
+    exp_or_inf,
+    figures_of,
+    finite,
+    table_lines,
+)
 from sft_play.finished.eval_rows import EvalRows, eval_rows
 from sft_play.finished.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
 from sft_play.finished.load import continued_by, of_each_model
-from sft_play.finished.metrics import TITLES, Metric, metrics_named
+from sft_play.finished.metrics import Metric, metrics_named
 from sft_play.finished.respond import Responder, greedy_answers
 from sft_play.finished.run import FinishedRun, next_line
-from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
-from sft_play.finished.statistics import Interval, paired_bootstrap
+from sft_play.finished.score import batch_tokens, compute_dtype, score_rows
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.runs.files import write_json, write_text
@@ -30,61 +37,11 @@ from sft_play.training.quiet import quiet_libraries
 logger = logging.getLogger(__name__)
 
 ROWS_FILE, SUMMARY_FILE = "eval.jsonl", "eval.json"
-LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
 _WORST = 3
 _SHOWN_CHARS = 100
 _SAME_LOSS = 0.005
 """How far the loss may be from the one that the run recorded, beside 0.5% of it: batches of other sizes and other
-kernels round otherwise, in bf16 by up to 1e-3 of the loss."""
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One model's figures: of each row, and of each question its answer and the metrics' values."""
-
-    scores: list[RowScore]
-    answers: list[str]
-    values: dict[str, list[float]]
-    tasks: dict[str, Any] | None
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A figure of base and trained model, and the interval of its difference."""
-
-    name: str
-    base: float
-    tuned: float
-    interval: Interval
-    is_share: bool = False
-    is_loss: bool = False
-
-    @property
-    def verdict(self) -> str:
-        """better or worse, where the whole interval says so."""
-        if self.interval.is_above or self.interval.is_below:
-            return "better" if self.interval.is_above != self.is_loss else "worse"
-        return "same" if self.interval.low == self.interval.high == 0 else "not sure"
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "base": _number(self.base), "tuned": _number(self.tuned), **self.interval.as_json(),
-            "verdict": self.verdict,
-        }  # fmt: skip
-
-    def cells(self) -> list[str]:
-        """Its line of the table."""
-        form = "{:.1%}" if self.is_share else "{:.4f}"
-        low, high = (_signed(end, is_share=self.is_share) for end in (self.interval.low, self.interval.high))
-        difference = _signed(self.interval.difference, is_share=self.is_share)
-        return [
-            TITLES.get(self.name, self.name),
-            form.format(self.base),
-            form.format(self.tuned),
-            f"{difference} [{low}, {high}]",
-            self.verdict,
-        ]
+kernels round differently, in bf16 by up to 1e-3 of the loss."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +78,7 @@ class Evaluation:
             return None
         ends = {"base": loss.base, "tuned": loss.tuned, "ratio": loss.interval.difference, "low": loss.interval.low,
                 "high": loss.interval.high}  # fmt: skip
-        return {name: _number(_exp(value)) for name, value in ends.items()}
+        return {name: finite(exp_or_inf(value)) for name, value in ends.items()}
 
     def as_json(self) -> dict[str, Any]:
         """In plain data: `eval.json`."""
@@ -149,7 +106,7 @@ class Evaluation:
         lines = self._rows_lines()
         if self.facts["before"] is not None:
             lines.append(f"Before: {self.facts['before']}, which this run continued")
-        lines += _table(self.figures, self.perplexity, before=self.before)
+        lines += table_lines(self.figures, self.perplexity, before=self.before)
         for task in self.tasks:
             lines += task.lines(before=self.before)
         lines += self.worst
@@ -166,7 +123,7 @@ class Evaluation:
         if rows.seen:
             lines.append(
                 f"Warning: {rows.seen:,} of {rows.whole:,} rows were trained on, token for token; on those the trained "
-                "model's figures say nothing of new data"
+                "model's figures say nothing about new data"
             )
         recorded = self.facts.get("recorded")
         if recorded:
@@ -201,6 +158,7 @@ def evaluate_run(
         DataError: there are no rows to evaluate.
         ModelError: the base is gone.
     """
+    # whatever a wrong word can stop is asked before the models load: they take minutes
     rows_path, path = _places(run, out)
     chosen_tasks = find_tasks(tasks)
     wanted = metrics_named(metrics)
@@ -211,12 +169,12 @@ def evaluate_run(
         _require_answers(rows, metrics, wanted)
     length = max_new_tokens or run.config.eval.max_new_tokens
     base, tuned = _both(run, rows, wanted, tasks=chosen_tasks, limit=limit, max_new_tokens=length)
-    figures, continued = _figures(rows, wanted, base, tuned) if rows else (), continued_by(run)
+    figures, continued = figures_of(rows, wanted, base, tuned) if rows else (), continued_by(run)
     facts = {
         "by": {"weights": weights_facts(str(run.weights), None)["sha256"], "max_new_tokens": length,
                "resamples": RESAMPLES, "seed": SEED},
         "before": continued.name if continued else None,
-        "balance_loss": _balance(tuned.scores),
+        "balance_loss": balance_loss(tuned.scores),
         "recorded": _recorded(run, rows, tuned, wanted),
     }  # fmt: skip
     worst = _worst(rows, wanted, tuned) if rows else ()
@@ -266,9 +224,6 @@ def _has_rows(run: FinishedRun, split: str | None, data: str | None) -> bool:
     return bool(split or data or own)
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 def _both(
     run: FinishedRun,
     rows: EvalRows | None,
@@ -310,39 +265,6 @@ def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[st
     return values
 
 
-# --- figures ----------------------------------------------------------------------------------------------------------
-
-
-def _figures(rows: EvalRows, metrics: Sequence[Metric], base: Measured, tuned: Measured) -> tuple[Figure, ...]:
-    tokens = np.array([one.tokens for one in tuned.scores])
-    per_token: list[tuple[str, Callable[[RowScore], float]]] = [
-        ("loss", lambda one: one.nll), ("token_accuracy", lambda one: one.correct)
-    ]  # fmt: skip
-    figures = []
-    for name, amount in per_token:
-        means = [np.array([amount(one) / max(1, one.tokens) for one in measured.scores]) for measured in (base, tuned)]
-        is_loss = name == "loss"
-        figures.append(_figure(name, *means, weights=tokens, is_share=not is_loss, is_loss=is_loss))
-    for metric in metrics if rows.asked else ():
-        values = [np.array(measured.values[metric.name]) for measured in (base, tuned)]
-        figures.append(_figure(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share))
-    return tuple(figures)
-
-
-def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> Figure:
-    interval = paired_bootstrap(base, tuned, weights=weights, level=LEVEL, resamples=RESAMPLES, seed=SEED)
-    return Figure(
-        name, float(np.average(base, weights=weights)), float(np.average(tuned, weights=weights)), interval, **kind
-    )
-
-
-def _balance(scores: Sequence[RowScore]) -> float | None:
-    """The experts' balance loss over trained tokens, which the run's own eval_loss contains; None without one."""
-    tokens = sum(one.tokens for one in scores)
-    balance = sum(one.balance for one in scores)
-    return balance / tokens if balance else None
-
-
 def _recorded(
     run: FinishedRun, rows: EvalRows | None, tuned: Measured, metrics: Sequence[Metric]
 ) -> dict[str, Any] | None:
@@ -353,19 +275,21 @@ def _recorded(
         split, count, loss = summary["split"], after["rows"], after["loss"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
+    # the same rows or none: LIMIT= and DATA= read others, whose loss says nothing about the recorded one
     if rows is None or not rows.is_own or (rows.name, len(rows.numbers)) != (split, count) or loss is None:
         return None
     tokens = sum(one.tokens for one in tuned.scores)
     now = sum(one.nll + one.balance for one in tuned.scores) / tokens
     is_same = abs(now - loss) <= _SAME_LOSS * (1 + abs(loss))
     line = f"The run's own evaluation after training: loss {loss:.4f}"
-    line += f" (the experts' balance loss of {_balance(tuned.scores):.4f} is in it)" if _balance(tuned.scores) else ""
+    balance = balance_loss(tuned.scores)
+    line += f" (the experts' balance loss of {balance:.4f} is in it)" if balance else ""
     match = after.get("exact_match")
     if match is not None and run.config.eval.generate_rows >= len(rows.asked) and "exact_match" in tuned.values:
         line += f", exact match {match:.1%}"
     if not is_same:
         logger.warning(
-            "The loss is now %.4f, and was %.4f when the run ended: are its data, its base or the libraries others?",
+            "The loss is now %.4f, and was %.4f when the run ended: have its data, its base or the libraries changed?",
             now, loss,
         )  # fmt: skip
     return {"loss": loss, "exact_match": match, "loss_now": now, "same": is_same, "line": line}
@@ -380,6 +304,7 @@ def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: Measured) -> tuple[
         return (f"Worst of {len(mean_nll):,} rows, by loss:", *shown)
     first = metrics[0]
     values = tuned.values[first.name]
+    # a share of 1 is as good as an answer can be; of other metrics every value may be the worst
     wrong = [at for at, value in enumerate(values) if not first.is_share or value < 1]
     if not wrong:
         return (f"No answer is worse than its reference ({first.title})",)
@@ -418,35 +343,5 @@ def _jsonl(run: FinishedRun, rows: EvalRows, base: Measured, tuned: Measured) ->
     return "".join(lines)
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _table(figures: Sequence[Figure], perplexity: dict[str, float | None] | None, *, before: str) -> list[str]:
-    if not figures:
-        return []
-    cells = [["", before, "tuned", f"difference [{LEVEL:.0%} interval]", ""]]
-    for figure in figures:
-        cells.append(figure.cells())
-        if figure.is_loss and perplexity is not None:
-            base, tuned, ratio, low, high = ("?" if one is None else f"{one:.4g}" for one in perplexity.values())
-            cells.append(["perplexity", base, tuned, f"x{ratio} [x{low}, x{high}]", figure.verdict])
-    widths = [max(len(row[at]) for row in cells) for at in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
-
-
-def _signed(value: float, *, is_share: bool) -> str:
-    if not math.isfinite(value):
-        return "?"
-    return f"{100 * value:+.1f} pts" if is_share else f"{value:+.4f}"
-
-
 def _short(text: str) -> str:
     return one_line(text, limit=_SHOWN_CHARS)
-
-
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf

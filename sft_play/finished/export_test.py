@@ -23,7 +23,7 @@ import torch
 from sft_play.errors import RunFolderError
 from sft_play.finished import llama_cpp_model
 from sft_play.finished.divergence import Scored, compared, log_probs, spaced
-from sft_play.finished.export import EXPORT
+from sft_play.finished.exported import EXPORT
 from sft_play.finished.gguf_model import (
     NotReadHere,
     Weights,
@@ -37,11 +37,12 @@ from sft_play.finished.gguf_tokenizer import GgufTokenizer, Unreadable, read_fie
 from sft_play.finished.llama_cpp import find_converter
 from sft_play.finished.llama_cpp_model import LlamaCppModel
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
-from sft_play.finished.merge import stop_tokens, whole_model
+from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import limit_of
 from sft_play.finished.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.prompts import Asked, Prompts
 from sft_play.finished.run import FinishedRun
+from sft_play.finished.saved_configs import stop_tokens
 from sft_play.training.exact_match import Question, answers
 from sft_play.training.quiet import quiet_libraries
 
@@ -252,6 +253,7 @@ def _material(
 ) -> _Material:
     plan = run.plan()
     most = run.config.eval.max_new_tokens
+    # a prompt that fills the run's rows leaves no room for an answer
     fitting = [one for one in asked if len(one.ids) < plan.max_seq_len]
     stop = stop_tokens(run, prompts.tokenizer, prompts.configured_stops)
     return _Material(fitting, rows, stop, most, plan.answer_tokens, prompts.tokenizer)
@@ -301,7 +303,7 @@ def _read_and_answer(
 ) -> tuple[list[_Seen], Weights | None, list[Check]]:
     """The merged model, and the file as transformers reads it: answers of both, and their weights compared."""
     whole = load_folder(model)
-    seen = [material.seen_by(whole, "merged")]
+    seen = [material.seen_by(whole, "merged")]  # its answers tell the merge's faults from the file's
     try:
         read = load_gguf(file, model, dtype=whole.dtype, rows=embedding_rows(file))
     except NotReadHere as error:
@@ -345,6 +347,7 @@ def _beside_trained(
     if run.is_adapter:
         with model.disable_adapter():
             base_divergence = compared(trained.scored, log_probs(model, material.rows))[0]
+    # the coarsest rounding decides the limit; the converter writes none that is coarser than Q8_0
     of_file = {_TYPE_DTYPES.get(name, "q8_0") for name in types}
     answering = []
     for other in others:
@@ -383,7 +386,7 @@ def _shared(one: Sequence[int], other: Sequence[int]) -> int:
 def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> float:
     """How far apart the model sees its own next token and another one, where two answers part (log-probabilities)."""
     place = _shared(mine, theirs)
-    if place >= min(len(mine), len(theirs)):  # one of them only ran out of room
+    if place >= min(len(mine), len(theirs)):  # one is the other's beginning: no two tokens stand against each other
         return math.inf
     ids_BT = torch.tensor([[*prompt, *mine[:place]]], device=model.device)
     logits_V = model(input_ids=ids_BT, use_cache=False).logits[0, -1].float()

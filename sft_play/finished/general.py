@@ -55,6 +55,7 @@ def text_rows(sample: Sample, renderer: Renderer, *, longest: int) -> GeneralRow
     """The texts as tokens, all of them trained, cut after `longest`; the end-of-text token is not part of a text."""
     rows = []
     for ids in renderer.documents([text for _, text in sample.texts]):
+        # predicting that a text ends here says nothing about what the model knows
         bare = ids[:-1] if ids[-1] == renderer.parts.end_of_text else ids
         rows.append({"input_ids": bare[:longest], "labels": bare[:longest]})
     return GeneralRows(rows, [kind for kind, _ in sample.texts])

@@ -51,7 +51,7 @@ def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
     config = AutoConfig.from_pretrained(model)
-    config.get_text_config().vocab_size = rows  # a converter may leave rows out that are no token's
+    config.get_text_config().vocab_size = rows  # the converter may leave out rows that only pad the embeddings
     if config.model_type in _AS_LLAMA:
         from transformers import LlamaConfig
 
@@ -94,7 +94,7 @@ def compare_weights(read: Any, model: Any, types: set[str], *, rows: int) -> Wei
     the model's after rounding to one of the types. Vectors may differ by fp32's last place: llama.cpp stores Gemma's
     norms plus one.
     """
-    there, wanted = read.state_dict(), model.state_dict()
+    there, wanted = read.state_dict(), model.state_dict()  # both by transformers' names
     equal = rounded = 0
     first, error, size = None, 0.0, 0.0
     for name in sorted(set(there) | set(wanted)):
@@ -128,13 +128,14 @@ def _rounded(tensor: torch.Tensor, types: set[str]) -> list[torch.Tensor]:
     from gguf import GGMLQuantizationType, dequantize, quantize
 
     results = []
+    # Q8_0 rounds in blocks of 32 along a row, so that a transposed tensor rounds to other values
     for turned in (False, True) if tensor.ndim == 2 else (False,):
         values = tensor.detach().float().cpu()
         values = (values.T if turned else values).contiguous().numpy()
         for name in sorted(types - {"F32"}):
             kind = GGMLQuantizationType[name]
             if name == "Q8_0" and values.shape[-1] % 32:
-                continue
+                continue  # no whole blocks: the converter stores such a tensor in F16
             back = torch.from_numpy(dequantize(quantize(values, kind), kind).reshape(values.shape).copy())
             results.append((back.T if turned else back).to(tensor.dtype).to(tensor.device))
     return results

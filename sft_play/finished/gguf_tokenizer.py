@@ -44,8 +44,10 @@ class GgufTokenizer:
         types = entry("token_type") or [1] * len(self.tokens)
         whole = (_UNKNOWN, _CONTROL, _USER_DEFINED)
         special = [token for token, kind in zip(self.tokens, types, strict=True) if kind in whole and token]
+        # the longest first, where one special token begins with another
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
         self.bos_id: int | None = entry("bos_token_id")
+        # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
         self.add_bos = bool(entry("add_bos_token", self.kind == "llama"))
         self.stop_ids = {
             entry(f"{name}_token_id") for name in ("eos", "eot", "eom") if entry(f"{name}_token_id") is not None

@@ -110,7 +110,7 @@ def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, lim
             tasks=list(tasks.names),
             task_manager=tasks.manager,
             limit=limit,
-            apply_chat_template=run.config.task_mode != "cpt",
+            apply_chat_template=run.config.task_mode != "cpt",  # a run on plain text learnt no turns
             log_samples=True,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run

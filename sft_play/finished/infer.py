@@ -134,6 +134,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
         DataError: a row is not a prompt, or the target holds answers to other prompts or of other weights.
     """
     prompts = read_prompts(source)
+    # weights and not only the name: a run of the same name may have been trained again
     digest = weights_facts(str(run.weights), None)["sha256"]
     by = f"{run.folder.path.name} {str(digest)[:12]} max_new_tokens={max_new_tokens}"
     done = _answered(target, prompts, by)
@@ -145,6 +146,7 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
                 ids = [responder.prompt_ids(prompt.messages, prompt.tools) for prompt in chunk]
                 for prompt, answer in zip(chunk, responder.answer_all(ids, max_new_tokens=max_new_tokens), strict=True):
                     file.write(json.dumps(_line(prompt, answer, by), ensure_ascii=False) + "\n")
+                # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU
                 file.flush()
                 os.fsync(file.fileno())
                 logger.info("Answered: %d of %d", start + len(chunk), len(prompts))
@@ -170,6 +172,7 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
             raise DataError(f"OUTPUT={one_line(str(target))} cannot be written: {error.strerror}") from None
         return 0
     require_file(target)
+    # a process that was killed may have left half a line, or half a character of one
     whole = target.read_bytes()
     kept = whole[: whole.rfind(b"\n") + 1]
     lines = kept.decode("utf-8", "replace").split("\n")[:-1]  # splitlines() would also split at U+2028 inside an answer
@@ -182,6 +185,7 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
             entry = None
         if not isinstance(entry, dict) or not {"messages", "answer", "by"} <= set(entry):
             raise DataError(f"OUTPUT={one_line(str(target))} exists, and line {number} is not an answer of make infer")
+        # through JSON, as the file's went: tuples are lists there
         if entry["messages"] != json.loads(json.dumps(list(prompt.messages))):
             raise DataError(
                 f"OUTPUT={one_line(str(target))} exists and answers other prompts (line {number}); name another file"

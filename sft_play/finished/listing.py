@@ -114,6 +114,7 @@ class RunList:
 def list_runs(output: Path, *, now: datetime | None = None) -> RunList:
     """Every run directly below an output folder, those moved aside too."""
     listed = [_listed(folder) for folder in runs_in(output, replaced=True)]
+    # runs without a start (their manifest is damaged) go last once the order is reversed
     listed.sort(key=lambda run: (run.started is not None, run.started or datetime.now(UTC), run.folder.path.name))
     return RunList(output, tuple(reversed(listed)), now or datetime.now(UTC))
 
@@ -138,7 +139,7 @@ def _listed(folder: RunFolder) -> ListedRun:
 
 def status_of(folder: RunFolder, manifest: dict[str, Any]) -> Status:
     """`running` while a process writes it; `failed` where the manifest says running and none does."""
-    if lock_holder(folder) is not None:
+    if lock_holder(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
         return "running"
     status = manifest.get("status")
     return status if status in ("finished", "stopped") else "failed"

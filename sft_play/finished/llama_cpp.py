@@ -84,8 +84,8 @@ def find_converter(given: Path | None) -> Converter:
         return _cached(given)
     if not (given / CONVERTER).is_file() or not (given / "gguf-py" / "gguf").is_dir():
         raise ConfigError(
-            f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp ({CONVERTER} and gguf-py/ belong into "
-            "it); leave it out to fetch the converter"
+            f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp, which has {CONVERTER} and "
+            "gguf-py/; leave it out to fetch the converter"
         )
     return Converter(given.resolve(), f"LLAMA_CPP={given}")
 
@@ -104,6 +104,7 @@ def _cached(archive: Path | None) -> Converter:
             f"the cache {folder} cannot be created ({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
         ) from None
     with locked(folder / "lock", waiting="Another run is fetching llama.cpp's converter: waiting for it"):
+        # looked for again: another process may have unpacked it while this one waited for the lock
         if (final / CONVERTER).is_file():
             return converter
         for leftover in folder.glob(".building-*"):  # of a process that was killed: this one holds the lock
@@ -199,8 +200,8 @@ def _write(content: IO[bytes], path: Path) -> None:
 def convert(converter: Converter, model: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:
     """Write the model in the folder `model` as the GGUF `target`, by llama.cpp's converter in a process of its own.
 
-    `name`: how the file calls the model. `vocabulary`: JSON for `gguf_vocabulary.py`, which says what the tokenizer's
-    entries are where the converter would guess.
+    `name`: the model's name in the file. `vocabulary`: JSON for `run_converter.py`: the tokenizer's entries that the
+    converter would guess otherwise.
 
     Raises:
         BackendError: the converter failed; its last lines say why.
@@ -214,7 +215,7 @@ def convert(converter: Converter, model: Path, target: Path, *, quant: str, name
 
 
 def _known_reason(output: str) -> str:
-    """What failures mean that users meet, said before the converter's own words."""
+    """What the failures that users meet mean, put before the converter's own words."""
     if "BPE pre-tokenizer was not recognized" in output:
         return ": the tokenizer cuts texts in a way that llama.cpp does not know"
     if "tokenizer.model" in output and "FileNotFoundError" in output:

@@ -26,6 +26,7 @@ class LlamaCppModel:
     def __init__(self, file: Path, *, context: int) -> None:
         from llama_cpp import Llama
 
+        # logits_all: without it the scores of a prompt's own tokens are not kept
         self._llama: Any = Llama(model_path=str(file), n_ctx=context, n_batch=512, logits_all=True, verbose=False)
         self._adds_bos = self._llama.metadata.get("tokenizer.ggml.add_bos_token") == "true"
 
@@ -56,6 +57,7 @@ class LlamaCppModel:
             self._llama.eval(list(row["input_ids"]))
             labels_T = torch.tensor(row["labels"])[1:]
             places = torch.nonzero(labels_T >= 0).flatten()[:PLACES]
+            # a copy: the next row is evaluated into the same array
             logits_TV = torch.from_numpy(self._llama.scores[: self._llama.n_tokens].copy())
             scored.append((torch.log_softmax(logits_TV[places].float(), dim=-1), labels_T[places]))
         return scored

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from sft_play.config.schema import RunConfig
 from sft_play.data.file_digests import digest_of
+from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths
-from sft_play.data.splits import Split, build_splits
+from sft_play.data.splits import Split, Splits, build_splits
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
@@ -58,7 +60,7 @@ def load_base(run: FinishedRun) -> Any:
     tokenizer = load_tokenizer(config).tokenizer
     spec = build_model_spec(config, precision, tokenizer_size=len(tokenizer))
     model = load_model(config, precision, spec, device=this_device())
-    model.config.use_cache = True
+    model.config.use_cache = True  # training switches it off; without it each new token reads the whole prompt again
     return model.eval()
 
 
@@ -91,10 +93,10 @@ def load_before(run: FinishedRun) -> Any:
         return load_base(run)
     file = before.folder / ADAPTER_FILE
     if not file.is_file():
-        raise ModelError(f"{file} is not there any more; {run.folder.path} was trained on from it")
+        raise ModelError(f"{file} is gone; {run.folder.path} continued its training")
     if digest_of(file) != before.sha256:
         raise ModelError(
-            f"{file} is not the adapter that {run.folder.path} was trained on from (its digest is "
+            f"{file} is not the adapter that {run.folder.path} continued (its digest is "
             f"{digest_of(file)[:12]}, the run's manifest has {before.sha256[:12]}): put it back"
         )
     from peft import PeftModel
@@ -130,7 +132,7 @@ def of_each_model(run: FinishedRun, measure: Callable[[str, Any], Measured]) -> 
 
 def free_memory() -> None:
     """Give the memory of a model that was deleted back to the device."""
-    gc.collect()
+    gc.collect()  # modules and hooks refer to each other in circles, which `del` alone does not free
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
@@ -144,12 +146,40 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
+        # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
         model = AutoModelForCausalLM.from_pretrained(
             str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}") from error
     return model.eval()
+
+
+def renderer_of(run: FinishedRun, tokenizer: Any) -> Renderer:
+    """What renders conversations as the run's training did, on the day that the run began."""
+    day = first_day(run.folder)  # a template that writes the date would put another one into every prompt
+    return Renderer(tokenizer, run.config.data, max_seq_len=run.plan().max_seq_len, today=day)
+
+
+def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
+    """The rows of `config`, the run's or one with other data, tokenised and divided as training did.
+
+    Raises:
+        DataError: the data is gone, or no longer has trained tokens.
+    """
+    return build_splits(
+        config,
+        data_paths(config.data),
+        tokenizer,
+        max_seq_len=run.plan().max_seq_len,
+        today=first_day(run.folder),
+    )
+
+
+def evenly_spaced(whole: int, count: int) -> list[int]:
+    """At most `count` of the indices below `whole`, the first and others at equal distances."""
+    number = min(count, whole)
+    return [index * whole // number for index in range(number)]
 
 
 @dataclass(frozen=True)
@@ -166,16 +196,10 @@ def held_out(run: FinishedRun) -> HeldOut:
     """The run's test rows, else its validation rows, else the rows it was trained on; read as training read them.
 
     Raises:
-        DataError: the data is gone, or has nothing to learn any more.
+        DataError: the data is gone, or no longer has trained tokens.
     """
-    config, tokenizer = run.config, load_tokenizer(run.config).tokenizer
-    splits = build_splits(
-        config,
-        data_paths(config.data),
-        tokenizer,
-        max_seq_len=run.plan().max_seq_len,
-        today=first_day(run.folder),
-    )
+    splits = splits_of(run, run.config, load_tokenizer(run.config).tokenizer)
+    # test before val: validation rows may have chosen the checkpoint (train.load_best_model_at_end)
     for name, split in (("test", splits.test), ("val", splits.val)):
         if split is not None:
             return HeldOut(name, split, splits.train)

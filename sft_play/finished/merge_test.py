@@ -109,6 +109,7 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
     with model.disable_adapter():
         base = log_probs(model, chosen)
     dtypes = {str(next(model.parameters()).dtype)}
+    # one model at a time: two whole ones may be more than fits
     del model
     free_memory()
     base_divergence, base_loss = compared(adapter, base)[0], loss(base)

@@ -64,7 +64,7 @@ def metrics_named(names: Sequence[str]) -> list[Metric]:
         return [_built_in(name) for name in BUILT_IN if name not in lacking]
     if NONE in names:
         if len(set(names)) > 1:
-            raise ConfigError(f"METRICS={one_line(' '.join(names))}: {NONE} stands alone")
+            raise ConfigError(f"METRICS={one_line(' '.join(names))}: {NONE} excludes other metrics")
         return []
     return [_named(name) for name in dict.fromkeys(names)]
 
@@ -142,7 +142,7 @@ def _own(name: str) -> Compare:
     """
     module, _, attribute = name.partition(":")
     folder = str(Path.cwd())
-    if folder not in sys.path:
+    if folder not in sys.path:  # a console script has its own folder first, not the current one
         sys.path.insert(0, folder)
     try:
         function: Any = importlib.import_module(module)

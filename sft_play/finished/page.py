@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from sft_play.log import escape_control, redact
+from sft_play.errors import ConfigError
+from sft_play.log import escape_control, one_line, redact
+from sft_play.runs.files import write_text
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,18 @@ def page(title: str, *, lead: Sequence[tuple[str, str]], sections: Sequence[Sect
     environment.filters["svg"] = Markup  # drawn by vl-convert, which escapes what a chart names
     shown = [section for section in sections if not section.is_empty]
     return environment.from_string(_TEMPLATE).render(title=title, lead=lead, sections=shown, style=Markup(_STYLE))
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page aside and rename it; raises ConfigError where it cannot be written."""
+    try:
+        if path.is_dir():
+            raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as {path / 'report.html'}")
+        write_text(path, text)
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"{one_line(str(path))} cannot be written: {error.strerror}") from None
 
 
 _STYLE = """

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Forms of C++ in llama-vocab.cpp: cases of a switch with the expressions of a type, and the names that set a type.
 _CASE = re.compile(r"case LLAMA_VOCAB_PRE_TYPE_(\w+):|(default):|regex_exprs = \{(.*?)\n\s*\};", re.DOTALL)
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 _TYPE = re.compile(r"pre_type = LLAMA_VOCAB_PRE_TYPE_(\w+);")
@@ -111,7 +112,7 @@ class PreTokenizer:
 
 
 def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
-    """By name, those of llama.cpp's `llama-vocab.cpp`; none where the file is not there or is written otherwise."""
+    """By name, those of llama.cpp's `llama-vocab.cpp`; empty where it is missing, or its code has another form."""
     if not source.is_file():
         return {}
     text = source.read_text(encoding="utf-8", errors="replace")
@@ -119,7 +120,7 @@ def read_pre_tokenizers(source: Path) -> dict[str, PreTokenizer]:
     known = {}
     for names, kind, settings in _branches(text):
         if "escape_whitespaces = true" in settings or "normalizer_opts" in settings:
-            continue  # these are no byte-level ones
+            continue  # not byte-level, which is the only kind that is compared here
         own = expressions.get(kind, expressions.get("default", ()))
         if all(map(_is_readable, own)):
             known.update({name: PreTokenizer(name, own, "ignore_merges = true" in settings) for name in names})
@@ -185,7 +186,7 @@ def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str])
     """Names of the known pre-tokenizers that cut every text as the tokenizer does, those to prefer first.
 
     `backend`: a tokenizer of the library `tokenizers`. None is proven where it is not byte-level BPE, changes the text
-    before it cuts it, or merges otherwise than llama.cpp does.
+    before it cuts it, or merges in another way than llama.cpp.
     """
     from tokenizers import models
 
@@ -198,12 +199,13 @@ def proven_names(backend: Any, known: dict[str, PreTokenizer], texts: list[str])
     verdicts: dict[tuple[str, ...], bool] = {}
     names = []
     for name, one in known.items():
-        if one.expressions not in verdicts:
+        if one.expressions not in verdicts:  # many names share their expressions, and a comparison takes a while
             built = one.built()
             verdicts[one.expressions] = all(
                 [piece for piece, _ in built.pre_tokenize_str(text)] == [piece for piece, _ in pieces]
                 for text, pieces in zip(texts, own, strict=True)
             )
+        # cut alike, and merged alike: with ignore_merges a piece that is a token as a whole skips the merges
         if verdicts[one.expressions] and one.ignore_merges == bool(model.ignore_merges):
             names.append(name)
     return sorted(names, key=lambda name: (PREFERRED.index(name) if name in PREFERRED else len(PREFERRED), name))

@@ -14,16 +14,16 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
 from sft_play.data.splits import Split
 from sft_play.errors import TokenizerError
-from sft_play.finished.modelfile import probes
+from sft_play.finished.load import evenly_spaced, renderer_of
 from sft_play.finished.run import FinishedRun
-from sft_play.runs.resuming import first_day
 from sft_play.training.tokenizer import load_tokenizer
 
+CHECKED_ROWS = 32
+"""Rows of the run whose prompts an export compares with training's."""
 _PLAIN_ROLES = ("system", "user", "assistant")
 _UNSENT = ("train", "weight", "loss_weight")
 """Keys of a message that only training reads."""
@@ -63,9 +63,7 @@ class Prompts:
         self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=run.config.model.trust_remote_code)
         """That of the folder."""
         self._trained = load_tokenizer(run.config).tokenizer
-        self._renderer = Renderer(
-            self._trained, run.config.data, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder)
-        )
+        self._renderer = renderer_of(run, self._trained)
         self.is_text = run.config.task_mode == "cpt"
         self.today = self._renderer.today
 
@@ -120,11 +118,9 @@ class Prompts:
     def of_rows(self, split: Split, count: int) -> list[Asked]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
         if self.is_text:
-            number = min(count, len(split.rows))
-            rows = (split.rows[index * len(split.rows) // number]["input_ids"] for index in range(number))
+            rows = (split.rows[index]["input_ids"] for index in evenly_spaced(len(split.rows), count))
             return [self._of_text(self._trained.decode(ids[: max(1, len(ids) // 2)])) for ids in rows]
-        number = min(count, len(split.chats))
-        chosen = (split.chats[index * len(split.chats) // number] for index in range(number))
+        chosen = (split.chats[index] for index in evenly_spaced(len(split.chats), count))
         return [asked for chat in chosen for asked in [self._of_chat(chat)] if asked is not None]
 
     def of_probes(self) -> list[Asked]:
@@ -143,6 +139,7 @@ class Prompts:
         # an engine is sent text, in which the name of a special token is the token
         if prompt is None or self._renderer.hides(chat.messages[:-1]):
             return None
+        # what a client would send: without the answer, and without keys that only training reads
         messages = [{key: value for key, value in turn.items() if key not in _UNSENT} for turn in chat.messages[:-1]]
         try:
             rendered = self.render(messages, tools=chat.tools)
@@ -163,3 +160,17 @@ class Prompts:
         added = list(self.tokenizer("a")["input_ids"])[:1] == [bos]
         trained = [asked.ids[:1] == [bos] for asked in self.of_probes()[:1]]
         return bos is not None and added and all(trained) and bool(trained)
+
+
+def probes() -> list[list[dict[str, str]]]:
+    """Conversations that an engine has to get right: one to four turns, with a system prompt and without."""
+    texts = ("Hello", "naïve café 日本語 🚀", "a {{ .b }} {% c %} \"d\" '''", "two\n\nlines", "1 < 2 && 3 > 2")
+    conversations = []
+    for turns in range(1, 5):
+        asked = [
+            {"role": role, "content": f"{texts[(turn + shift) % len(texts)]} {turn}"}
+            for turn in range(turns)
+            for shift, role in enumerate(("user", "assistant"))
+        ][:-1]
+        conversations += [asked, [{"role": "system", "content": "You are terse."}, *asked]]
+    return conversations

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line, redact
-from sft_play.runs.resuming import first_day
 from sft_play.units import size_of
 
 if TYPE_CHECKING:
@@ -122,8 +121,8 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
         )
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
-        raise ConfigError(f"{name} exists and is public; YES=1 asks nobody, so PUBLIC=1 has to say that this is meant")
-    base = base_of(run.config)
+        raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
+    base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
     files, left_out = _chosen(folder)
     files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
     notes = []
@@ -154,6 +153,7 @@ def push(upload: Upload) -> Pushed:
     api = HfApi()
     with _asking_hub(f"{upload.repo} cannot be written"):
         if not upload.exists:
+            # exist_ok=False: one that appeared since the user agreed may be public, or somebody else's
             api.create_repo(upload.repo, private=upload.is_private, exist_ok=False)
         operations = [CommitOperationAdd(name, file) for name, file in upload.files.items()]
         commit = api.create_commit(upload.repo, operations, commit_message=f"Upload {upload.run.name}")
@@ -233,15 +233,15 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text and "[More Information Needed]" not in text:
         return text
-    from sft_play.data.masks.render import Renderer
-    from sft_play.finished.merge import MERGED, card_facts
+    from sft_play.finished.load import renderer_of
+    from sft_play.finished.merge import MERGED
+    from sft_play.finished.saved_configs import card_facts
     from sft_play.training.model_spec import build_model_spec
     from sft_play.training.tokenizer import load_tokenizer
 
-    plan, tokenizer = run.plan(), load_tokenizer(run.config).tokenizer
-    renderer = Renderer(tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=first_day(run.folder))
-    spec = build_model_spec(run.config, plan.precision, tokenizer_size=len(tokenizer))
-    stop = stops_of(run.config, tokenizer, renderer)
+    tokenizer = load_tokenizer(run.config).tokenizer
+    spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=len(tokenizer))
+    stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
     if folder.name == MERGED:
         dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype", "")
         return card_of(card_facts(run, spec, stop, dtype=str(dtype)), base)
@@ -253,12 +253,13 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
     data = (run.manifest.get("data") or {}).values()
     used = [run.folder.path, *(Path(str(one["path"])) for one in data if Path(str(one.get("path", ""))).is_absolute())]
     folders = {str(path.absolute().parent) for path in used} | {str(Path.cwd()), str(Path.home())}
-    paths = sorted(folder for folder in folders if folder.count("/") > 1)  # a folder such as /data is named anywhere
+    # a folder such as /data may be named by any text; one below it is this machine's
+    paths = sorted(folder for folder in folders if folder.count("/") > 1)
     for name, file in files.items():
         if not any(fnmatch.fnmatchcase(name, one) for one in _CHECKED):
             continue
         text = (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8", "replace")
-        path = next((path for path in paths if path.count("/") > 1 and path in text), None)
+        path = next((path for path in paths if path in text), None)
         if path is not None:
             raise ConfigError(
                 f"{name} names a path of this machine, {one_line(path)}; remove it there before the upload"

@@ -136,7 +136,7 @@ class Record:
         return joined
 
     def names(self, prefix: str) -> list[str]:
-        """The names of all curves that begin with `prefix` and go on."""
+        """The names of all curves that begin with `prefix` and are longer than it."""
         listed = {name for part in self.parts for name in part.curves if name.startswith(prefix) and name != prefix}
         return sorted(listed)
 
@@ -167,6 +167,7 @@ def read_record(folder: RunFolder) -> Record:
     """
     manifest = folder.manifest()
     settings = read_json(folder.path / "resolved.json")
+    # of stages those that have a folder: a run that failed in its first stage has no others
     listed = settings.get("curriculum")
     stages = [str(stage["name"]) for stage in listed if isinstance(stage, dict) and "name" in stage] if listed else []
     logged = _logged(folder.metrics_path)
@@ -196,6 +197,7 @@ def _logged(path: Path) -> dict[str | None, _Logged]:
     for _, entry in metric_lines(path) if path.is_file() else ():
         logged = by_stage.setdefault(entry.get("stage"), _Logged())
         for key, value in entry.items():
+            # a bool is an int to Python, and no point of a curve
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if is_number and (key in _CURVES or ("loss_" in key and not _OF_RANK.search(key))):
                 logged.curves.setdefault(key, []).append((entry["step"], value))

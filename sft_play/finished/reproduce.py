@@ -1,9 +1,9 @@
 """`make reproduce`: a finished run trained again from what its folder records, and compared with it bit for bit.
 
 The manifest names the code (a digest of its files, and the commit), the versions, the machine, and a digest of every
-file that training read. Files that are others now would make it another run, and it is refused. Other versions or
-another machine are told, and may be why the result differs. Other code is fetched: the recorded commit is cloned into a
-temporary folder, and trains from there.
+file that training read. If one of these has changed it would be another run, and is refused. Other versions or another
+machine are reported: they may be why the result differs. Where the code has changed since, the recorded commit is
+cloned into a temporary folder, and trains from there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,10 +30,12 @@ from sft_play.environment import THREADS_VARIABLE, for_another_run
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import detect
-from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_files
+from sft_play.finished.equal_weights import Compared, compare_weights
+from sft_play.finished.run import FinishedRun, base_folder, next_line
+from sft_play.finished.run_code import code_of
 from sft_play.log import one_line
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
-from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, versions
+from sft_play.runs.manifest import versions
 from sft_play.runs.metrics import metric_lines
 from sft_play.runs.names import checked_name
 
@@ -45,22 +46,6 @@ _OF_PLAN = (
     *("layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv"),
 )
 """What of a plan changes the numbers of a run."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How a tensor differs: by how much at most (infinite where shapes or dtypes do, or one is not a number)."""
-
-    name: str
-    largest: float
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Two folders of weights, tensor by tensor in the order of the files."""
-
-    tensors: int
-    differing: tuple[Difference, ...]
 
 
 @dataclass(frozen=True)
@@ -108,7 +93,7 @@ class Reproduced:
         if self.first_loss is not None:
             stage, step, was, now = self.first_loss
             lines.append(
-                f"Losses part at step {step}{f' of stage {stage}' if stage else ''}: {was!r} then, {now!r} now"
+                f"Losses differ first at step {step}{f' of stage {stage}' if stage else ''}: {was!r} then, {now!r} now"
             )
         elif differing:
             lines.append("Losses: every logged loss is the same")
@@ -121,11 +106,11 @@ class Reproduced:
 def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
 
-    `by_this_code`: where the run's own code cannot be had, the present one trains.
+    `by_this_code`: where the run's own code is not available, the present code trains.
 
     Raises:
-        DataError, ModelError: a file that training read is gone, or is another one now.
-        RunFolderError: its code cannot be had, or its settings cannot be read.
+        DataError, ModelError: a file that training read is gone, or has changed.
+        RunFolderError: its code is not available, or its settings cannot be read.
         TrainingError: the training of the repetition failed.
         Interrupted: the user stopped it.
     """
@@ -170,14 +155,11 @@ def _cwd(manifest: Mapping[str, Any]) -> Path:
     return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else Path.cwd()
 
 
-# --- what training read -----------------------------------------------------------------------------------------------
-
-
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     """Check every file that training read against the manifest's digests.
 
     Raises:
-        DataError: rows, or the tokenizer, are others now; all of them are listed.
+        DataError: rows, or the tokenizer, have changed; all of them are listed.
         ModelError: the base's weights, or the adapter that training began from, are.
     """
     base_folder(run)
@@ -212,9 +194,6 @@ def _other_tokenizer(config: RunConfig, recorded: Mapping[str, Any]) -> list[str
     was = (recorded.get("tokenizer") or {}).get("sha256")
     now = load_tokenizer(config).sha256
     return [] if was in (None, now) else [f"tokenizer: that of {config.model.name}, or its template, has changed"]
-
-
-# --- what else may differ ---------------------------------------------------------------------------------------------
 
 
 def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
@@ -261,62 +240,6 @@ def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:
             for name in _OF_PLAN if one.get(name) != other.get(name)]  # fmt: skip
 
 
-# --- the code ---------------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def code_of(
-    manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False
-) -> Iterator[tuple[Path, str]]:
-    """The folder that holds the package as the run used it, and where it comes from: this one, or a clone of the
-    recorded commit, which is removed afterwards.
-
-    `by_this_code`: where neither is the recorded code, this one all the same.
-
-    Raises:
-        RunFolderError: neither is the recorded code.
-    """
-    recorded, now = manifest.get("code") or {}, code_facts(package)
-    git = recorded.get("git") or ({} if recorded else manifest.get("git")) or {}
-    commit, digest = git.get("commit"), recorded.get("sha256")
-    at = f"commit {str(commit)[:12]}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
-    if digest == now["sha256"]:
-        yield package.parent, f"{package.parent}, unchanged since the run ({at})"
-        return
-    with contextlib.ExitStack() as held:
-        try:
-            place, words = held.enter_context(_cloned(package, commit, digest, at))
-        except RunFolderError as error:
-            if not by_this_code:
-                raise RunFolderError(f"{error}; FORCE=1 trains by the present code all the same") from None
-            place, words = package.parent, f"{package.parent}, which is not the run's ({at})"
-        yield place, words
-
-
-@contextlib.contextmanager
-def _cloned(package: Path, commit: str | None, digest: str | None, at: str) -> Iterator[tuple[Path, str]]:
-    """A clone of this checkout at a commit, while it is used; raises RunFolderError where that is not the code."""
-    root = git_answer(package, "rev-parse", "--show-toplevel")
-    if commit is None or root is None or git_answer(package, "cat-file", "-e", f"{commit}^{{commit}}") is None:
-        where = f"{root} does not have" if root else f"{package.parent}, which is no checkout, does not have"
-        raise RunFolderError(f"the run was trained by other code than this, which {where}: {at}")
-    with tempfile.TemporaryDirectory(prefix="sft-play-") as folder:
-        clone = Path(folder) / "clone"
-        for words in (["clone", "--quiet", "--shared", "--no-checkout", root, str(clone)],
-                      ["-C", str(clone), "checkout", "--quiet", "--detach", commit]):  # fmt: skip
-            done = subprocess.run(["git", *words], capture_output=True, text=True)
-            if done.returncode:
-                raise RunFolderError(f"commit {commit} of {root} cannot be cloned: {one_line(done.stderr, limit=300)}")
-        theirs = clone / package.relative_to(root)
-        if digest not in (None, code_facts(theirs)["sha256"]):
-            raise RunFolderError(f"the run was trained by other code than this, {at}, and the changes are not recorded")
-        note = "; what was changed in it is not recorded" if digest is None and "changes" in at else ""
-        yield theirs.parent, f"a clone of {root} at commit {commit[:12]}{note}"
-
-
-# --- training again ---------------------------------------------------------------------------------------------------
-
-
 def _words(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     """The words of `sft-play` that train the run again: its settings, and what its plan decided."""
     manifest, config, folder = run.manifest, loaded.config, run.folder
@@ -331,9 +254,10 @@ def _words(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     for prefix, part, settings in _parts(folder, loaded):
         words += _as_planned(prefix, part, settings)
     words += ["output.if_exists=fail", "train.stop_after_steps=null"]
+    # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
     words.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
     weights = (manifest.get("data") or {}).get("weights") or {}
-    if local_folder(config.model.name) is None and weights.get("sha256"):
+    if local_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
         words.append(f"model.revision={weights['sha256']}")
     if config.data.template_date is None and manifest.get("template_date"):
         words.append(f'data.template_date="{manifest["template_date"]}"')
@@ -375,9 +299,10 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
 
 def _train(words: Sequence[str], package: Path, place: Path, manifest: Mapping[str, Any]) -> int:
     """Run `sft-play` with these words as a process of its own; returns its exit code."""
+    # safe path: `-m` would put the working folder first, whose sft_play may be another one
     environment = for_another_run(os.environ) | {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1"}
     threads = (manifest.get("cpu") or {}).get("threads")
-    if isinstance(threads, int) and threads > 0:
+    if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
     environment = endings.ends_with_me(environment, number=signal.SIGTERM)
     process = subprocess.Popen([sys.executable, "-m", "sft_play", *words], cwd=place, env=environment,
@@ -388,53 +313,6 @@ def _train(words: Sequence[str], package: Path, place: Path, manifest: Mapping[s
 
 def _steps(folder: RunFolder) -> int:
     return int(json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))["steps"])
-
-
-# --- compared ---------------------------------------------------------------------------------------------------------
-
-
-def compare_weights(one: Path, other: Path) -> Compared:
-    """The tensors of two folders of weights, bit by bit, in the order of the first one's files.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    differing: list[Difference] = []
-    count = 0
-    with contextlib.ExitStack() as held:
-        try:
-            files = [
-                [held.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
-                for folder in (one, other)
-            ]
-            places = {name: file for file in files[1] for name in file.keys()}  # noqa: SIM118  (no mapping)
-            for file in files[0]:
-                for name in file.offset_keys():
-                    count += 1
-                    place = places.pop(name, None)
-                    if place is None:
-                        differing.append(Difference(name, float("inf")))
-                    elif (difference := _difference(file.get_tensor(name), place.get_tensor(name))) is not None:
-                        differing.append(Difference(name, difference))
-        except (OSError, SafetensorError) as error:
-            raise ModelError(f"the weights in {one} or {other} cannot be read: {one_line(str(error))}") from None
-    differing += [Difference(name, float("inf")) for name in sorted(places)]
-    return Compared(count + len(places), tuple(differing))
-
-
-def _difference(one: Any, other: Any) -> float | None:
-    """The largest difference of two tensors; None where they are equal bit for bit."""
-    import torch
-
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
-    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    if torch.equal(*bits):
-        return None
-    largest = float((one.double() - other.double()).abs().max())
-    return largest if largest == largest else float("inf")  # not a number
 
 
 def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, float] | None:

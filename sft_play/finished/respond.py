@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
 
-from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
-from sft_play.finished.load import free_memory, load_as_trained
+from sft_play.finished.load import free_memory, load_as_trained, renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.finished.score import compute_dtype
-from sft_play.runs.resuming import first_day
 from sft_play.training.exact_match import Answer, Question, answers, configured_stops, stop_ids
 from sft_play.training.tokenizer import load_tokenizer
 
@@ -51,11 +49,11 @@ def greedy_answers(
                     model, tokenizer, chunk, stop=stop, max_new_tokens=max_new_tokens, most_tokens=most
                 )  # fmt: skip
         except RuntimeError as error:
-            longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens
+            longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved
             if not should_reduce_batch_size(error) or most <= longest:
                 raise
             most //= 2
-            logger.warning("Out of memory: going on with at most %s tokens a batch", f"{most:,}")
+            logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most:,}")
             free_memory()
             continue
         if whose is not None and len(asked) > _AT_ONCE:
@@ -74,13 +72,10 @@ class Responder:
     """A run's model, loaded as it was trained where none is given, with the tokenizer and template of the run."""
 
     def __init__(self, run: FinishedRun, model: Any = None) -> None:
-        plan = run.plan()
         self.run = run
         self.tokenizer = load_tokenizer(run.config).tokenizer
         self.model = load_as_trained(run) if model is None else model
-        self._renderer = Renderer(
-            self.tokenizer, run.config.data, max_seq_len=plan.max_seq_len, today=first_day(run.folder)
-        )
+        self._renderer = renderer_of(run, self.tokenizer)
         self._is_text = run.config.task_mode == "cpt"
         self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))
 
@@ -126,6 +121,7 @@ class Responder:
         """One answer, of which each piece of text is shown as it comes; greedy at temperature 0. Ctrl-C ends it."""
         streamer = _Streamer(self.tokenizer, self.stop, show)
         sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        # what a base's generation config sets for sampling; transformers warns of it where decoding is greedy
         unset = {} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
         ids_BT = torch.tensor([prompt], device=self.model.device)
         with contextlib.suppress(KeyboardInterrupt), _as_trained(self.run, self.model):
@@ -158,6 +154,7 @@ class _Streamer:
             self._is_prompt = False
             return
         self._ids += [token for token in value.flatten().tolist() if token not in self._stop]
+        # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
         text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
         if not text.endswith(_UNFINISHED):
             self._show(text[len(self.text) :])

@@ -1,4 +1,4 @@
-"""A finished run: found by its name, with its settings, its weights and the base that they belong to."""
+"""A finished run: found by its name, with its settings, its weights and the base that they were trained from."""
 
 from __future__ import annotations
 
@@ -74,6 +74,7 @@ def find_finished(base: Path, name: str | None) -> FinishedRun:
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
     if config.curriculum:
+        # the weights are those of the last stage, whose settings differ from those of the whole run
         last = folder.of_stage(config.curriculum[-1].name, is_last=True)
         path = last.path / "resolved.json"
         if path.is_file():
@@ -104,11 +105,13 @@ def base_folder(run: FinishedRun) -> Path:
     folder = local_folder(name)
     if folder is not None:
         if not any(folder.glob("*.safetensors")):
-            raise ModelError(f"the base {folder} holds no weights (*.safetensors); {run.weights} belongs to them")
+            raise ModelError(
+                f"the base {folder}, from which {run.weights} was trained, holds no weights (*.safetensors)"
+            )
         _require_same_base(run, recorded)
         return folder
-    if name.startswith((".", "/", "~")):
-        raise ModelError(f"the base {one_line(name)} is not there any more; {run.weights} belongs to it")
+    if name.startswith((".", "/", "~")):  # a path and no hub id, for which the hub need not be asked
+        raise ModelError(f"the base {one_line(name)}, from which {run.weights} was trained, is gone")
     from huggingface_hub import snapshot_download
 
     try:
@@ -116,6 +119,7 @@ def base_folder(run: FinishedRun) -> Path:
             snapshot_download(
                 name,
                 revision=recorded.get("sha256") or run.config.model.revision,
+                # what transformers reads, and not the same weights again as .bin, .gguf or original/*.pth
                 allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"],
             )
         )
@@ -143,7 +147,7 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                part = tensors.get_slice(name)
+                part = tensors.get_slice(name)  # reads the file's header, and none of the tensor
                 shapes[name] = (file, tuple(part.get_shape()), str(part.get_dtype()))
     return shapes
 

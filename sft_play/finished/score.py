@@ -57,6 +57,7 @@ def score_rows(
         RuntimeError: a single row does not fit into memory (torch's own error).
     """
     lengths = lengths_of(rows).tolist() if isinstance(rows, Dataset) else [len(_ids(row)) for row in rows]
+    # longest first: where memory is too small that shows at the first batch, not after most of the work
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     scores: dict[int, RowScore] = {}
     was_training, start = model.training, 0
@@ -70,7 +71,7 @@ def score_rows(
                 scored = _scored(model, tables, compute, can_halve=len(batch) > 1)
                 if scored is None:
                     most_tokens = longest * len(batch) // 2
-                    logger.warning("Out of memory: going on with at most %s tokens a batch", f"{most_tokens:,}")
+                    logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most_tokens:,}")
                     if torch.cuda.is_available():
                         torch.cuda.empty_cache()
                     continue
@@ -118,6 +119,7 @@ def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dt
     batch = Collator(pad_id=0)(tables)  # padding is masked: which token it is does not matter
     dtype = compute or next(model.parameters()).dtype
     coefficient = _balance_coefficient(model)
+    # without it the class computes no balance loss, which the trainer's eval_loss has in it
     options = {"output_router_logits": True} if coefficient else {}
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         output = model(

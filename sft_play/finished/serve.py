@@ -117,6 +117,7 @@ def claimed(host: str, port: int) -> socket.socket:
         raise ConfigError(f"HOST={one_line(host)} is not an address of this machine: {error}") from None
     listener = socket.socket(family, kind, protocol)
     try:
+        # a port whose last connections are still closing (TIME_WAIT) can be taken at once
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen()
@@ -162,7 +163,8 @@ class Service(ABC):
 
     @abstractmethod
     def wait(self) -> int:
-        """Until it ends or is told to: Ctrl-C lets answers end, another one or SIGTERM does not. The exit code."""
+        """Wait until it ends or is stopped, and return the exit code: Ctrl-C lets running answers finish, a second one
+        or SIGTERM does not."""
 
 
 class TransformersService(Service):
@@ -191,23 +193,25 @@ class TransformersService(Service):
         quiet_libraries()
         run, name = self._run, self._run.folder.path.name
         app = openai_app(Responder(run), name)
+        # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=FINISH_S
         )
         self._server = uvicorn.Server(config)
+        # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [self._listener]}, name="serve", daemon=True
         )
         port = int(self._listener.getsockname()[1])
         self._thread.start()
-        while not self._server.started:
+        while not self._server.started:  # uvicorn has no event for it
             if not self._thread.is_alive():
                 raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
             time.sleep(_POLL_S)
         return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid())
 
     def wait(self) -> int:
-        """Until it ends or is told to."""
+        """Wait until it ends or is stopped."""
         is_over, is_late = threading.Event(), threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
         is_late.daemon = True
 
@@ -275,7 +279,7 @@ class VllmService(Service):
         return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid())
 
     def wait(self) -> int:
-        """Until it ends or is told to; its own exit code where it ended by itself."""
+        """Wait until it ends or is stopped; raises BackendError where it ended by itself."""
         is_over = threading.Event()
         asked = threading.Event()
 
@@ -298,6 +302,7 @@ class VllmService(Service):
 
     def _end(self) -> None:
         """Kill it with the processes that it started, those of its session among them that have lost their parent."""
+        # vLLM's workers may have sessions of their own, which the signal to its group does not reach
         family = []
         with contextlib.suppress(psutil.Error):
             family = psutil.Process(self._child.pid).children(recursive=True)

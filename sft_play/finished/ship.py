@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import TypeAdapter, ValidationError
 
 from sft_play.data.arrow_rows import row_digest
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.errors import ConfigError, DataError, ModelError, SftPlayError
+from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
-from sft_play.finished.load import HeldOut, continued_by, held_out, of_each_model
+from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
 from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.ship_rule import (
+    FORMAT,
     Evidence,
     GeneralEvidence,
     Losses,
@@ -37,13 +37,13 @@ from sft_play.finished.ship_rule import (
     Thresholds,
     Verdict,
     chance_losses,
+    evidence_lines,
     judge,
 )
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
-from sft_play.runs.resuming import first_day
 from sft_play.training.exact_match import Question, configured_stops, questions, stop_ids
 from sft_play.training.model_loading import weights_facts
 from sft_play.training.quiet import quiet_libraries
@@ -54,12 +54,9 @@ logger = logging.getLogger(__name__)
 ROWS = 300
 """Held-out rows that are read."""
 SHIP_FILE = "ship.json"
-FORMAT = "sft_play ship 1"
 _LONGEST = 512
 """Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
 positions."""
-_CLOSE = 1e-6
-"""Relative difference of two figures that counts as none when a verdict is replayed with other versions."""
 
 Row = dict[str, list[int]]
 
@@ -83,7 +80,7 @@ class Shipped:
     def as_json(self) -> dict[str, Any]:
         """In plain data, from which `replay` computes the verdict again."""
         return {
-            "format": FORMAT, "ok": self.ok, "verdict": _word(self.verdict), "reasons": self.verdict.reasons,
+            "format": FORMAT, "ok": self.ok, "verdict": self.verdict.word, "reasons": self.verdict.reasons,
             "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
             "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),
         }  # fmt: skip
@@ -95,40 +92,8 @@ class Shipped:
             if self.ok
             else next_line("eval", "shows rows", RUN=self.run)
         )
-        evidence = _evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        evidence = evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
-
-
-@dataclass(frozen=True)
-class Replayed:
-    """A verdict that was computed again from its file."""
-
-    path: Path
-    verdict: Verdict
-    thresholds: Thresholds
-    differences: tuple[str, ...]
-    """Figures of the file that do not follow from its evidence, by name."""
-    before: str | None = None
-    """The adapter that the run continued, as the file names it."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether the file's figures follow from its evidence, and the verdict is to ship."""
-        return not self.differences and self.verdict.ok
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "ok": self.ok, "path": str(self.path), "verdict": _word(self.verdict), "reasons": self.verdict.reasons,
-            "differences": list(self.differences), "checks": [check.as_json() for check in self.verdict.checks],
-        }  # fmt: skip
-
-    def lines(self) -> list[str]:
-        """In words."""
-        lines = _evidence_lines(self.verdict, self.thresholds, self.before)
-        if self.differences:
-            return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
-        return [*lines, f"Replayed: the figures of {self.path} follow from its evidence"]
 
 
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
@@ -170,59 +135,26 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     return shipped
 
 
-def replay(path: Path) -> Replayed:
-    """The verdict of a ship.json computed again from its evidence and thresholds, without the model.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not what `make ship` writes.
-    """
-    named = one_line(str(path))
-    try:
-        recorded = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
-    except OSError as error:
-        raise ConfigError(f"REPLAY={named} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ConfigError(f"REPLAY={named} is not JSON: {one_line(str(error))}") from None
-    if not isinstance(recorded, dict) or recorded.get("format") != FORMAT:
-        raise ConfigError(f"REPLAY={named} is not a file that make ship writes (its format is not {FORMAT!r})")
-    try:
-        evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
-        thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
-        _require_whole(evidence, thresholds)
-    except (ValidationError, ValueError) as error:
-        raise ConfigError(f"REPLAY={named}: its evidence is not whole: {one_line(str(error), limit=300)}") from None
-    verdict = judge(evidence, thresholds)
-    computed: dict[str, Any] = {
-        "ok": verdict.ok, "verdict": _word(verdict), "checks": [check.as_json() for check in verdict.checks],
-    }  # fmt: skip
-    differences = [name for key, value in computed.items() for name in _differences(recorded.get(key), value, key)]
-    before = one_line(str(recorded["before"])) if recorded.get("before") else None
-    return Replayed(path, verdict, thresholds, tuple(differences), before)
-
-
-# --- measuring --------------------------------------------------------------------------------------------------------
-
-
 class _Measured:
     """Rows as tokens, and their losses with the base and with the trained model."""
 
     def __init__(self, run: FinishedRun, rows: int) -> None:
-        config, plan = run.config, run.plan()
-        self.run, self.plan = run, plan
+        config = run.config
+        self.run = run
         self.tokenizer = load_tokenizer(config).tokenizer
-        today = first_day(run.folder)
-        self.renderer = Renderer(self.tokenizer, config.data, max_seq_len=plan.max_seq_len, today=today)
+        self.renderer = renderer_of(run, self.tokenizer)
         self.held = held_out(run)
         self.rows, self.left_out = ([], 0) if self.held.name == "train" else distinct_rows(self.held, rows)
         self.asked: list[Question] = []
         if self.rows and config.eval.generate_rows:
             asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
-            self.asked = questions(self.held.split, self.renderer, asked, max_seq_len=plan.max_seq_len)
+            self.asked = questions(self.held.split, self.renderer, asked, max_seq_len=run.plan().max_seq_len)
+        # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
             self.tokenizer,
             config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
             max_seq_len=_LONGEST,
-            today=today,
+            today=self.renderer.today,
         )
         sample = general_sample()
         self.text = text_rows(sample, general, longest=_LONGEST)
@@ -265,16 +197,16 @@ class _Measured:
 
 def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
     """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too."""
-    read = min(len(held.split.rows), 4 * count)
+    # more are read than are wanted, since some may be repeated; at most so many, since each is compared
+    read = evenly_spaced(len(held.split.rows), 4 * count)
     trained, chosen = set(np.asarray(held.train.digests, np.uint64).tolist()), {}
-    for index in range(read):
-        row = held.split.rows[index * len(held.split.rows) // read]
+    for index in read:
+        row = held.split.rows[index]
         digest = row_digest(row["input_ids"])
         if digest not in trained:
             chosen[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
     rows = list(chosen.values())
-    number = min(count, len(rows))
-    return [rows[index * len(rows) // number] for index in range(number)], read - len(rows)
+    return [rows[index] for index in evenly_spaced(len(rows), count)], len(read) - len(rows)
 
 
 def _losses(
@@ -310,79 +242,3 @@ def _merge_evidence(run: FinishedRun) -> MergeEvidence:
         return MergeEvidence("failed", reason=one_line(str(error), limit=500))
     kl = compared.divergence if math.isfinite(compared.divergence) else None
     return MergeEvidence("compared", kl, compared.limit, compared.divergence_of_base)
-
-
-# --- words ------------------------------------------------------------------------------------------------------------
-
-
-def _word(verdict: Verdict) -> str:
-    return "ship" if verdict.ok else "do not ship"
-
-
-def _evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
-    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
-    by default, and the verdict."""
-    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
-    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
-    default = Thresholds()
-    other = [
-        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
-        for field in dataclasses.fields(Thresholds)
-        if getattr(thresholds, field.name) != getattr(default, field.name)
-    ]
-    if other:
-        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
-    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
-    return [*lines, f"Verdict: {_word(verdict)}{why}"]
-
-
-# --- replay -----------------------------------------------------------------------------------------------------------
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a figure")
-
-
-def _require_whole(evidence: Evidence, thresholds: Thresholds) -> None:
-    """Raises ValueError where columns of the same rows do not have the same length, or no rule takes such values."""
-    levels = (thresholds.level, thresholds.answers_level, thresholds.general_level)
-    if not all(0 < level < 1 for level in levels) or not 1 <= thresholds.resamples <= 1_000_000 or thresholds.seed < 0:
-        raise ValueError("the thresholds are none of an interval")
-    for name, losses in (
-        ("task", evidence.task.losses), ("text", evidence.general.text), ("chats", evidence.general.chats),
-    ):  # fmt: skip
-        lengths = {len(losses.base), len(losses.tuned), len(losses), len(losses.chance)}
-        lengths |= set() if name == "task" else {len(losses.kinds)}
-        if len(lengths) != 1:
-            raise ValueError(f"the columns of {name} have different lengths")
-        figures = (*losses.base, *losses.tuned, *losses.chance)
-        if any(count < 1 for count in losses.tokens) or not all(map(math.isfinite, filter(None, figures))):
-            raise ValueError(f"a row of {name} has no tokens, or no finite loss")
-    if len(evidence.task.right_base) != len(evidence.task.right_tuned):
-        raise ValueError("the columns of the answers have different lengths")
-
-
-def _differences(recorded: Any, computed: Any, name: str) -> list[str]:
-    """The names of what differs; words (`line`, `reason`) repeat figures and are not compared."""
-    if isinstance(computed, dict):
-        if not isinstance(recorded, dict):
-            return [name]
-        keys = [key for key in {**computed, **recorded} if key not in ("line", "reason")]
-        return [
-            one for key in keys for one in _differences(recorded.get(key), computed.get(key), f"{name}.{key}")
-        ]  # fmt: skip
-    if isinstance(computed, list):
-        if not isinstance(recorded, list) or len(recorded) != len(computed):
-            return [name]
-        pairs = zip(recorded, computed, strict=True)
-        return [
-            one for at, (was, now) in enumerate(pairs) for one in _differences(was, now, f"{name}[{_label(now, at)}]")
-        ]  # fmt: skip
-    is_number = isinstance(computed, float) and isinstance(recorded, int | float) and not isinstance(recorded, bool)
-    if is_number:
-        return [] if math.isclose(recorded, computed, rel_tol=_CLOSE, abs_tol=_CLOSE) else [name]
-    return [] if recorded == computed else [name]
-
-
-def _label(value: Any, at: int) -> str:
-    return str(value["name"]) if isinstance(value, dict) and "name" in value else str(at)

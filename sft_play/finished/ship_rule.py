@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import numpy as np
@@ -25,6 +25,8 @@ import numpy.typing as npt
 
 from sft_play.finished.statistics import Interval, paired_bootstrap
 
+FORMAT = "sft_play ship 1"
+"""Of ship.json, which holds evidence and thresholds as they are here."""
 Floats = npt.NDArray[np.float64]
 
 _AT_ONCE = 4_000_000
@@ -64,7 +66,7 @@ class Thresholds:
 class Losses:
     """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows].
 
-    None: not a number. `chance`: of guessing each token by how often it stands in these rows.
+    None: not a number. `chance`: of guessing each token by its frequency in these rows.
     """
 
     base: tuple[float | None, ...] = ()
@@ -165,6 +167,11 @@ class Verdict:
         return all(check.ok is True for check in self.checks)
 
     @property
+    def word(self) -> str:
+        """ship, or do not ship."""
+        return "ship" if self.ok else "do not ship"
+
+    @property
     def reasons(self) -> list[str]:
         """What is wrong, a line for each check that failed."""
         return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
@@ -185,6 +192,33 @@ def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
     )
 
 
+def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
+    by default, and the verdict."""
+    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
+    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+    default = Thresholds()
+    other = [
+        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
+        for field in fields(Thresholds)
+        if getattr(thresholds, field.name) != getattr(default, field.name)
+    ]
+    if other:
+        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
+    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return [*lines, f"Verdict: {verdict.word}{why}"]
+
+
+def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
+    """The loss of each row, in nats, by guessing every token with the frequency that it has in all rows.
+
+    `rows`: the trained tokens of each row. It is the least that a model without any context can have on these rows.
+    """
+    tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
+    nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
+    return [sum(nats[token] for token in row) for row in rows]
+
+
 # --- task -------------------------------------------------------------------------------------------------------------
 
 
@@ -196,6 +230,7 @@ def gain(losses: Losses, thresholds: Thresholds) -> Interval:
     quantiles of t times se (Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5).
     """
     base, tuned, tokens, chance = losses.arrays()
+    # per row and not per token: tokens of one row depend on each other, rows do not
     fall = np.minimum(base, chance) - np.minimum(tuned, chance)
     number, mean = len(tokens), float(fall.sum() / tokens.sum())
     rest = fall - mean * tokens
@@ -356,13 +391,3 @@ def _judge_merge(merge: MergeEvidence) -> Check:
     if kl <= merge.kl_limit:
         return Check("merge", ok=True, line=line, figures=figures)
     return Check("merge", ok=False, line=line, reason="the merged model is not the adapter's", figures=figures)
-
-
-def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
-    """The loss of each row, in nats, by guessing every token with the frequency that it has in all rows.
-
-    `rows`: the trained tokens of each row. It is the least that a model without any context can have on these rows.
-    """
-    tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
-    nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
-    return [sum(nats[token] for token in row) for row in rows]

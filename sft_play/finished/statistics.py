@@ -18,7 +18,7 @@ _AT_ONCE = 4_000_000
 class Interval:
     """A difference, tuned less base, and the interval that holds the true one with probability `level`.
 
-    One row says nothing of the spread: its interval is unbounded.
+    One row says nothing about the spread: its interval is unbounded.
     """
 
     difference: float
@@ -76,7 +76,7 @@ def paired_bootstrap(
         raise ValueError(f"one figure and one weight for each row, not {first.shape}, {second.shape}, {weight.shape}")
     counts = weight > 0
     weight = weight[counts]
-    parts = weight * (second[counts] - first[counts])
+    parts = weight * (second[counts] - first[counts])  # of each row, both models': the pairing takes their spread out
     number = len(parts)
     if not number:
         return Interval(math.nan, math.nan, math.nan, level)
@@ -100,7 +100,7 @@ def _drawn(
     piece = max(1, _AT_ONCE // number)
     for start in range(0, resamples, piece):
         count = min(piece, resamples - start)
-        rows = generator.integers(0, number, size=(count, number), dtype=np.int32)
+        rows = generator.integers(0, number, size=(count, number), dtype=np.int32)  # half of what int64 takes
         total = number * weight[0] if is_even else weight[rows].sum(axis=1)
         ratios[start : start + count] = parts[rows].sum(axis=1) / total
     return ratios
@@ -109,7 +109,7 @@ def _drawn(
 def _tail(level: float, number: int) -> float:
     """The share of resamples beyond each end of the interval."""
     normal = NormalDist()
-    z = normal.inv_cdf(0.5 + level / 2)
+    z = normal.inv_cdf(0.5 + level / 2)  # 1.96 for a level of 0.95
     return normal.cdf(-_student(z, number - 1) * math.sqrt(number / (number - 1)))
 
 

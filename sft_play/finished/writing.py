@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import one_line
+from sft_play.units import gib
 
 _OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 """Errors that only writing meets, and that may come without the name of a file."""
@@ -71,11 +72,23 @@ def built_folder(target: Path) -> Iterator[Path]:
         building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
         try:
             yield building
-            building.chmod(0o755)
+            building.chmod(0o755)  # mkdtemp gives a folder that only its owner can read
             _put(building, target)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
+
+
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed` bytes free.
+
+    `what` begins the message, such as "the merged model needs".
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise ConfigError(
+            f"{what} {gib(needed)} GiB and {folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"
+        )
 
 
 def _put(building: Path, target: Path) -> None:
@@ -83,6 +96,7 @@ def _put(building: Path, target: Path) -> None:
     if not target.exists():
         building.rename(target)
         return
+    # a folder cannot be renamed onto one that is not empty; what was there is out of the way only for a moment
     aside = building.with_name(f"{building.name}.before")
     target.rename(aside)
     try:

@@ -285,7 +285,7 @@ def normalised(text: str) -> str:
 
 def corpus_documents(*, seed: int, count: int = 20_000) -> list[str]:
     """The documents of the pre-training corpus; chats are written out with the special tokens."""
-    rng = random.Random(f"corpus {seed}")
+    rng = random.Random(f"corpus {seed}")  # a stream apart from the rows': another count of documents changes none
     writers = (_diary, _repeat_chat, _question_chat, _note_chat, _sorting_chat)
     return [writer(rng) for writer in rng.choices(writers, weights=(30, 5, 10, 30, 25), k=count)]
 

@@ -1,0 +1,353 @@
+"""What a row's columns say of any run, as settings of the tracer."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.memory_model.published_models import Config, ConfigOf
+from sft_play.errors import ModelError
+from sft_play.planner.precision import DtypeName
+from sft_play.trace.settings import Device
+from sft_play.units import GIB, MIB
+
+Row = Mapping[str, str]
+"""A line of the CSV by column, texts stripped; an empty text: not known."""
+
+
+class NotExpressible(Exception):
+    """A row that the tracer cannot stand for; the text is the reason, the same for rows of the same kind."""
+
+
+def _model(row: Row, config_of: ConfigOf) -> Config:
+    name = row["model"]
+    if not name:
+        raise NotExpressible("no model is named")
+    try:
+        config = config_of(_unquantised(name))
+    except ModelError:
+        raise NotExpressible("no config.json of its model is known") from None
+    if "auto_map" in config:  # code of a repository's own is never run for a score
+        raise NotExpressible("the model needs code of its own")
+    return config
+
+
+def _unquantised(name: str) -> str:
+    """The base whose shape a ready-quantised bitsandbytes repository has."""
+    return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
+
+
+def _number(row: Row, column: str) -> float | None:
+    text = row.get(column, "")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or value <= 0:
+        raise NotExpressible(f"{column} is not a positive number")
+    return value
+
+
+def count_in(row: Row, column: str, *, most: int = 2**24) -> int | None:
+    """A whole number; None where the column is empty. Raises NotExpressible where it is something else."""
+    value = _number(row, column)
+    if value is None:
+        return None
+    if value != int(value) or value > most:
+        raise NotExpressible(f"{column} is not a count that a run can have")
+    return int(value)
+
+
+def gib_in(row: Row, column: str) -> int | None:
+    """A size of the CSV, in GiB there, in bytes here; None where the column is empty."""
+    value = _number(row, column)
+    return None if value is None else round(value * GIB)
+
+
+def needed(value: int | None, what: str) -> int:
+    """The value; raises NotExpressible, which names `what`, where it is not known."""
+    if value is None:
+        raise NotExpressible(f"{what} is not known")
+    return value
+
+
+_DTYPES: Mapping[str, DtypeName] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def _dtype(text: str) -> DtypeName | None:
+    """The first of torch's names in `nf4 (rest fp32)`, `4bit (+bf16)`, `bf16 (autocast)`, ...; None: none of them."""
+    found = re.search(r"bf16|fp16|fp32", text)
+    return _DTYPES[found[0]] if found else None
+
+
+def version_in(row: Row, column: str) -> tuple[int, ...]:
+    """`2.10.0+cu128` as (2, 10, 0); an unknown or nightly version is newer than any."""
+    # newer than any: what a row does not say is taken as today's libraries do it
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", row.get(column, ""))
+    return tuple(int(part or 0) for part in found.groups()) if found else (999,)
+
+
+_CAPABILITIES: tuple[tuple[str, tuple[int, int]], ...] = (
+    ("B200", (10, 0)),
+    ("B300", (10, 3)),
+    ("RTX PRO", (12, 0)),
+    ("RTX 50", (12, 0)),
+    ("H100", (9, 0)),
+    ("H200", (9, 0)),
+    ("H800", (9, 0)),
+    ("GH200", (9, 0)),
+    ("L40", (8, 9)),
+    ("L4", (8, 9)),
+    ("ADA", (8, 9)),
+    ("RTX 40", (8, 9)),
+    ("A100", (8, 0)),
+    ("A800", (8, 0)),
+    ("A30", (8, 0)),
+    ("A10", (8, 6)),
+    ("A40", (8, 6)),
+    ("A6000", (8, 6)),
+    ("RTX 30", (8, 6)),
+    ("T4", (7, 5)),
+    ("RTX 20", (7, 5)),
+    ("V100", (7, 0)),
+    ("P100", (6, 0)),
+)
+"""Compute capability by a part of the card's name (developer.nvidia.com/cuda-gpus); the first that fits counts."""
+
+_CAPABILITY_UNKNOWN = (8, 0)
+"""A card that the row does not name: one with flash attention and the small cuBLAS workspace."""
+
+
+def _device(row: Row) -> Device:
+    name = row.get("gpu", "").upper().replace("-", " ")
+    # where a word begins; L40 and A100 come in the table before L4 and A10, which they begin with
+    known = (capability for part, capability in _CAPABILITIES if re.search(rf"(?<![A-Z0-9]){part}", name))
+    context = re.search(r"cuda_context_mib=(\d+(?:\.\d+)?)", row.get("notes", ""))
+    total = _number(row, "gpu_total_gib")
+    # the context is outside of what the allocator can have
+    capacity = int(total * GIB - float(context[1]) * MIB) if total and context else None
+    return Device(capability=next(known, _CAPABILITY_UNKNOWN), capacity=capacity)
+
+
+def _targets(row: Row) -> str | list[str]:
+    """The adapter's target modules as PEFT takes them; raises NotExpressible where the column does not name them."""
+    text = row.get("lora_targets", "")
+    if text in {"all-linear", "all linear"}:
+        return "all-linear"
+    short = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"}
+    short |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+    inner = re.fullmatch(r"attention \(([qkvo ]+)\)", text)
+    words = (inner[1] if inner else text).split()
+    if words and all(word in short for word in words):
+        return [short[word] for word in words]
+    if not words or any(re.search(r"[^\w.]", word) for word in words):
+        raise NotExpressible("the adapter's target modules are not named")
+    return words
+
+
+_NOT_NF4 = re.compile(r"gptq|awq|aqlm|int8|fp8|^nf4$")
+_PEFT_TYPE = re.compile(r"peft_type=(\w+)")
+
+
+def _adapter(row: Row, run_info: Config | None) -> dict[str, Any] | None:
+    """PEFT's config as plain data, from the whole config where there is one, else from the columns."""
+    if row["mode"] == "full":
+        return None
+    if run_info is not None and run_info.get("peft_config"):
+        return _plain_adapter(run_info["peft_config"])
+    kind = _PEFT_TYPE.search(row.get("notes", ""))
+    peft_type = kind[1] if kind and kind[1] != "none" else "LORA"
+    adapter: dict[str, Any] = {"peft_type": peft_type, "task_type": "CAUSAL_LM"}
+    if peft_type not in _WITHOUT_TARGETS:
+        adapter["target_modules"] = _targets(row)
+    rank = count_in(row, "lora_r")
+    if peft_type == "LORA":
+        variants = re.search(r"lora variants: ([^;]*)", row.get("notes", ""))
+        used = variants[1].replace(",", " ").split() if variants else []
+        # alpha changes no size; of dropout a source's description says where there was any
+        adapter |= {"r": needed(rank, "the adapter's rank"), "lora_alpha": 2 * (rank or 1), "lora_dropout": 0.0}
+        adapter |= dict.fromkeys(used, True)
+        adapter["use_dora"] = row["mode"] == "dora" or "use_dora" in used
+    elif rank is not None:
+        adapter["r"] = rank
+    return adapter
+
+
+_WITHOUT_TARGETS = {"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "ADAPTION_PROMPT", "TRAINABLE_TOKENS"}
+
+_RUN_STATE = {"auto_mapping", "revision", "base_model_name_or_path", "inference_mode", "peft_version"}
+"""Fields of a saved adapter_config.json that say where it came from, not what it is."""
+
+
+def _plain_adapter(saved: Config) -> dict[str, Any]:
+    adapter = {name: value for name, value in saved.items() if name not in _RUN_STATE and value is not None}
+    adapter["task_type"] = "CAUSAL_LM"
+    if adapter.get("layers_to_transform") == []:
+        del adapter["layers_to_transform"]
+    if adapter.get("peft_type") == "ADALORA":
+        adapter.pop("rank_pattern", None)  # what training left: the ranks that survived
+        adapter.setdefault("total_step", 5000)
+    return adapter
+
+
+_OPTIMIZERS: tuple[tuple[str, str], ...] = (
+    (r"galore|muon|in backward|4bit|torch_8bit|bf16 master", ""),
+    (r"fusedadam", "adamw_fused"),
+    (r"lora-fa", "lora_fa"),
+    (r"paged_adamw_8bit|paged.*8bit", "paged_adamw_8bit"),
+    (r"paged", ""),
+    (r"(adamw|bnb).*8bit", "adamw_8bit"),
+    (r"adamw_torch_fused|fused", "adamw_fused"),
+    (r"adafactor", "adafactor"),
+    (r"adamw", "adamw_foreach"),
+    (r"sgd", "sgd"),
+)
+"""Part of the column's text: the tracer's optimizer; an empty one is not traced. torch.optim.AdamW is foreach."""
+
+
+def _optimizer(row: Row) -> str:
+    text = row.get("optimizer", "").lower()
+    if not text:
+        raise NotExpressible("the optimizer is not known")
+    if "trainer default" in text and version_in(row, "transformers") >= (5,):  # adamw_torch before
+        return "adamw_fused"
+    found = next((name for part, name in _OPTIMIZERS if re.search(part, text)), "")
+    if not found:
+        raise NotExpressible(f"the optimizer {row['optimizer'].split(' (')[0]} is not traced")
+    return found
+
+
+_ATTENTION = {"sdpa": "sdpa", "eager": "eager"} | dict.fromkeys(("flash2", "flash3", "flash4"), "flash_attention_2")
+"""Flash attention's versions hold the same for backward."""
+
+
+def _attention(row: Row) -> str:
+    text = row.get("attention", "")
+    if text and text != "unknown" and text not in _ATTENTION:
+        raise NotExpressible(f"attention {text} is not traced")
+    return _ATTENTION.get(text, "sdpa")  # transformers' own choice since 4.36
+
+
+def _checkpointing(row: Row) -> dict[str, Any]:
+    text = row.get("gradient_checkpointing", "")
+    if text == "offload":
+        raise NotExpressible("activations are offloaded to host memory")
+    if text == "selective":
+        raise NotExpressible("selective checkpointing: which operations keep their results is not said")
+    if text not in {"full", "no"}:
+        raise NotExpressible("whether activations are checkpointed is not known")
+    return {"checkpointing": text != "no", "reentrant": version_in(row, "transformers") < (5,)}
+
+
+def _loss(row: Row, model: Config) -> str:
+    """How the loss of the row's transformers version treats the logits (models/*/modeling_*.py, loss/loss_utils.py)."""
+    head = row.get("loss_head", "")
+    if head == "liger":
+        raise NotExpressible("kernels of its own (Liger)")
+    if head == "chunked":
+        return "chunked"
+    version = version_in(row, "transformers")
+    if version >= (4, 50):
+        return "logits"
+    if model.get("model_type") in _NEVER_UPCAST:
+        return "logits_shifted_half"
+    return "logits_shifted" if version >= (4, 46) else "logits_shifted_float"
+
+
+_NEVER_UPCAST = {"gpt_bigcode", "gpt2", "gpt_neox", "opt", "bloom"}
+"""Classes whose loss, before they took the common loss function, ran in the logits' own dtype."""
+
+
+_LOOPED_EXPERTS = {"mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "phimoe", "deepseek_v2", "deepseek_v3", "glm4_moe"}
+
+
+def _experts(row: Row, model: Config) -> str:
+    is_older = version_in(row, "transformers") < (5,)
+    return "loop" if is_older and model.get("model_type") in _LOOPED_EXPERTS else "stacked"
+
+
+def _ranks(row: Row) -> dict[str, Any]:
+    """Strategy and number of ranks; several words for the same thing are one, what is not traced is refused."""
+    text = row["strategy"].lower()
+    count = count_in(row, "n_gpus", most=2**16)
+    if text == "single":
+        return {"strategy": "single", "world": 1}
+    refused = {
+        "offload": "parameters or states are offloaded to host memory",
+        "device_map": "layers spread over the cards (device_map)",
+        "tp": "tensor or pipeline parallel",
+        "pp": "tensor or pipeline parallel",
+        "ep": "expert parallel",
+        "megatron": "Megatron",
+        "no_shard": "FSDP without sharding",
+        "shard_grad_op": "FSDP that keeps weights gathered (SHARD_GRAD_OP)",
+    }
+    for word, reason in refused.items():
+        if re.search(rf"(?<![a-z]){word}", text):
+            raise NotExpressible(reason)
+    zero = re.fullmatch(r"zero([123])", text)
+    if zero:
+        return {"strategy": f"zero{zero[1]}", "world": needed(count, "the number of GPUs")}
+    if text == "ddp":
+        return {"strategy": "ddp", "world": needed(count, "the number of GPUs")}
+    if re.match(r"fsdp\b", text):
+        # Layers checkpoint themselves, inside the wrapper, since transformers 4.52 (GradientCheckpointingLayer).
+        outside = version_in(row, "transformers") < (4, 52)
+        ranks = needed(count, "the number of GPUs")
+        return {"strategy": "fsdp1", "world": ranks, "checkpoints_wrappers": outside}
+    if re.match(r"fsdp2\b", text) or re.fullmatch(r"cp \d+", text):
+        return {"strategy": "fsdp2", "world": needed(count, "the number of GPUs")}
+    raise NotExpressible("how the ranks share the work is not known")
+
+
+def lengths_of(row: Row) -> dict[str, Any]:
+    """Rows and tokens of a micro-batch as it runs: packed and padding-free rows are one row of all tokens."""
+    batch = needed(count_in(row, "micro_batch"), "the micro-batch")
+    length = count_in(row, "seq_len")
+    if length is None:
+        tokens = _number(row, "tokens_per_microbatch")
+        if tokens is None:
+            raise NotExpressible("the length of a row is not known")
+        length = max(1, round(tokens / batch))
+    context = re.search(r"cp (\d+)", row["strategy"])
+    if context:  # context parallel: each rank holds its part of every sequence
+        length = math.ceil(length / int(context[1]))
+    return {"micro_batch": batch, "seq_len": length}
+
+
+def columns_settings(row: Row, config_of: ConfigOf, run_info: Config | None) -> dict[str, Any]:
+    """What the columns say of any run; a source's description goes over it."""
+    quantised = row["mode"] == "qlora"
+    if quantised and _NOT_NF4.search(row.get("quant", "")):
+        raise NotExpressible(f"weights quantised as {row['quant']}")
+    model = _model(row, config_of)
+    compute = _dtype(row.get("compute_dtype", "")) or "bfloat16"
+    loaded = _dtype(row.get("weights_dtype", "")) or compute
+    return {
+        "model": model,
+        "mode": "qlora" if quantised else "full" if row["mode"] == "full" else "lora",
+        "peft": _adapter(row, run_info),
+        "weights": compute if quantised else loaded,
+        "autocast": compute if "autocast" in row.get("compute_dtype", "") else None,
+        "adapters": _dtype(row.get("lora_dtype", "")) or "float32",
+        "casts_inputs": True,
+        "fp32_rest": quantised and "rest fp32" in row.get("weights_dtype", ""),
+        "double_quant": not quantised or row.get("quant", "") != "bnb-nf4",
+        "quant_compute": compute,
+        "grad_accum": count_in(row, "grad_accum") or 1,
+        "loss": _loss(row, model),
+        "attention": _attention(row),
+        "mask": "padded" if row.get("padding", "") == "padded to longest" else "ones",
+        "optimizer": _optimizer(row),
+        "clip": True,
+        "empty_cache_after_load": False,
+        "peak_from": "start",
+        "device": _device(row),
+        "experts": _experts(row, model),
+        **_checkpointing(row),
+        **_ranks(row),
+    }

@@ -1,0 +1,206 @@
+"""The page of `make gpu-info`: GPUs, processes, topology, driver, host and disk as lines that fit a narrow terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sft_play.diagnose.gpu_info import Host, Machine, without_gpu
+from sft_play.diagnose.text import NOT_KNOWN, WIDTH, gib, known, lines_of, table, yes_no
+from sft_play.facts.seen import Seen, SeenGpu, Topology
+from sft_play.log import escape_control, one_line
+
+_TOPOLOGY_WORDS = {
+    "X": "itself",
+    "PSB": "two GPUs of one board",
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the host bridge of one CPU",
+    "NODE": "host bridges of one NUMA node",
+    "SYS": "from one CPU socket to another",
+    "XGMI": "Infinity Fabric",
+    "PCIE": "PCIe",
+}
+
+
+def lines(machine: Machine) -> list[str]:
+    """The page; its first line names the source, the second the number of GPUs."""
+    seen = machine.seen
+    source = f"GPUs as {seen.source} shows them" if seen.source else "no driver shows a GPU"
+    shown = seen.only([*machine.visible, *(gpu.index for gpu in seen.gpus if gpu.trouble)])
+    parts = [f"This machine: {source}", f"Number of GPUs: {machine.count}", *_visible_lines(machine)]
+    if shown.gpus:
+        parts += ["", *_gpu_lines(shown), *_process_lines(shown)]
+    parts += [*_topology_lines(shown.topology), "", *_software_lines(machine), *_host_lines(machine.host)]
+    if machine.asked_torch is not None:
+        parts += _torch_lines(machine.asked_torch)
+    if not machine.trainable:
+        parts += ["", *without_gpu_lines(machine)]
+    return [escape_control(part) for part in parts]
+
+
+def _visible_lines(machine: Machine) -> list[str]:
+    shown = []
+    if machine.visible_setting is not None:
+        order = ", ".join(f"GPU {index} is cuda:{device}" for device, index in enumerate(machine.visible))
+        hidden = f"; hidden: {', '.join(f'GPU {index}' for index in machine.hidden)}" if machine.hidden else ""
+        shown.append(f"{one_line(machine.visible_setting)}: {order or 'no GPU is visible'}{hidden}")
+    shown += [f"GPU {gpu.index} does not answer: {one_line(gpu.trouble)}" for gpu in machine.seen.gpus if gpu.trouble]
+    return [*shown, *machine.hardware.notes]
+
+
+def _gpu_lines(seen: Seen) -> list[str]:
+    heads = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
+             "PCIe\nnow/max", "MIG")  # fmt: skip
+    page = lines_of(table(heads, [_gpu_row(gpu) for gpu in seen.gpus], left=(1,)))
+    for gpu in seen.gpus:
+        if gpu.unified:
+            page.append(f"GPU {gpu.index} shares the machine's memory")
+        for item in gpu.instances:
+            sizes = f"{gib(item.total_bytes)} GiB, {gib(item.free_bytes)} free"
+            page.append(f"GPU {gpu.index} instance {known(item.profile)}: {sizes}, {known(item.uuid)}")
+        if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
+            page.append(f"GPU {gpu.index}: MIG will be {'on' if gpu.mig_pending else 'off'} after its next reset")
+    links = [gpu.pcie for gpu in seen.gpus]
+    if any((link.generation, link.lanes) != (link.max_generation, link.max_lanes) for link in links):
+        page.append("PCIe: generation x lanes; an idle GPU lowers the generation, not the lanes")
+    return page
+
+
+def _gpu_row(gpu: SeenGpu) -> list[str]:
+    mig = NOT_KNOWN if gpu.mig_enabled is None else "on" if gpu.mig_enabled else "off"
+    link = gpu.pcie
+    return [
+        str(gpu.index),
+        known(gpu.name),
+        gib(gpu.total_bytes),
+        gib(gpu.used_bytes),
+        gib(gpu.free_bytes),
+        known(gpu.compute_capability),
+        yes_no(gpu.bf16),
+        yes_no(gpu.fp8),
+        known(gpu.power_cap_watts),
+        known(gpu.temperature_celsius),
+        f"{_link(link.generation, link.lanes)}/{_link(link.max_generation, link.max_lanes)}",
+        mig,
+    ]
+
+
+def _link(generation: int | None, lanes: int | None) -> str:
+    if generation is None and lanes is None:
+        return NOT_KNOWN
+    return f"{generation if generation is not None else '?'}x{lanes if lanes is not None else '?'}"
+
+
+def _process_lines(seen: Seen) -> list[str]:
+    rows = [
+        [str(gpu.index), str(item.pid), known(item.name), gib(item.used_bytes, digits=2)]
+        for gpu in seen.gpus
+        for item in gpu.all_processes
+    ]
+    unlisted = [str(gpu.index) for gpu in seen.gpus if gpu.processes is None and not gpu.trouble and not gpu.unified]
+    page = ["", *lines_of(table(("GPU", "pid", "process", "GiB"), rows, left=(2,)))] if rows else []
+    if unlisted:
+        page.append(f"Processes: {seen.source} lists none for GPU {', '.join(unlisted)} (n/a)")
+    elif not rows and any(gpu.processes is not None for gpu in seen.gpus):
+        page.append("Processes: none is listed")
+    return page
+
+
+def _topology_lines(topology: Topology | None) -> list[str]:
+    if topology is None:
+        return []
+    cells = [
+        [f"{link}!" if peer is False else link for link, peer in zip(links, peers, strict=True)]
+        for links, peers in zip(topology.links, topology.peer, strict=True)
+    ]
+    names = [f"GPU{index}" for index in topology.indices]
+    each = max(len(text) for text in [*names, *(cell for row in cells for cell in row)]) + 2
+    columns = max(1, (WIDTH - each) // each)  # a matrix of 16 GPUs is wider than a terminal: in blocks of columns
+    page = [""]
+    for start in range(0, len(names), columns):
+        part = slice(start, start + columns)
+        page.append((" " * each + "".join(name.ljust(each) for name in names[part])).rstrip())
+        page += [
+            (name.ljust(each) + "".join(cell.ljust(each) for cell in row[part])).rstrip()
+            for name, row in zip(names, cells, strict=True)
+        ]
+    return [*page, *lines_of(_legend(topology))]
+
+
+def _legend(topology: Topology) -> str:
+    links = {link for row in topology.links for link in row} - {"X"}
+    words = [f"{link}: {_TOPOLOGY_WORDS[link]}" for link in _TOPOLOGY_WORDS if link in links]
+    if any(re.fullmatch(r"NV\d+", link) for link in links):
+        words.insert(0, "NV and a number: that many NVLinks")
+    peers = {peer for row in topology.peer for peer in row} - {None}
+    if False in peers:
+        words.append("!: no peer-to-peer access")
+    elif peers:
+        words.append("peer-to-peer access between all")
+    else:
+        words.append("peer-to-peer access: n/a")
+    return "; ".join(words)
+
+
+def _software_lines(machine: Machine) -> list[str]:
+    seen, software = machine.seen, machine.software
+    newest = f", which runs CUDA up to {seen.driver_cuda}" if seen.driver_cuda else ""
+    driver = f"{one_line(seen.driver)}{newest}" if seen.driver else f"{NOT_KNOWN} (none answers)"
+    nccl = f"{software.nccl} ({software.nccl_package})" if software.nccl else "none installed beside torch"
+    ask = "" if machine.asked_torch is not None else "; FULL=1 asks it what it sees"
+    build = _built_for(software.torch_cuda, software.torch_hip)
+    torch = f"{software.torch}, built for {build}{ask}" if software.torch else "not installed (make setup)"
+    return [f"Driver: {driver}", f"NCCL: {nccl}", f"torch: {torch}"]
+
+
+def _built_for(cuda: object, hip: object) -> str:
+    return f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else "the CPU alone"
+
+
+def _host_lines(host: Host) -> list[str]:
+    cores = f"{known(host.physical_cores)} physical cores, {known(host.logical_cores)} logical"
+    usable = f", {host.usable_cores} for this process" if host.usable_cores != host.logical_cores else ""
+    where = one_line(host.outputs)
+    exists = host.disk_folder == str(Path(host.outputs).expanduser().absolute())
+    disk = "" if exists else f" (not there yet; the disk of {one_line(host.disk_folder)})"
+    return [
+        f"CPU: {one_line(host.cpu)}, {cores}{usable}",
+        f"RAM: {gib(host.ram_bytes)} GiB, {gib(host.ram_free_bytes)} free",
+        f"Disk: {gib(host.disk_free_bytes)} of {gib(host.disk_bytes)} GiB free at {where}{disk}",
+    ]
+
+
+def _torch_lines(report: Mapping[str, Any]) -> list[str]:
+    """The slower section: torch's own report."""
+    if "version" not in report:
+        return ["", f"torch, asked: {one_line(str(report.get('trouble')))}"]
+    page = ["", f"torch, asked: {report['version']}, built for {_built_for(report.get('cuda'), report.get('hip'))}"]
+    if report.get("built_for"):
+        page.append(f"  compiled for {' '.join(map(str, report['built_for']))}")
+    if report.get("nccl"):
+        page.append(f"  with NCCL {report['nccl']}")
+    gpus = report.get("gpus") or []
+    page.append(f"  sees {len(gpus)} GPU{'' if len(gpus) == 1 else 's'}" + ("" if gpus else ": none can be used"))
+    page += [
+        f"  cuda:{device}: {one_line(str(gpu['name']))}, {gib(gpu['total_bytes'])} GiB, {gpu['compute_capability']}"
+        for device, gpu in enumerate(gpus)
+    ]
+    if report.get("trouble"):
+        page.append(f"  {one_line(str(report['trouble']))}")
+    return page
+
+
+def without_gpu_lines(machine: Machine) -> list[str]:
+    """The same as lines, with the reason where the machine's GPUs cannot be used."""
+    if machine.unused:
+        head = f"{machine.unused.message}. What still works:"
+    elif machine.visible and any(gpu.trouble for gpu in machine.seen.gpus):
+        head = "Planning and training find no GPU as long as one does not answer. What still works:"
+    elif machine.seen.gpus:
+        head = "No GPU is visible to a run, or none can be used. What still works:"
+    else:
+        head = "Without a GPU this works:"
+    return [head, *(f"  {text}" for text in without_gpu())]

@@ -1,0 +1,152 @@
+"""The page of `make memory-check`: the run, a table with the prediction beside it, RAM, warnings; once or renewed."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TextIO
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from sft_play.diagnose.memory_check import Check, Prediction
+from sft_play.diagnose.text import gib, lines_of, sized, table
+from sft_play.log import escape_control, one_line
+
+REFRESH_S = 2.0
+"""How often the table on a terminal is refreshed."""
+BLOCK_S = 5.0
+"""How often a block of lines is written where the output is not a terminal."""
+
+
+def lines(check: Check) -> list[str]:
+    """What a person reads: the run, one table with the prediction beside it, RAM, warnings."""
+    page = [*check.said]
+    right = _prediction_table(check.prediction) if check.prediction else None
+    left = _rank_table(check) if _shows_ranks(check) else _gpu_table(check)
+    if left is not None or right is not None:
+        grid = Table.grid(padding=(0, 4))
+        grid.add_row(*(part for part in (left, right) if part is not None))
+        page += ["", *lines_of(grid), ""]
+    if (prediction := check.prediction) is not None:
+        batch = f"micro-batch {prediction.micro_batch} x accum {prediction.grad_accum}"
+        where = f"{one_line(prediction.layout)} over {prediction.ranks} rank(s)"
+        page.append(f"Plan: {where}, {batch}; sizes in units of 2**30 bytes")
+        if not prediction.on_gpu:
+            page.append("The prediction comes on top of what a process holds after its imports")
+    # `n/a` in the table needs a reason: without one it looks like a run that holds nothing
+    if any(use.ranks and use.run_bytes is None for use in check.gpus) and not _shows_ranks(check):
+        page.append("n/a: the driver names no process of this run there, as in a container, or before it uses the GPU")
+    run = f"; this run holds {gib(check.ram.run_bytes, digits=2)}" if check.ranks else ""
+    page.append(
+        f"RAM: {gib(check.ram.total_bytes)} GiB, {gib(check.ram.free_bytes)} free{run}"
+        + ("" if check.gpus else "; no GPU here")
+    )
+    page += [f"warning: {text}" for text in check.warnings]
+    return [escape_control(line) for line in page]
+
+
+def _shows_ranks(check: Check) -> bool:
+    """Whether the run is one of the CPU, so that its ranks' RSS is what there is to see."""
+    if not check.ranks:
+        return False
+    return not check.gpus or (check.prediction is not None and not check.prediction.on_gpu)
+
+
+def _gpu_table(check: Check) -> Table | None:
+    if not check.gpus:
+        return None
+    heads = ("GPU", "rank", "total", "this\nrun", "others", "not\nlisted", "free", "peak\nseen")
+    rows = [
+        [
+            str(use.index),
+            ",".join(map(str, use.ranks)) or "-",
+            gib(use.total_bytes),
+            gib(use.run_bytes, digits=2),
+            gib(use.others_bytes, digits=2),
+            gib(use.unlisted_bytes, digits=2),
+            gib(use.free_bytes, digits=2),
+            gib(use.peak_bytes, digits=2),
+        ]
+        for use in check.gpus
+    ]
+    return table(heads, rows)
+
+
+def _rank_table(check: Check) -> Table:
+    heads = ("rank", "pid", "RSS\nGiB", "peak\nGiB", "workers", "their\nGiB")
+    rows = [
+        [
+            str(use.rank),
+            str(use.pid),
+            gib(use.rss_bytes, digits=2),
+            gib(use.peak_rss_bytes, digits=2),
+            str(use.workers),
+            gib(use.workers_rss_bytes, digits=2),
+        ]
+        for use in check.ranks
+    ]
+    return table(heads, rows)
+
+
+def _prediction_table(prediction: Prediction) -> Table:
+    """The terms of the prediction, of one rank."""
+    terms = [(name.replace("_", " "), size) for name, size in prediction.terms.items() if size > 0]
+    word = "reserved" if prediction.on_gpu else "resident"
+    sums = [
+        ("= allocated", prediction.allocated),
+        (f"= {word}", prediction.reserved),
+        ("+ margin", prediction.margin),
+        ("+ context, NCCL", prediction.outside_allocator),
+        ("= needed", prediction.required),
+    ]
+    rows = [[name, sized(size)] for name, size in [*terms, *sums] if size > 0]
+    return table(("predicted\nper rank", ""), rows, left=(0,))
+
+
+def watch(
+    take: Callable[[], Check],
+    *,
+    write: Callable[[Check], None],
+    console: Console | None = None,
+    rounds: int | None = None,
+    pause: Callable[[float], None] = time.sleep,
+) -> Check | None:
+    """Look again and again until Ctrl-C (or for so many rounds); the last look.
+
+    Args:
+        take: one look.
+        write: what is done with a look where `console` is None: a block of lines, or an object of JSON.
+        console: a terminal, in which one table is renewed in place.
+    """
+    last: Check | None = None
+    with contextlib.suppress(KeyboardInterrupt), _live(console) as live:
+        done = 0
+        while rounds is None or done < rounds:
+            last = take()
+            done += 1
+            if live is None:
+                write(last)
+            else:
+                live.update(Text("\n".join([*lines(last), f"{last.time}; Ctrl-C ends this"])), refresh=True)
+            if rounds is None or done < rounds:
+                pause(REFRESH_S if live is not None else BLOCK_S)
+    return last
+
+
+def terminal(stream: TextIO) -> Console | None:
+    """The terminal that a stream is; None where it is a file or a pipe."""
+    console = Console(file=stream, highlight=False, markup=False, emoji=False)
+    return console if console.is_terminal else None
+
+
+@contextlib.contextmanager
+def _live(console: Console | None) -> Iterator[Live | None]:
+    if console is None:
+        yield None
+        return
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        yield live

@@ -1,0 +1,390 @@
+"""Everything that can be checked before training, in the order of the page; one part that fails hides no other."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play.cache import cache_dir
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.schema import DataConfig, RunConfig
+from sft_play.data import checks, marks
+from sft_play.data.preview import Shown, example_line
+from sft_play.data.sources.files import AnySource, data_paths, find_source
+from sft_play.data.survey import RowMaker, Survey, Surveyor
+from sft_play.data.token_pieces import TokenBytes, pieces_of
+from sft_play.diagnose import doctor, engines
+from sft_play.diagnose.check_report import Report
+from sft_play.diagnose.doctor import Planned
+from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub, split_of, tokenizer_of
+from sft_play.errors import DataError, SftPlayError
+from sft_play.facts.architecture import check_available, config_json, hub_answers, local_folder
+from sft_play.facts.hardware import Hardware
+from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.heap import importing
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.log import one_line
+from sft_play.planner.plan import require_fit
+from sft_play.planner.row_tokens import RowTokens, average_passes, row_tokens
+from sft_play.starter.names import BASE_NAME
+
+Lengths = Callable[[], RowTokens | None]
+"""The lengths of the rows as training would have them; None where they could not be counted."""
+Planner = Callable[[RunConfig, Hardware, Lengths], Planned]
+"""Plans a run on a machine, by the lengths of its rows where these decide something."""
+
+
+def check(
+    config_path: Path,
+    overrides: Sequence[str],
+    hardware: Hardware,
+    *,
+    planner: Planner,
+    also: Sequence[Finding] = (),
+    serve: Sequence[str] = (),
+) -> Report:
+    """Everything that can be checked before training; one part that fails hides no other. Nothing is written.
+
+    Args:
+        hardware: the machine that the memory plan is for.
+        planner: makes that plan.
+        also: findings of the caller's, shown first.
+        serve: engines that are to load the result; of stages that is what the last one trains.
+    """
+    started = time.monotonic()
+    try:
+        loaded = load_config(config_path, overrides=overrides)
+    except SftPlayError as error:
+        unread = failed("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
+        return Report(config_path, (*also, unread), time.monotonic() - started)
+    checks = [*also]
+    for number, stage in enumerate(loaded.stages, start=1):
+        checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {stage.name}"))
+        is_last = number == len(loaded.stages)
+        checks += _Checks(loaded.of(stage), hardware, planner, serve=serve if is_last else ()).findings()
+    if not loaded.stages:
+        checks += _Checks(loaded, hardware, planner, serve=serve).findings()
+    return Report(config_path, tuple(checks), time.monotonic() - started)
+
+
+class _Checks:
+    """The parts of `make check`; each uses what the earlier ones loaded."""
+
+    def __init__(
+        self, loaded: LoadedConfig, hardware: Hardware, planner: Planner, *, serve: Sequence[str] = ()
+    ) -> None:
+        self._loaded, self._config, self._hardware, self._serve = loaded, loaded.config, hardware, serve
+        self._planner = planner
+        self._targets: frozenset[str] = frozenset()
+        self._tokenizer: Any = None
+        self._maker: RowMaker | None = None
+        self._planned: Planned | None = None
+        self._surveys: dict[str, Survey] = {}
+        self._no_files = False
+        self._reported: dict[str, str] = {}
+        """Errors that are on the page already, and under which name."""
+
+    def _problem(self, name: str, error: SftPlayError, do: str) -> Finding:
+        """An error as a problem; one that is on the page already makes this part skipped."""
+        first = self._reported.setdefault(str(error), name)
+        return failed(name, str(error), do) if first == name else skipped(name, f"not without the {first}; see there")
+
+    def findings(self) -> Iterator[Finding]:
+        """Every check, in the order of the page."""
+        config = self._config
+        words = len(self._loaded.overrides)
+        with_words = f" with {words} setting{'s' if words > 1 else ''}" if words else ""
+        yield passed("config", f"{self._loaded.path}{with_words}: {config.model.name}, {config.task_mode}, "
+                           f"{config.tuning.mode}")  # fmt: skip
+        prepare_hub(config)
+        yield from self._model_files()
+        yield from self._tokenizer_and_template()
+        yield from self._data()
+        # made before padding and the model, which need it, and shown after them: the page ends with what it comes to
+        plan = list(_guarded("memory plan", self._memory()))
+        yield from _guarded("padding", self._padding())
+        yield from _guarded("model", self._model())
+        yield from self._serving()
+        yield from plan
+        yield from _guarded("disk", self._disk())
+
+    def _model_files(self) -> Iterator[Finding]:
+        name = self._config.model.name
+        if name == BASE_NAME:
+            is_cached = any((cache_dir() / "starter").glob("base-*/model/model.safetensors"))
+            yield passed(
+                "model files", f"{name}: {'in the cache' if is_cached else 'trained once, by the first make train'}"
+            )
+            return
+        try:
+            problem = _weights_problem(self._config)
+        except SftPlayError as error:
+            self._no_files = True
+            yield self._problem("model files", error, "give model.name a folder or hub id that exists")
+            return
+        if problem:
+            yield failed("model files", problem, "fetch the weights as safetensors, or give another model.name")
+        else:
+            yield passed("model files", f"{name}: config.json and weights are available")
+
+    def _tokenizer_and_template(self) -> Iterator[Finding]:
+        if self._no_files:
+            yield skipped("tokenizer", "not without the model files; see there")
+            return
+        with importing():  # here and not at the top: the checks before it answer without any library
+            importlib.import_module("sft_play.training.model_spec")
+        try:
+            loaded = tokenizer_of(self._config)
+        except SftPlayError as error:
+            yield self._problem("tokenizer", error, "fix it, or give another model.name or data.chat_template")
+            return
+        self._tokenizer = loaded.tokenizer
+        summary = f"{type(loaded.tokenizer).__name__}, {len(loaded.tokenizer):,} tokens"
+        yield passed("tokenizer", "\n".join([summary, *(one_line(note, limit=300) for note in loaded.notes)]))
+        try:
+            maker = maker_of(self._config, loaded.tokenizer)
+            if self._config.task_mode != "cpt":
+                maker.renderer.turns()
+            self._maker = maker
+        except SftPlayError as error:
+            yield failed("chat template", str(error), "give data.chat_template another template")
+            return
+        if self._config.task_mode != "cpt":
+            own = self._config.data.chat_template or "the tokenizer's own"
+            yield passed("chat template", f"{one_line(own, limit=300)}; masks are verified row by row below")
+
+    def _data(self) -> Iterator[Finding]:
+        config = self._config
+        try:
+            paths = data_paths(config.data)
+            files: list[tuple[str, AnySource]] = list(paths.files())
+            yield passed("data files", "\n".join([", ".join(str(path) for _, path in files), *paths.notes]))
+        except SftPlayError as error:
+            yield failed("data files", str(error), "name files that exist")
+            files = _existing_files(config.data)
+        surveys: dict[str, Survey] = {}
+        surveyor = Surveyor(config.data, tokenizer=self._tokenizer, maker=self._maker)
+        for part, path in files:
+            try:
+                surveys[part] = surveyor.survey(path, split_of(part), text_wanted=config.task_mode == "cpt")
+            except SftPlayError as error:
+                yield failed(f"rows: {part}", str(error), "fix the file, or give another one")
+                continue
+            yield from checks.judge_rows(surveys[part], config.data, task_mode=config.task_mode)
+        if surveys:
+            yield from checks.judge_repeats(surveys)
+        self._surveys = surveys
+        has_val = any(split_of(part) == "val" for part in surveys)
+        if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
+            yield failed("evaluation", "train.load_best_model_at_end=true needs validation rows, and there are none",
+                          "give data.val_path or data.val_fraction")  # fmt: skip
+        if self._maker is not None:
+            yield from self._masks(surveys)
+        elif surveys:
+            yield skipped("masks", "not without a tokenizer and a template; see there")
+
+    def _masks(self, surveys: dict[str, Survey]) -> Iterator[Finding]:
+        config, maker = self._config, self._maker
+        assert maker is not None
+        positions = positions_of(config)
+        chats = [survey for survey in surveys.values() if not self._is_text(survey)]
+        for survey in chats:
+            yield from checks.judge_masks(survey, config.data)
+            yield from checks.judge_texts(survey, config.data)
+        for survey in chats[:1]:
+            yield from marks.judge_roles(survey)
+            # a template that writes BOS, with a tokenizer that adds one, gives an engine's prompts two
+            plain = self._tokenizer("x")["input_ids"]
+            adds_bos = bool(plain) and plain[0] == self._tokenizer.bos_token_id
+            yield from marks.judge_marks(survey, self._tokenizer, adds_bos=adds_bos)
+            yield from self._example(survey)
+        for survey in chats:
+            yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)
+        for survey in surveys.values():
+            if self._is_text(survey) and not (survey.chats and survey.split in ("val", "test")):
+                if survey.unmasked:
+                    yield from checks.judge_masks(survey, config.data)
+                yield from checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)
+
+    def _is_text(self, survey: Survey) -> bool:
+        return self._config.task_mode == "cpt" or survey.split == "text"
+
+    def _example(self, survey: Survey) -> Iterator[Finding]:
+        """One row with its trained part marked."""
+        if survey.first is None:
+            return
+        number, whole = survey.first
+        names = TokenBytes(self._tokenizer)
+        pieces = pieces_of(whole.input_ids, whole.labels, names, kept=[True] * len(whole.input_ids))
+        shown = Shown(number, whole.where, tuple(whole.input_ids), tuple(whole.labels), tuple(pieces))
+        yield passed("example", f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):\n"
+                            f"{example_line(shown)}")  # fmt: skip
+
+    def _memory(self) -> Iterator[Finding]:
+        from sft_play.planner.show import choice_line, memory_line
+
+        where = "the named machine" if self._hardware.named else "this machine"
+        try:
+            self._planned = self._planner(self._config, self._hardware, self._row_tokens)
+            plan = self._planned.plan
+            require_fit(plan, self._config)
+        except SftPlayError as error:
+            yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
+            return
+        summary = f"{choice_line(plan)} ({where})\n{memory_line(plan)}"
+        if plan.fits:
+            yield passed("memory plan", summary)
+        else:
+            yield warned("memory plan", f"{summary}\nthe run tries it, because the batch was given",
+                          "make plan shows the ways out")  # fmt: skip
+        train = self._surveys.get("train")
+        if train is not None and train.kept and train.kept < plan.batch.effective_batch and not self._is_text(train):
+            yield warned(
+                "batch",
+                f"{train.kept:,} training rows are fewer than one effective batch of {plan.batch.effective_batch:,}: "
+                "each step sees all of them",
+                f"lower {self._config.train.effective_words}",
+            )
+
+    def _row_tokens(self) -> RowTokens | None:
+        """The lengths of the rows as training would have them; None where they could not be counted."""
+        train = self._surveys.get("train")
+        if train is None or self._maker is None:
+            return None
+        limit = self._maker.max_seq_len
+        held_out = [min(limit, max(survey.lengths)) for name, survey in self._surveys.items()
+                    if name != "train" and survey.lengths]  # fmt: skip
+        return row_tokens(
+            Counter(min(limit, length) for length in train.lengths), limit=limit, held_out=max(held_out, default=0)
+        )
+
+    def _padding(self) -> Iterator[Finding]:
+        """How much padding each way to make batches needs."""
+        from sft_play.data.packing import padding_shares
+
+        train, config = self._surveys.get("train"), self._config
+        if train is None or self._planned is None or self._maker is None or self._is_text(train) or not train.kept:
+            return
+        plan = self._planned.plan
+        # by the real lengths, as the run's own sampler would draw and pad them
+        shares = padding_shares(
+            train.lengths,
+            micro_batch=plan.batch.micro_batch,
+            effective_batch=plan.batch.effective_batch,
+            max_seq_len=self._maker.max_seq_len,
+            seed=config.train.seed,
+        )
+        cut, rows = plan.micro_batches, plan.row_tokens
+        if cut.tokens is not None and rows is not None:
+            passes = average_passes(rows, cut, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
+            shares["grouped"] = 1 - passes.tokens / (passes.count * passes.places * plan.batch.ranks)
+        yield from checks.judge_padding(
+            shares,
+            micro_batch=plan.batch.micro_batch,
+            packing=config.data.packing,
+            grouped=config.train.group_by_length,
+        )
+
+    def _model(self) -> Iterator[Finding]:
+        """Names of modules, embeddings and the backend, looked up on the model's own class."""
+        if self._tokenizer is None or self._planned is None:
+            yield skipped("model", "not without a tokenizer and a plan; see there")
+            return
+        from sft_play.training.backend import choose_backend
+        from sft_play.training.model_spec import build_model_spec
+        from sft_play.training.origin import origin_of
+        from sft_play.training.trainable import trainable_note
+
+        try:
+            if not self._hardware.named:  # a backend is chosen by the GPUs that are here
+                choose_backend(self._config)
+            if set(self._config.train.report_to) - {"tensorboard"}:
+                from sft_play.training.trainer import check_trackers  # imports TRL, which takes seconds
+
+                check_trackers(self._config)
+            if self._config.model.name == BASE_NAME:
+                return
+            spec = build_model_spec(self._config, self._planned.plan.precision, tokenizer_size=len(self._tokenizer))
+            trained = trainable_note(self._config, spec)
+            origin = origin_of(self._config, spec)
+        except SftPlayError as error:
+            yield failed("model", str(error), "fix the option that is named")
+            return
+        self._targets = frozenset(spec.peft_config.target_modules or ()) if spec.peft_config else frozenset()
+        summary = f"{spec.vocab_size:,} embeddings for {len(self._tokenizer):,} tokens"
+        notes = [*spec.notes, *([trained] if trained else []), *(origin.notes if origin else ())]
+        yield passed("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
+
+    def _serving(self) -> Iterator[Finding]:
+        """What the engines that were named do not load of what this config trains."""
+        if not self._serve:
+            return
+        if self._no_files:
+            yield skipped("serve", "not without the model files; see there")
+            return
+        model = self._config.model
+        architecture = engines.architecture_of(config_json(model.name, revision=model.revision))
+        trained = engines.trained_of(self._config, architecture, self._targets or ())
+        for name in self._serve:
+            yield from engines.findings(name, trained)
+
+    def _disk(self) -> Iterator[Finding]:
+        if self._hardware.named:
+            yield skipped("disk", "the plan is for a named machine, not for this one")
+            return
+        if self._planned is None:
+            yield skipped("disk", "not without a memory plan; see there")
+            return
+        yield from doctor.disk_findings(self._planned, LaunchOptions(), os.environ)
+
+
+def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
+    """The checks of a part; an error that a user can fix becomes a problem, and the other parts still run."""
+    try:
+        yield from checks
+    except SftPlayError as error:
+        yield failed(name, str(error), "fix what is named")
+
+
+def _weights_problem(config: RunConfig) -> str:
+    """What is wrong with the model's weights, by the names of its files; empty where they are available."""
+    name = config.model.name
+    folder = local_folder(name)
+    if folder is None:
+        check_available(name, revision=config.model.revision)
+        if doctor.has_weights(config, os.environ) or hub_answers():
+            return ""
+        return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
+    config_json(name)
+    names = {item.name for item in folder.iterdir()}
+    if not any(item.endswith(".safetensors") for item in names):
+        return f"{folder} holds no *.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if index.name not in names:
+        return ""
+    try:
+        parts = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return f"{index} cannot be read"
+    missing = sorted(str(part) for part in parts if part not in names)
+    return f"{folder} lacks {len(missing)} of {len(parts)} parts, such as {one_line(missing[0])}" if missing else ""
+
+
+def _existing_files(data: DataConfig) -> list[tuple[str, AnySource]]:
+    """The files of a config that exist, where others are missing."""
+    existing: list[tuple[str, AnySource]] = []
+    named = [(split, getattr(data, f"{split}_path")) for split in (*SPLITS, "text")]
+    for source, name in zip(data.sources, data.source_names, strict=True):
+        named += [(f"source {name}", source.path), (f"source {name} (val)", source.val_path)]
+    for part, value in named:
+        with contextlib.suppress(DataError):
+            if value is not None:
+                existing.append((part, find_source(value)))
+    return existing
