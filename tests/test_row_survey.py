@@ -52,6 +52,14 @@ def tokens(tiny_llama: Path, path: Path) -> list[int]:
     return [len(tokenizer(tokenizer.apply_chat_template(row, tokenize=False))["input_ids"]) for row in rows]
 
 
+def test_a_plan_says_that_the_data_is_not_here(run, command):
+    code, said = command("plan", "--config", str(run), f"data.train_path={run.parent}/trian.jsonl")
+    assert code == 0, said  # the data may be on the machine that trains
+    assert "warning: Rows: not counted, so every row is taken to have full length: data.train_path: " in said
+    assert "train.jsonl" in said, "the names that are there show the misspelt one"
+    assert planned(command, run, f"data.train_path={run.parent}/trian.jsonl")["row_tokens"] is None
+
+
 def test_a_plan_has_the_lengths_of_the_rows_and_the_memory_of_the_longest(run, tiny_llama, command):
     plan = planned(command, run)
     lengths, held_out = (tokens(tiny_llama, run.parent / f"{name}.jsonl") for name in ("train", "val"))

@@ -102,11 +102,11 @@ class RunList:
             ))  # fmt: skip
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        total = sum(run.bytes for run in self.runs)
+        count, total = len(self.runs), sum(run.bytes for run in self.runs)
         checkpoints = sum(run.checkpoint_bytes for run in self.runs)
         return [
             *table,
-            f"{len(self.runs)} runs, {size_of(total)}, of which checkpoints {size_of(checkpoints)}",
+            f"{count} run{'s' * (count != 1)}, {size_of(total)}, of which checkpoints {size_of(checkpoints)}",
             next_line("report", RUN=self.runs[0].folder.path),
         ]
 

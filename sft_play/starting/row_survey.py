@@ -75,16 +75,13 @@ def count_if_quick(loaded: LoadedConfig) -> None:
         config = part.config
         if not has_own_lengths(config) or known_rows(config) is not None:
             continue
-        with contextlib.suppress(OSError):  # files or the starter's base are not there
-            folder = _model_folder(config.model.name)
-            if (
-                folder is None
-                or not any(any(folder.glob(name)) for name in _TOKENIZERS)
-                or _bytes(config) > QUICK_BYTES
-            ):
-                continue
+        with contextlib.suppress(OSError):  # the starter's base is not there
             try:
-                _count(config)
+                size = sum(size for _, size, _ in _data_states(config))
+                folder = _model_folder(config.model.name)
+                has_tokenizer = folder is not None and any(any(folder.glob(name)) for name in _TOKENIZERS)
+                if has_tokenizer and size <= QUICK_BYTES:
+                    _count(config)
             except SftPlayError as error:
                 logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
 
@@ -176,12 +173,6 @@ def _model_folder(name: str) -> Path | None:
 def _states(folder: Path) -> Iterator[tuple[str, int, int]]:
     for pattern in _OF_TOKENIZERS:
         yield from (_state(path) for path in folder.glob(pattern))
-
-
-def _bytes(config: RunConfig) -> int:
-    with contextlib.suppress(SftPlayError):
-        return sum(size for _, size, _ in _data_states(config))
-    raise FileNotFoundError
 
 
 def _data_states(config: RunConfig) -> Iterator[tuple[str, int, int]]:
