@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 from importlib import metadata
@@ -20,6 +21,7 @@ where `train.kernels` asks for them."""
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
+@functools.cache  # importlib parses a package's whole METADATA for it, 2 ms a package
 def version_of(package: str) -> str | None:
     """The version of an installed distribution; None where it is not installed."""
     try:

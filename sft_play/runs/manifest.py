@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import sft_play
 from sft_play.config.load import LoadedConfig
+from sft_play.facts.installed import version_of
 from sft_play.runs.folder import FORMAT
 
 PACKAGES = (
@@ -44,7 +45,7 @@ def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[s
         "seed": loaded.config.train.seed,
         "versions": versions(),
         "git": git_state(Path.cwd()),
-        "code": code_facts(),
+        "code": own_code(),
         "cwd": str(Path.cwd()),
         "hardware": hardware,
         "data": data,
@@ -54,19 +55,21 @@ def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[s
 
 def versions() -> dict[str, str | None]:
     """Versions of this package, Python and what can change a run's numbers; None where not installed."""
-    by_package: dict[str, str | None] = {"sft_play": sft_play.__version__, "python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            by_package[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            by_package[package] = None
-    return by_package | {"platform": f"{platform.system()} {platform.machine()}"}
+    own = {"sft_play": sft_play.__version__, "python": platform.python_version()}
+    packages = {package: version_of(package) for package in PACKAGES}
+    return own | packages | {"platform": f"{platform.system()} {platform.machine()}"}
 
 
 PACKAGE = Path(sft_play.__file__).resolve().parent
 
 
-def code_facts(package: Path = PACKAGE) -> dict[str, Any]:
+@functools.cache  # what this process has imported: a file that changes later is not what runs
+def own_code() -> dict[str, Any]:
+    """`code_facts` of this program, as it was when a run first asked."""
+    return code_facts(PACKAGE)
+
+
+def code_facts(package: Path) -> dict[str, Any]:
     """What identifies the program's own code: a digest of its files, and the git state of its checkout.
 
     `git` is None where the package is installed, or lies in a repository that does not track it.
