@@ -56,12 +56,7 @@ class Boundaries:
 def boundaries_of(hf_config: Any, *, trust_remote_code: bool = False) -> Boundaries:
     """Whether packs of a model of this config need no mask, by measurement; what cannot be measured keeps it."""
     kind = kind_of(hf_config)
-    found, problem = on_small_model(
-        hf_config,
-        lambda small: measure(small, trust_remote_code=trust_remote_code),
-        trust_remote_code=trust_remote_code,
-        most=MOST_TRAINED,
-    )
+    found, problem = on_small_model(hf_config, measure, trust_remote_code=trust_remote_code, most=MOST_TRAINED)
     if found is None:
         return Boundaries(
             False, f"chats of one row keep a mask between them: what {kind} does without cannot be measured ({problem})"

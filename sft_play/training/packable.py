@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -98,11 +98,7 @@ def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool 
         ConfigError: it does not, or it cannot be measured.
     """
     kind = kind_of(hf_config)
-    apart, problem = on_small_model(
-        hf_config,
-        lambda small: measure(small, attention=attention, trust_remote_code=trust_remote_code),
-        trust_remote_code=trust_remote_code,
-    )
+    apart, problem = on_small_model(hf_config, measure, attention=attention, trust_remote_code=trust_remote_code)
     if apart is None or not apart.is_telling:
         if apart is not None and not math.isfinite(apart.worst):
             problem = "a small model of its class computes numbers that are not finite"
@@ -131,19 +127,39 @@ def kind_of(hf_config: Any) -> str:
 
 
 def on_small_model(
-    hf_config: Any, look: Callable[[Any], Found], *, trust_remote_code: bool = False, most: int = MOST_PARAMETERS
+    hf_config: Any,
+    look: Callable[..., Found],
+    *,
+    trust_remote_code: bool = False,
+    most: int = MOST_PARAMETERS,
+    **options: Any,
 ) -> tuple[Found | None, str]:
-    """What `look` finds with the config of a small model of the class: few narrow layers of every kind, at full width
-    where the class refuses the narrow sizes. None where no such model of at most `most` parameters computes, and
-    why."""
+    """What `look(config, trust_remote_code=..., **options)` finds with the config of a small model of the class: few
+    narrow layers of every kind, at full width where the class refuses the narrow sizes. None where no such model of at
+    most `most` parameters computes, and why.
+
+    It is looked at once a process: the stages of a job ask again.
+    """
+    options["trust_remote_code"] = trust_remote_code
+    key = look, type(hf_config), hf_config.to_json_string(use_diff=False), most, tuple(sorted(options.items()))
+    if key not in _looked_at:
+        _looked_at[key] = _look(hf_config, look, most, options)
+    found: tuple[Found | None, str] = _looked_at[key]
+    return found
+
+
+_looked_at: dict[Hashable, Any] = {}
+
+
+def _look(hf_config: Any, look: Callable[..., Any], most: int, options: dict[str, Any]) -> tuple[Any, str]:
     problem = "no small model of its class computes"
     for is_narrow in (True, False):
         try:
             small = _short(hf_config)
             if is_narrow:
                 _narrow(small)
-            _require_small(small, trust_remote_code, most)
-            return look(small), ""
+            _require_small(small, options["trust_remote_code"], most)
+            return look(small, **options), ""
         except Exception as error:  # each class checks its sizes in its own way, some only in the forward pass
             problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
     return None, problem

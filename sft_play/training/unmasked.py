@@ -66,10 +66,7 @@ def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = Fals
     """
     kind = kind_of(hf_config)
     found, problem = on_small_model(
-        hf_config,
-        lambda small: measure(small, attention=attention, trust_remote_code=trust_remote_code),
-        trust_remote_code=trust_remote_code,
-        most=MOST_TRAINED,
+        hf_config, measure, trust_remote_code=trust_remote_code, most=MOST_TRAINED, attention=attention
     )
     if found is None:
         return Padding(True, f"padded rows keep their mask: what {kind} does without cannot be measured ({problem})")
