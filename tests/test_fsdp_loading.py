@@ -93,6 +93,7 @@ def test_parts_without_elements_are_trained_and_resumed(tmp_path, tiny_llama, wo
     assert losses(tmp_path / "outputs/broken") == pytest.approx(losses(tmp_path / "outputs/whole"), rel=1e-6)
 
 
+@pytest.mark.slow  # two ranks that import everything; test_failures has what else ranks find late
 @pytest.mark.build
 def test_weights_that_the_first_rank_cannot_read_are_one_message(tmp_path, tiny_llama):
     import shutil

@@ -406,6 +406,7 @@ def test_rows_ran_with_the_allocator_that_their_source_set() -> None:
     assert growing == {"PrimeIntellect-ai/prime-rl"}
 
 
+@pytest.mark.slow  # two processes that import everything; what one traces is tested below
 def test_several_rows_are_traced_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path))
     path = write(tmp_path / "peaks.csv", [ROW, {**ROW, "id": "long", "seq_len": "256"}])

@@ -6,13 +6,15 @@ would no longer be recognised.
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.log import escape_control, one_line, redact
+from sft_play.log import escape_control, one_line, redact, secret_values
 from sft_play.runs.files import write_text
 
 
@@ -60,16 +62,28 @@ class Section:
 
 def page(title: str, *, lead: Sequence[tuple[str, str]], sections: Sequence[Section]) -> str:
     """The page. `lead`: the few figures that matter, as (name, value), at its top."""
-    from jinja2 import Environment
     from markupsafe import Markup
 
-    def safe(value: Any) -> Any:
-        return value if isinstance(value, Markup) else redact(escape_control(str(value)))
+    shown = [section for section in sections if not section.is_empty]
+    secrets = secret_values(os.environ.items())
+    return str(_template().render(title=title, lead=lead, sections=shown, style=Markup(_STYLE), secrets=secrets))
+
+
+@functools.cache  # compiling it takes longer than a page
+def _template() -> Any:
+    """The template, which escapes and redacts whatever it is given."""
+    from jinja2 import Environment, pass_context
+    from markupsafe import Markup
+
+    @pass_context
+    def safe(context: Any, value: Any) -> Any:
+        if isinstance(value, Markup):
+            return value
+        return redact(escape_control(str(value)), secrets=context["secrets"])
 
     environment = Environment(autoescape=True, finalize=safe, trim_blocks=True, lstrip_blocks=True)
     environment.filters["svg"] = Markup  # drawn by vl-convert, which escapes what a chart names
-    shown = [section for section in sections if not section.is_empty]
-    return environment.from_string(_TEMPLATE).render(title=title, lead=lead, sections=shown, style=Markup(_STYLE))
+    return environment.from_string(_TEMPLATE)
 
 
 def write_page(path: Path, text: str) -> None:
