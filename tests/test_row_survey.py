@@ -55,7 +55,7 @@ def tokens(tiny_llama: Path, path: Path) -> list[int]:
 def test_a_plan_says_that_the_data_is_not_here(run, command):
     code, said = command("plan", "--config", str(run), f"data.train_path={run.parent}/trian.jsonl")
     assert code == 0, said  # the data may be on the machine that trains
-    assert "warning: Rows: not counted, so every row is taken to have full length: data.train_path: " in said
+    assert "Rows: every row is taken to have full length, because the data are not here: data.train_path: " in said
     assert "train.jsonl" in said, "the names that are there show the misspelt one"
     assert planned(command, run, f"data.train_path={run.parent}/trian.jsonl")["row_tokens"] is None
 

@@ -57,7 +57,7 @@ def run(request: Request) -> Answer:
     strategy = request.options.strategy
     only = (strategy,) if strategy else LAYOUT_NAMES
     base = loaded.config
-    count_if_quick(loaded)
+    absent = count_if_quick(loaded)
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
         hardware = cheapest_machine(budget) or hardware
@@ -84,6 +84,7 @@ def run(request: Request) -> Answer:
         data["max"] = dataclasses.asdict(largest)
     by_node = _launches_by_node(plan, loaded)
     lines = [
+        *absent,
         *show.plan_lines(plan, loaded.config, command=launch_line(plan, loaded), by_node=by_node),
         *show.stage_lines(stages),
         *show.grid_lines(cells),

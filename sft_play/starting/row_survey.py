@@ -68,9 +68,14 @@ def count_rows(loaded: LoadedConfig) -> None:
                 _count(part.config)
 
 
-def count_if_quick(loaded: LoadedConfig) -> None:
+def count_if_quick(loaded: LoadedConfig) -> list[str]:
     """Count the rows for a plan, where tokenizer and files are here and small; where the rows cannot be used, a warning
-    says so and every row counts as of full length."""
+    says so and every row counts as of full length.
+
+    Returns:
+        A line for each part of the run whose data are not here. They may be on the machine that trains.
+    """
+    absent: list[str] = []
     for part in [loaded.of(stage) for stage in loaded.stages] or [loaded]:
         config = part.config
         if not has_own_lengths(config) or known_rows(config) is not None:
@@ -78,12 +83,17 @@ def count_if_quick(loaded: LoadedConfig) -> None:
         with contextlib.suppress(OSError):  # the starter's base is not there
             try:
                 size = sum(size for _, size, _ in _data_states(config))
-                folder = _model_folder(config.model.name)
-                has_tokenizer = folder is not None and any(any(folder.glob(name)) for name in _TOKENIZERS)
-                if has_tokenizer and size <= QUICK_BYTES:
-                    _count(config)
+            except SftPlayError as error:
+                absent.append(f"Rows: every row is taken to have full length, because the data are not here: {error}")
+                continue
+            folder = _model_folder(config.model.name)
+            if folder is None or size > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZERS):
+                continue
+            try:
+                _count(config)
             except SftPlayError as error:
                 logger.warning("Rows: not counted, so every row is taken to have full length: %s", error)
+    return absent
 
 
 def _count(config: RunConfig) -> None:
