@@ -82,7 +82,7 @@ def graphs() -> int:
 
 
 ALL = [(kind, checkpointing) for kind in ("full", "lora", "qlora") for checkpointing in (False, True)]
-QUICK = [("full", False), ("lora", True)]
+QUICK = [("lora", True)]
 
 
 @pytest.mark.parametrize(

@@ -270,7 +270,6 @@ def test_no_script_is_without_a_target():
 
 @pytest.mark.parametrize("script", sorted(set(SCRIPTS.values())))
 def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monkeypatch):
-    """Its own folder is not on the path, where `train` or `plan` would be found for a module of somebody else's."""
     monkeypatch.setenv("COLUMNS", "100")
     environ = clean_environ()
     words = [sys.executable, str(ROOT / script), "--help"]
@@ -280,6 +279,14 @@ def test_a_script_is_its_command_from_any_folder(script, tmp_path, capsys, monke
     with pytest.raises(SystemExit, match="0"):
         main([command, "--help"])
     assert result.stdout == capsys.readouterr().out
+
+
+def test_a_scripts_folder_is_not_on_the_path(tmp_path):
+    """There `train` or `plan` would be found for a module of somebody else's. All scripts begin alike."""
+    texts = [(ROOT / name).read_text() for name in SCRIPTS.values()]
+    beginnings = {text.partition("raise SystemExit(")[0].rpartition('"""')[2] for text in texts}
+    assert len(beginnings) == 1
+    script, environ = sorted(SCRIPTS.values())[0], clean_environ()
     program = f"import sys, runpy; sys.argv = ['x', '--help']; sys.path.insert(0, {str(ROOT / 'scripts')!r})\n"
     program += f"try: runpy.run_path({str(ROOT / script)!r}, run_name='__main__')\nexcept SystemExit: pass\n"
     program += f"assert sys.path[0] == {str(ROOT)!r} and {str(ROOT / 'scripts')!r} not in sys.path, sys.path"

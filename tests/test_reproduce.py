@@ -155,6 +155,7 @@ def test_what_the_plan_had_decided_is_kept(copy):
     assert f"the plan's micro_batch: {manifest['batch']['micro_batch']} then, 2 now" in said
 
 
+@pytest.mark.slow  # what is repeated of a plain run is above, stages and adapters have tests of their own
 def test_a_run_with_stages_that_continues_an_adapter_is_repeated(copy):
     words = ["--config", "run.yaml", "model.adapter=first", "tuning.lora.dropout=0.0", "output.name=second",
              "curriculum=[{name: a, max_steps: 1}, {name: b, max_steps: 2, learning_rate: 1e-3}]"]  # fmt: skip

@@ -236,7 +236,7 @@ def test_a_run_with_stages_writes_a_folder_for_each_and_holds_one_model_at_a_tim
 
 
 @pytest.mark.build
-@pytest.mark.parametrize("steps", [2, 3, 5])
+@pytest.mark.parametrize("steps", [2, pytest.param(3, marks=pytest.mark.slow), 5])
 def test_a_run_stopped_in_or_between_stages_ends_as_an_unbroken_one(run_yaml, whole, command, tmp_path, steps):
     words = ["output.name=broken", f"train.stop_after_steps={steps}"]
     code, said = command("train", "--config", str(run_yaml), *words)

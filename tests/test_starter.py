@@ -100,11 +100,12 @@ from sft_play.entry import main
 from sft_play.training import starter_base
 whole = starter_base._recipe()
 short = whole.replace("max_steps: 1200", "max_steps: 300").replace("save_steps: 1200", "save_steps: 300")
-assert short.count("300") == 2, whole
+short = short.replace("effective_batch_size: 8", "effective_batch_size: 4")
+assert short.count("300") == 2 and "effective_batch_size: 4" in short, whole
 starter_base._recipe = lambda: short
 sys.exit(main())
 """
-"""The program with a base of a quarter of its steps, which copies some slots and not others."""
+"""The program with a base of a quarter of its steps, each of half the tokens: it copies some slots and not others."""
 
 
 def sft_play(
@@ -155,7 +156,7 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
     assert summary["split"] == "test"
     assert summary["before"]["exact_match"] < 0.10
-    assert summary["after"]["exact_match"] > 0.5  # 0.83 was measured; a slot that is not copied costs 8%
+    assert summary["after"]["exact_match"] > 0.5  # 0.73 to 0.78 was measured; a slot that is not copied costs 8%
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
     assert summary["tokens_per_s"] > 0

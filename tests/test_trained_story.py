@@ -11,7 +11,7 @@ import pytest
 pytestmark = pytest.mark.build
 
 
-@pytest.mark.parametrize("mode", ["lora", "qlora"])
+@pytest.mark.parametrize("mode", [pytest.param("lora", marks=pytest.mark.slow), "qlora"])
 def test_train_then_infer_chat_merge_and_prune(tmp_path, tiny_llama, sums, command, monkeypatch, mode):
     run_yaml = tmp_path / "run.yaml"
     run_yaml.write_text(

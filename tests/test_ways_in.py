@@ -196,7 +196,9 @@ def accelerate_file(path: Path, kind: str = "MULTI_GPU", **changes: object) -> P
     return path
 
 
-@pytest.mark.parametrize("variable", ["HF_HOME", "XDG_CACHE_HOME", "HOME"])
+@pytest.mark.parametrize(
+    "variable", ["HF_HOME", *(pytest.param(one, marks=pytest.mark.slow) for one in ("XDG_CACHE_HOME", "HOME"))]
+)
 def test_accelerates_own_place_is_where_accelerate_says(tmp_path, variable):
     """`default_config_file` of accelerate, asked in a process of its own."""
     bare = {name: os.environ[name] for name in ("PATH",)}
