@@ -43,6 +43,11 @@ def with_this_package(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])}
 
 
+def deepspeed_on_cpu() -> None:
+    """Before DeepSpeed is imported where there is no GPU: else it looks for one and warns that it found none."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+
 SPINNING = {"GOMP_SPINCOUNT": "3000"}
 """On a quiet machine OpenMP's threads (GNU's, in torch's wheels) spin for a fraction of a millisecond, then sleep.
 

@@ -114,7 +114,7 @@ def test_passes_of_every_length_are_those_of_the_plain_code_from_one_graph(tiny_
 def test_rows_one_behind_the_other_compile_once_whatever_their_number_and_length(monkeypatch):
     """On CUDA attention between boundaries is an operator that torch knows; here one of the test's stands for it."""
 
-    @torch.library.custom_op("stand_in::between", mutates_args=())
+    @torch.library.custom_op("sft_play_tests::between", mutates_args=())
     def between(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int, scale: float
     ) -> torch.Tensor:

@@ -142,6 +142,27 @@ def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
 
 
 @pytest.mark.build
+def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
+    from transformers import LlamaConfig
+
+    from sft_play.training import packable
+
+    seen = []
+
+    def look(small, **options):
+        seen.append(options)
+        return len(seen)
+
+    def ask(config, **options):
+        return packable.on_small_model(config, look, **options)
+
+    assert ask(LlamaConfig(), attention="sdpa") == ask(LlamaConfig(), attention="sdpa") == (1, "")
+    assert ask(LlamaConfig(rope_theta=5.0), attention="sdpa") == (2, "")
+    assert ask(LlamaConfig(), attention="eager") == (3, "")
+    assert ask(LlamaConfig(), attention="sdpa", trust_remote_code=True) == (4, "")
+    assert ask(LlamaConfig(of_its_own=object()), attention="sdpa") == (5, ""), "an object that JSON cannot hold"
+
+
 def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
     from transformers import LlamaConfig
 

@@ -226,7 +226,7 @@ SOURCES: tuple[Source, ...] = (
         "whitecircle/halo",
         "tests/gpu/profiling/benchmark_trl_baseline.py: TRL's SFTTrainer on a bf16 model, FSDP2 by fsdp_config, rows "
         "of one length with a mask of ones, nothing saved or evaluated; counters reset each step, so without loading. "
-        "Liger's fused cross-entropy is taken for TRL's chunked head, Liger's norms and activations for the plain "
+        "Liger's fused cross-entropy is counted as TRL's chunked head, Liger's norms and activations for the plain "
         "ones.",
         {"mask": "ones", "autocast": "bfloat16", "reentrant": False, "peak_from": "second_step"},
     ),

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import webbrowser
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
@@ -17,6 +17,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import CURVES, parts_of, remove
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
+from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import size_of
 
@@ -88,25 +89,16 @@ def _stop(request: Request) -> Answer:
 def _clean(request: Request) -> Answer:
     """Of all runs in the output folder, or of RUN; what is kept is logged with the reason."""
     output = output_dir_of(request)
-    if request.run:
-        every = [run_named(output, request.run)]
-        chosen = {every[0]: parts_of(every[0], "curves")}
-    else:
-        every = list(runs_in(output, replaced=True))
-        chosen = {}
-        for folder in every:
-            try:
-                chosen[folder] = parts_of(folder, "curves")
-            except RunFolderError as error:
-                logger.info("kept: %s", error)
+    every = [run_named(output, request.run)] if request.run else list(runs_in(output, replaced=True))
+    chosen = {every[0]: parts_of(every[0], "curves")} if request.run else _of_finished(every)
     chosen = {folder: files for folder, files in chosen.items() if files}
     for folder, files in chosen.items():
         logger.info("%s: %s", folder.tensorboard, _files(files))
     removed: dict[Path, int] = {}
-    total = {path: size for files in chosen.values() for path, size in files.items()}
-    if not total:
+    if not chosen:
         logger.info("There are no event files of finished runs in %s", every[0].path if request.run else output)
     else:
+        total = {path: size for files in chosen.values() for path, size in files.items()}
         what = f"{_files(total)}, of {len(chosen)} finished run{'s' * (len(chosen) > 1)}"
         refusal = f"tb-clean would remove {what}, and there is no terminal to ask on: YES=1 removes them"
         if agreed(request, f"Remove {what}?", refusal=refusal):
@@ -116,6 +108,17 @@ def _clean(request: Request) -> Answer:
     kept = sum(1 for folder in every for _ in folder.tensorboard.rglob(CURVES))
     data = {"removed": list(map(str, removed)), "freed_bytes": sum(removed.values()), "kept": kept}
     return Answer({"ok": True, **data})
+
+
+def _of_finished(every: Sequence[RunFolder]) -> dict[RunFolder, dict[Path, int]]:
+    """The event files of the runs that are finished; why another run's are kept is logged."""
+    chosen = {}
+    for folder in every:
+        try:
+            chosen[folder] = parts_of(folder, "curves")
+        except RunFolderError as error:
+            logger.info("kept: %s", error)
+    return chosen
 
 
 def _files(files: Mapping[Path, int]) -> str:

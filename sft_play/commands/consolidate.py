@@ -8,6 +8,7 @@ from pathlib import Path
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.machine import output_dir_of
 from sft_play.commands.request import Request
+from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.runs.folder import MANIFEST, RunFolder
@@ -22,7 +23,7 @@ def run(request: Request) -> Answer:
         raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not detect().gpus:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+        deepspeed_on_cpu()
     given = Path(request.run).expanduser()
     if given.name == request.run and not (given / MANIFEST).is_file():
         given = output_dir_of(request) / checked_name(request.run, key="RUN")

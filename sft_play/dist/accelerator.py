@@ -16,6 +16,7 @@ import torch
 
 from sft_play.dist.one_process import NoOpAccelerator
 from sft_play.dist.settings import DEFAULT_CONFIG, Asked, Device, DistConfig, asked
+from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import BackendError, ConfigError
 from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
 from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
@@ -46,7 +47,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     refuse_too_few_processes(os.environ, instead=starts)
     device = _device()
     if not device.is_gpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would look for a GPU and warn that there is none
+        deepspeed_on_cpu()
     wanted = asked(config, device=device, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
     for note in wanted.notes:
         logger.info("%s", note)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 
+from sft_play.environment import deepspeed_on_cpu
 from sft_play.facts.architecture import hub_answers, local_folder
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.device import allow_fused_attention
@@ -16,7 +17,7 @@ def prepare_libraries(model: str, hardware: Hardware) -> None:
     """Settings that the libraries read when they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not hardware.gpus:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+        deepspeed_on_cpu()
     allow_fused_attention(hardware, os.environ)
     offline_without_hub(model)
 

@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -193,13 +193,14 @@ def start(
             if present is not None:
                 stop(present)  # it hangs
             free = _free_port(host, port)
-            options = (
-                f"--logdir={place}",
-                f"--host={host}",
-                f"--port={free}",
-                f"--window_title={title or logdir.name}",
+            flags = {"logdir": place, "host": host, "port": free, "window_title": title or logdir.name}
+            process = _start_process(
+                [python, "-m", *([_THROUGH] if ends_with_me else []), _MODULE],
+                flags,
+                environment=_environment(is_of_run=ends_with_me),
+                is_ready=lambda: _answers(_url(host, free), place),
+                timeout_s=timeout_s,
             )
-            process = _start_process(python, options, _url(host, free), place, ends_with_me, timeout_s)
             sidecar = Sidecar(process, host, free, place, ends_with_me)
             moved = "" if port in (0, free) else f" (port {port} is taken)"
             return sidecar, f"TensorBoard: {sidecar.page}{moved}"
@@ -230,29 +231,31 @@ def _free_port(host: str, first: int) -> int:
 
 
 def _start_process(
-    python: str, options: tuple[str, ...], url: str, logdir: str, is_of_run: bool, timeout_s: float
+    program: Sequence[str],
+    flags: Mapping[str, object],
+    *,
+    environment: Mapping[str, str],
+    is_ready: Callable[[], bool],
+    timeout_s: float,
 ) -> psutil.Process:
-    """A TensorBoard that answers for its folder; one that does not is ended, and ConfigError says what it printed."""
-    environment = _environment()
-    if is_of_run:
-        environment = ends_with_me(environment, number=signal.SIGTERM)
+    """A TensorBoard that is ready; one that does not get so is ended, and ConfigError says what it printed."""
     with tempfile.TemporaryFile() as output:
         started = subprocess.Popen(
-            [python, "-m", *([_THROUGH] if is_of_run else []), _MODULE, *options], cwd="/", env=environment,
+            [*program, *(f"--{name}={value}" for name, value in flags.items())], cwd="/", env=environment,
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C belongs to the training, which stops TensorBoard itself
         )  # fmt: skip
         process, deadline = psutil.Process(started.pid), time.monotonic() + timeout_s
-        is_ready = False
+        answered = False
         try:
             while started.poll() is None and time.monotonic() < deadline:
-                if is_ready := _answers(url, logdir):
+                if answered := is_ready():
                     return process
                 time.sleep(_POLL_S)
         finally:
             code = started.returncode
             started.returncode = code or 0  # from here on psutil waits for it: no ResourceWarning from subprocess
-            if not is_ready:
+            if not answered:
                 _end(process)
         output.seek(0)
         lines = output.read().decode(errors="replace").strip().splitlines()
@@ -262,10 +265,12 @@ def _start_process(
     )
 
 
-def _environment() -> dict[str, str]:
-    """Of a TensorBoard: marked as ours, with no GPU and none of the variables that make a process a rank."""
+def _environment(*, is_of_run: bool = False) -> dict[str, str]:
+    """Of a TensorBoard: marked as ours, with no GPU and none of the variables that make a process a rank; one of a run
+    ends with this process."""
     ours = {MARK: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    return {**for_another_run(os.environ), **ours}
+    environment = {**for_another_run(os.environ), **ours}
+    return ends_with_me(environment, number=signal.SIGTERM) if is_of_run else environment
 
 
 def _owner() -> str:

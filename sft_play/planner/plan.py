@@ -300,12 +300,7 @@ def make_plan(
     compiled.refuse(config)
     planned_experts(config, shape, choose_precision(config, hardware, shape))
     job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
-    layouts, refused = _layouts(request, keeps_params=keeps_params)
-    job, candidates = weigh_updates(job, layouts)
-    # context parallelism is slower wherever a whole row fits a GPU: weighed only where nothing else fits
-    can_share_rows = "fsdp_cp" in request.only and config.model.mesh_shape is None
-    if can_share_rows and not any(candidate.fits for candidate in candidates):
-        candidates += weigh(job, with_context_parallel(config, shape, hardware))
+    job, candidates, refused = _weighed(request, job, keeps_params=keeps_params)
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
     speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
     kernels, repeated = _counted_kernels(job, chosen), _repeats_kv(job, chosen)
@@ -334,6 +329,19 @@ def make_plan(
         kernels=kernels,
         compile_s=compiled.compile_s(config, shape),
     )
+
+
+def _weighed(
+    request: PlanRequest, job: Job, *, keeps_params: bool
+) -> tuple[Job, list[Candidate], tuple[NotPossible, ...]]:
+    """The job with its weight updates decided, its candidates, and the layouts that are not possible."""
+    layouts, refused = _layouts(request, keeps_params=keeps_params)
+    job, candidates = weigh_updates(job, layouts)
+    # context parallelism is slower wherever a whole row fits a GPU: weighed only where nothing else fits
+    can_share_rows = "fsdp_cp" in request.only and request.config.model.mesh_shape is None
+    if can_share_rows and not any(candidate.fits for candidate in candidates):
+        candidates += weigh(job, with_context_parallel(request.config, request.shape, request.hardware))
+    return job, candidates, refused
 
 
 def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[NotPossible, ...]]:

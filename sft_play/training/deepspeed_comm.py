@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import os
 from typing import Any
+
+from sft_play.environment import deepspeed_on_cpu
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:
@@ -18,7 +19,7 @@ def init_deepspeed(*, on_cpu: bool) -> None:
 
         comm.init_distributed("nccl", auto_mpi_discovery=False)
         return
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+    deepspeed_on_cpu()
     from deepspeed import comm
 
     backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself

@@ -12,6 +12,7 @@ from accelerate.utils import DDPCommunicationHookType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sft_play.config.schema import RunConfig
+from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import TrainingError
 from sft_play.planner.gradients import gradients_of
 from sft_play.planner.layout import Layout
@@ -31,7 +32,7 @@ def engine_arguments(
         arguments["ddp_backend"] = "gloo"
     if deepspeed is not None:
         if on_cpu:
-            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            deepspeed_on_cpu()
         return {**arguments, "deepspeed": dict(deepspeed)}
     if gradients_of(config, plan.precision, plan.layout).every == "micro_batch":
         # else accelerate reduces gradients only in a step's last pass: FSDP2 keeps whole ones on every rank until then

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+
+from sft_play.environment import deepspeed_on_cpu
 
 
 @contextlib.contextmanager
@@ -16,7 +17,7 @@ def fused_head(model: Any) -> Iterator[None]:
     """While it lasts, the model takes `fused_lm_head=True` and then returns `log_probs`, `is_top1` and `label_mask` of
     the labels from the second on, each [B, T - 1], as under TRL's trainer."""
     if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+        deepspeed_on_cpu()
     from trl.trainer.utils import add_fused_lm_head  # imports the whole of TRL's utilities, DeepSpeed among them
 
     base = model.get_base_model() if is_peft_model(model) else model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -141,7 +142,8 @@ def on_small_model(
     It is looked at once a process: the stages of a job ask again.
     """
     options["trust_remote_code"] = trust_remote_code
-    key = look, type(hf_config), hf_config.to_json_string(use_diff=False), most, tuple(sorted(options.items()))
+    settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
+    key = look, type(hf_config), settings, most, tuple(sorted(options.items()))
     if key not in _looked_at:
         _looked_at[key] = _look(hf_config, look, most, options)
     found: tuple[Found | None, str] = _looked_at[key]

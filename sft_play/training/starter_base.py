@@ -21,7 +21,7 @@ from typing import Any
 
 from sft_play.cache import cache_dir, locked
 from sft_play.endings import ends_with_me
-from sft_play.environment import for_another_run
+from sft_play.environment import deepspeed_on_cpu, for_another_run
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
 from sft_play.facts.hardware import detect
 from sft_play.facts.known_models import KNOWN_MODELS
@@ -96,7 +96,7 @@ def _digest(seed: int) -> str:
 def _make(folder: Path, final: Path, *, seed: int) -> None:
     """Train the base in a folder aside, then rename it into the cache."""
     if not detect().gpus:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed looks for a GPU and warns that it found none
+        deepspeed_on_cpu()
     from transformers.utils import logging as transformers_logging
 
     logger.info("The starter's base model is not in the cache (%s): training it from scratch, once", final)

@@ -120,10 +120,7 @@ def block_spec(
     key_dim, value_dim = shape.head_dim, shape.head_dim
     if shape.mla is not None:
         key_dim, value_dim = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
-    specs = {}
-    for role, linear in roles(kind, shape).items():
-        chosen = mode != "full" and is_target(linear, targets)
-        specs[role] = LinearSpec(linear.inputs, linear.outputs, rank if chosen else 0)
+    adapted = () if mode == "full" else targets
     norms = max(1, shape.norms_per_layer)
     return BlockSpec(
         hidden=shape.hidden_size,
@@ -131,7 +128,10 @@ def block_spec(
         kv_heads=shape.num_heads if shape.mla is not None else shape.num_kv_heads,
         head_dim=key_dim,
         value_dim=value_dim,
-        linears=tuple(specs.items()),
+        linears=tuple(
+            (role, LinearSpec(linear.inputs, linear.outputs, rank if is_target(linear, adapted) else 0))
+            for role, linear in roles(kind, shape).items()
+        ),
         norm=_norm(shape),
         norm_after=norms >= 4,
         parallel=shape.parallel_blocks,
