@@ -130,7 +130,7 @@ def test_requests_that_cannot_be_answered_say_why(world):
     with started(of_run(world / "lora")) as endpoint:
         client = openai.OpenAI(base_url=endpoint.url, api_key="none", max_retries=0)
         for messages, words in (
-            ([], "not a list of messages"),
+            ([], "at least 1 item"),
             ([{"role": "nobody", "content": "x"}], "unknown role"),
             ([*ASKED, {"role": "assistant", "content": "6"}], "no turn that an answer can follow"),
             ([{"role": "user", "content": "x " * 1000}], "256 positions"),
@@ -139,7 +139,7 @@ def test_requests_that_cannot_be_answered_say_why(world):
                 client.chat.completions.create(model="lora", messages=messages)
         with pytest.raises(openai.BadRequestError, match="pinned"):
             client.chat.completions.create(model="another", messages=ASKED)
-        with pytest.raises(openai.BadRequestError, match="rendered as in training"):
+        with pytest.raises(openai.BadRequestError, match="chat_template_kwargs is not supported"):
             client.chat.completions.create(
                 model="lora", messages=ASKED, extra_body={"chat_template_kwargs": {"enable_thinking": True}}
             )
@@ -149,6 +149,180 @@ def test_requests_that_cannot_be_answered_say_why(world):
             request = urllib.request.Request(endpoint.url.removesuffix("v1") + path, data=b"{}", method="POST")
             with pytest.raises(urllib.error.HTTPError, match="404"):
                 urllib.request.urlopen(request, timeout=10)
+
+
+# --- what is asked ----------------------------------------------------------------------------------------------------
+
+
+def post(endpoint: serve.Serving, body: object, path: str = "chat/completions", **headers: str) -> tuple[int, dict]:
+    """Status and answer; `body` in JSON, or bytes as they are."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(
+        f"{endpoint.url}/{path}", data, {"Content-Type": "application/json", **headers}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read().decode()
+        return error.code, json.loads(text) if text.startswith("{") else {"text": text}
+
+
+CHAT = {"messages": ASKED, "temperature": 0, "max_tokens": TOKENS}
+REFUSED: list[tuple[str, dict[str, object]]] = [
+    *[("chat/completions", one) for one in (
+        {"n": 2}, {"logprobs": True}, {"top_logprobs": 3}, {"response_format": {"type": "json_object"}},
+        {"presence_penalty": 0.5}, {"frequency_penalty": 0.5}, {"tool_choice": "none"}, {"modalities": ["audio"]},
+        {"reasoning_effort": "low"}, {"generation_config": "{}"}, {"functions": []}, {"no_such_option": 1},
+        {"temperature": -1}, {"temperature": "x"}, {"temperature": True}, {"temperature": [0.5]}, {"top_p": 0},
+        {"top_p": 1.5}, {"max_tokens": "x"}, {"max_tokens": 0}, {"max_tokens": -3}, {"max_tokens": 1.5},
+        {"max_completion_tokens": 0}, {"stop": 5}, {"stop": ["a"] * 5}, {"stop": ["x"] * 100_000}, {"stop": [""]},
+        {"stop": "x" * 1000}, {"seed": 2**70}, {"seed": "x"}, {"stream": "yes"}, {"logit_bias": {"x": 1}},
+        {"logit_bias": {"99999999": 1}}, {"logit_bias": {"2": 1000}}, {"logit_bias": [2]}, {"messages": "hello"},
+        {"messages": [5]}, {"messages": None}, {"tools": 5}, {"user": 5},
+    )],
+    *[("completions", {"prompt": "a", **one}) for one in (
+        {"echo": True}, {"n": 3}, {"best_of": 2}, {"logprobs": 1}, {"suffix": "z"}, {"max_tokens": 0},
+        {"prompt": ["a"]}, {"prompt": 5},
+    )],
+    *[("responses", {"input": "a", **one}) for one in (
+        {"text": {"format": {"type": "json_schema"}}}, {"previous_response_id": "r"}, {"store": True},
+        {"truncation": "auto"}, {"max_output_tokens": 0}, {"reasoning": {"effort": "low"}}, {"input": 5},
+    )],
+]  # fmt: skip
+
+
+def test_what_is_not_supported_is_refused_by_name_and_the_connection_is_still_good(world):
+    import http.client
+
+    with started(of_run(world / "lora")) as endpoint, contextlib.ExitStack() as stack:
+        connection = stack.enter_context(
+            contextlib.closing(http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=60))
+        )
+        for path, wrong in REFUSED:
+            option = "prompt" if path == "completions" and "prompt" in wrong and len(wrong) == 1 else list(wrong)[-1]
+            body = {**(CHAT if path == "chat/completions" else {}), **wrong}
+            connection.request("POST", f"/v1/{path}", json.dumps(body), {"Content-Type": "application/json"})
+            answer = connection.getresponse()
+            said = json.loads(answer.read())["error"]
+            assert (answer.status, said["type"], said["param"]) == (400, "invalid_request_error", option), (wrong, said)
+            assert option in said["message"] or option == "messages"
+        for raw, status in ((b"{", 400), (b"[]", 400), (b"", 400), (b'{"messages": "\\ud83d"}', 400)):
+            code, said = post(endpoint, raw)
+            assert (code, said["error"]["type"]) == (status, "invalid_request_error"), raw
+        half = {**CHAT, "messages": [{"role": "user", "content": "\ud83d"}]}
+        assert "surrogate" in post(endpoint, half)[1]["error"]["message"]
+        assert post(endpoint, {}, "no/such/path")[1]["error"]["type"] == "invalid_request_error"
+        assert post(endpoint, {"prompt": ""}, "completions")[0] == 400
+        assert post(endpoint, {"prompt": "x " * 1000}, "completions")[0] == 400
+
+
+def test_options_that_ask_for_nothing_change_nothing(world):
+    nothing = {
+        "n": 1, "logprobs": False, "top_logprobs": 0, "response_format": {"type": "text"}, "presence_penalty": 0,
+        "frequency_penalty": 0.0, "stop": None, "stream_options": None, "user": "me", "metadata": {"a": "b"},
+        "tool_choice": "auto", "store": False, "logit_bias": {}, "seed": -5, "service_tier": "auto",
+    }  # fmt: skip
+    with started(of_run(world / "lora")) as endpoint:
+        plain = post(endpoint, CHAT)[1]["choices"]
+        assert post(endpoint, {**CHAT, **nothing})[1]["choices"] == plain
+        legacy = {"prompt": "what is", "temperature": 0, "max_tokens": TOKENS}
+        plain = post(endpoint, legacy, "completions")[1]["choices"]
+        own = {"echo": False, "best_of": 1, "suffix": "", "n": 1}
+        assert post(endpoint, {**legacy, **own}, "completions")[1]["choices"] == plain
+        assert post(endpoint, {**CHAT, "temperature": 1e-300})[0] == 200  # logits / 1e-300 would be infinite
+
+
+def streamed(endpoint: serve.Serving, body: dict[str, object], path: str = "chat/completions") -> tuple[str, str]:
+    """The text of a stream's pieces, and its last line."""
+    request = urllib.request.Request(
+        f"{endpoint.url}/{path}", json.dumps({**body, "stream": True}).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        lines = [line for line in answer.read().decode().splitlines() if line]
+    pieces = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if "[DONE]" not in line]
+    return "".join(one.get("text") or one.get("delta", {}).get("content") or "" for one in pieces), lines[-1]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions"])
+def test_the_stop_text_is_not_part_of_the_answer(world, path):
+    """Stop texts of every length from every place of the answer, streamed and not: cut where Python's find says."""
+    import random
+
+    body = (
+        {**CHAT, "max_tokens": 24}
+        if path.startswith("chat")
+        else {"prompt": "what", "temperature": 0, "max_tokens": 24}
+    )
+    with started(of_run(world / "lora")) as endpoint:
+        field = (lambda choice: choice["message"]["content"]) if path.startswith("chat") else (lambda c: c["text"])
+        whole = field(post(endpoint, body, path)[1]["choices"][0])
+        assert len(whole) > 8
+        draw = random.Random(0)
+        for _ in range(8):
+            # not in the bytes of a character that never came whole, which a stream decodes differently
+            cuts = [whole[at : at + n] for n in (1, 2, 3) for at in range(len(whole) - 3)]
+            stops = [draw.choice([cut for cut in cuts if "\N{REPLACEMENT CHARACTER}" not in cut]), "never said"]
+            expected = whole[: whole.find(stops[0])]
+            answer = post(endpoint, {**body, "stop": stops}, path)[1]
+            assert field(answer["choices"][0]) == expected, stops
+            assert streamed(endpoint, {**body, "stop": stops}, path) == (expected, "data: [DONE]")
+            assert answer["usage"]["completion_tokens"] <= 24
+
+
+def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
+    import random
+
+    from sft_play.finished.stop_texts import UntilStop, until_stop
+
+    draw = random.Random(1)
+    for _ in range(3000):
+        text = "".join(draw.choices("ab\n", k=draw.randint(0, 12)))
+        stops = ["".join(draw.choices("ab\n", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
+        cuts = sorted(draw.choices(range(len(text) + 1), k=3))
+        pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+        until = UntilStop(stops)
+        shown = "".join([*map(until.feed, pieces), until.end()])
+        expected = text
+        for end in range(len(text) + 1):  # character by character, as if each were a token
+            complete = [stop for stop in stops if text[:end].endswith(stop)]
+            if complete:
+                expected = text[: end - max(map(len, complete))]
+                break
+        assert shown == expected, (text, stops, pieces)
+        assert until_stop(text, stops) == shown
+
+
+def test_long_bodies_and_long_prompts_do_not_stop_the_others(world):
+    with started(of_run(world / "lora")) as endpoint:
+        code, said = post(endpoint, {**CHAT, "messages": [{"role": "user", "content": "x" * 30_000_000}]})
+        assert (code, said["error"]["type"]) == (413, "invalid_request_error")
+        answers = []
+        many = [{"role": ("user", "assistant")[n % 2], "content": "x y"} for n in range(19_999)]
+        for messages in (many, [{"role": "user", "content": "x y " * 200_000}]):
+            asking = threading.Thread(target=lambda m=messages: answers.append(post(endpoint, {**CHAT, "messages": m})))
+            asking.start()
+            while asking.is_alive():
+                begun = time.monotonic()
+                with urllib.request.urlopen(endpoint.url.removesuffix("/v1") + "/health", timeout=60) as health:
+                    assert health.status == 200
+                assert time.monotonic() - begun < 30
+            asking.join()
+        assert [code for code, _ in answers] == [400, 400]
+        assert all("256 positions" in said["error"]["message"] for _, said in answers)
+
+
+def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(world):
+    with started(of_run(world / "lora")) as endpoint:
+        for host, status in (
+            ("localhost", 200), (f"127.0.0.1:{endpoint.port}", 200), ("[::1]:8000", 200), ("evil.example", 400),
+            (f"evil.example:{endpoint.port}", 400), ("127.0.0.1.evil.example", 400), ("", 400),
+        ):  # fmt: skip
+            assert post(endpoint, {**CHAT, "max_tokens": 1}, Host=host)[0] == status, host
+    assert serve.names_of("0.0.0.0") is None
+    assert serve.names_of("gpu-node") is None
+    assert "evil.example" not in serve.names_of("::1")
 
 
 # --- its end ----------------------------------------------------------------------------------------------------------
@@ -161,7 +335,7 @@ def ask_for_long(port: int) -> socket.socket:
          "logit_bias": {"2": -100.0}}
     ).encode()  # fmt: skip
     connection = socket.create_connection(("127.0.0.1", port))
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost:{port}\r\nContent-Type: application/json\r\n"
     connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
     assert connection.recv(100).startswith(b"HTTP/1.1 200")
     return connection

@@ -129,11 +129,27 @@ def claimed(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def names_of(host: str) -> tuple[str, ...] | None:
+    """The names under which clients ask a server that only this machine can reach; None, which is any, for another.
+
+    A page in a browser of this machine reaches the model under the page's own name (DNS rebinding), which is none of
+    these.
+    """
+    # with brackets too: releases of starlette differ in what they take for the name of [::1]:8000
+    return (host, "localhost", "127.0.0.1", "::1", "[::1]", "[") if _is_loopback(host) else None
+
+
 def warning_of(host: str) -> str | None:
     """The warning for an address that others can reach; None for this machine's own."""
-    with contextlib.suppress(ValueError):
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return None
+    if _is_loopback(host):
+        return None
     return (
         f"HOST={one_line(host)}: there is no password, so anyone in the network who reaches this machine can use the "
         f"model; to keep it to yourself, leave HOST out and use an ssh tunnel"
@@ -192,7 +208,7 @@ class TransformersService(Service):
 
         quiet_libraries()
         run, name = self._run, self._run.folder.path.name
-        app = openai_app(Responder(run), name)
+        app = openai_app(Responder(run), name, hosts=names_of(self._host))
         # log_config=None: uvicorn would replace the handlers of this program's logging by its own
         config = uvicorn.Config(
             app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=FINISH_S
