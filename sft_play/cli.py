@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sft_play import commands, failures
-from sft_play.commands.answer import give, write_json_line
+from sft_play.commands.answer import give, with_ending, write_json_line
 from sft_play.commands.request import read_request
 from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
@@ -32,29 +32,35 @@ def main(words: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), "sft-play")
     set_up_logging(escape_control(command)[:20], stream=sys.stderr)
     failures.begin_process()
-    is_json = False
+    # before the request is read, which may be what fails
+    is_json = "--json" in words or os.environ.get("JSON", "0") not in ("", "0")
     try:
         request = read_request(words, os.environ)
-        is_json = request.json
         set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
         return give(commands.load(request.command).run(request), request)
     except SftPlayError as error:
-        plan = _refused_plan(error)
-        if is_json and plan is not None:
-            write_json_line(plan)
         sys.stdout.flush()  # so that the error comes last where both streams go to one file
         if not failures.hand_over(error):  # a rank's agent reports it once for all ranks
+            _write_ending(_refused_plan(error) or {}, error.exit_code, error, wanted=is_json)
             kind = "" if isinstance(error, Interrupted) else "error: "
             sys.stderr.write(redact(f"[{command}] {kind}{escape_control(str(error))}\n"))
         return error.exit_code
     except KeyboardInterrupt as error:
         if not failures.hand_over(error):
+            _write_ending({}, Interrupted.exit_code, error, wanted=is_json)
             logger.warning("stopped by the user; what was saved until then is kept")
         return Interrupted.exit_code
     except Exception as error:
         if not failures.hand_over(error):
+            _write_ending({}, 1, error, wanted=is_json)
             raise
         return 1
+
+
+def _write_ending(data: dict[str, object], code: int, error: BaseException, *, wanted: bool) -> None:
+    """With JSON=1 the one object of a command that failed; of a launcher's ranks the first writes it."""
+    if wanted and os.environ.get("RANK", "0") == "0":
+        write_json_line(with_ending(data, code, error=error))
 
 
 def _refused_plan(error: BaseException | None) -> dict[str, object] | None:

@@ -127,6 +127,11 @@ def _way_out(words: "Sequence[str]") -> str:
 
 
 def _refuse(name: str, text: str) -> int:
+    if "--json" in sys.argv or os.environ.get("JSON", "0") not in ("", "0"):
+        import json  # with JSON=1 every command prints one object
+
+        sys.stdout.write(json.dumps({"ok": False, "kind": "fix", "error": text}) + "\n")
+        sys.stdout.flush()
     _say(f"[{name}] error: {text}")
     return EXIT_USER
 

@@ -115,6 +115,23 @@ def test_a_file_is_answered_once_and_resumed_after_its_last_whole_line(run, tmp_
     assert target.read_text() == "my notes\n"
 
 
+def test_every_row_that_is_no_prompt_is_named_with_what_it_holds(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    bad = [{"prompt": 5}, {"prompt": None}, {"prompt": {"a": 1}}, {"question": 1}, {"messages": 7}, {"text": "x"}]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in [{"prompt": "good"}, *bad]))
+    with pytest.raises(DataError) as caught:
+        read_prompts(rows)
+    told = str(caught.value)
+    assert "6 of 7 rows are no prompts" in told
+    assert "prompt is 5, and has to be text" in told
+    assert "prompt is null" in told
+    assert [f"rows.jsonl:{line}" in told for line in range(1, 8)] == [False, True, True, True, True, True, False]
+    assert "and 1 more" in told
+    rows.write_text(json.dumps({"prompt": 5}) + "\n")
+    with pytest.raises(DataError, match=r"rows.jsonl:1: prompt is 5, and has to be text or a list of messages"):
+        read_prompts(rows)
+
+
 def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
     shown: list[str] = []
     chat = Conversation(responder, shown.append, max_new_tokens=6)
@@ -134,6 +151,13 @@ def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]
     assert [len(row["messages"]) for row in rows] == [4, 3]
     assert rows[1]["messages"][0] == {"role": "system", "content": "you are terse"}
+    name = responder.run.folder.path.name
+    assert [row["answered_by"] for row in rows] == [[name, name], [name]]
+    for line in ("/reset", "/base", "hello", "/base", "and now?", f"/save {tmp_path}/base.jsonl"):
+        chat.say(line)
+    saved = json.loads((tmp_path / "base.jsonl").read_text())
+    assert saved["answered_by"] == [f"the base of {name}", name]  # nobody takes the base's answer for a trained one
+    assert read_prompts(tmp_path / "base.jsonl")[0].reference == saved["messages"][-1]["content"]  # still a row
     chat.say("/nonsense")
     assert "/reset forgets" in shown[-1]
     chat.say("/exit")

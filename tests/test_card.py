@@ -194,6 +194,7 @@ def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     (plain / "config.json").write_text(json.dumps(config | {"license": "apache-2.0"}))
     assert named(plain).license == {"license": "apache-2.0"}
     assert base_of(SimpleNamespace(model=SimpleNamespace(name="no-such/model", revision=None))).license == {}
+    assert named(tmp_path / "starter" / "base-0123456789ab" / "model").name == "sft-play/starter-base"  # not "model"
 
 
 def test_front_matter_names_base_licence_and_data_of_the_hub(world, hub, monkeypatch):

@@ -19,6 +19,7 @@ from sft_play.cli import main
 from sft_play.commands import FILES, help_line, load
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import OF_VARIABLES, Request, read_request
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted
 from sft_play.variables import VARIABLES, flag_commands
 from tests import warm
 from tests.conftest import ROOT, chat
@@ -209,7 +210,7 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
     if fields is SUMMARY:
         assert (data["steps"], data["exit"]) == (2, 0)
         assert json.loads((world / data["run"] / "summary.json").read_text()) == {
-            key: value for key, value in data.items() if key != "run"
+            key: value for key, value in data.items() if key not in ("run", "ok", "kind")
         }
         assert f"[{name}] Base model: " in err
 
@@ -265,8 +266,62 @@ def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
     assert main(["gpu-info"]) == 3
     assert capfd.readouterr() == ("[gpu-info] the number is 7\n", "")
     assert main(["gpu-info", "--json", "--out", f"{tmp_path}/out.json"]) == 3
-    assert capfd.readouterr() == ('{"number": 7}\n', "")
-    assert json.loads((tmp_path / "out.json").read_text()) == {"number": 7}
+    expected = {"number": 7, "ok": False, "kind": "does_not_fit"}
+    printed, beside = capfd.readouterr()
+    assert (json.loads(printed), beside) == (expected, "")
+    assert json.loads((tmp_path / "out.json").read_text()) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "kind", "error"),
+    [
+        (["no-such-command"], 2, "fix", "there is no command no-such-command"),
+        (["plan", "--config", "nowhere.yaml"], 2, "fix", "nowhere.yaml"),
+        (["plan", "--no-such-flag"], 2, "fix", "no flag --no-such-flag"),
+        (["chat", "--run", "no-such-run"], 2, "fix", "no-such-run"),
+    ],
+)
+def test_with_json_an_error_is_one_object_too(capfd, monkeypatch, tmp_path, words, code, kind, error):
+    monkeypatch.chdir(tmp_path)
+    for given, variable in (([*words, "--json"], None), (words, "1")):
+        monkeypatch.setenv("JSON", variable) if variable else monkeypatch.delenv("JSON", raising=False)
+        assert main(given) == code
+        printed, beside = capfd.readouterr()
+        answer = json.loads(printed)
+        assert (answer["ok"], answer["kind"]) == (False, kind)
+        assert error in answer["error"]
+        assert error in beside  # people read it where they did before
+    monkeypatch.setenv("JSON", "0")
+    assert main(words) == code
+    assert capfd.readouterr().out == ""
+
+
+def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
+    def ending(raised: BaseException):
+        def run(request):
+            raise raised
+
+        return run
+
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    for raised, kind in (
+        (Interrupted("stopped; resume it"), "stopped"), (KeyboardInterrupt(), "stopped"),
+        (DoesNotFit("no"), "does_not_fit"), (ConfigError("x hf_" + "a" * 34), "fix"),
+    ):  # fmt: skip
+        monkeypatch.setattr(load("gpu-info"), "run", ending(raised))
+        main(["gpu-info", "--json"])
+        answer = json.loads(capfd.readouterr().out)
+        assert (answer["ok"], answer["kind"]) == (False, kind)
+        assert answer["error"]
+        assert "hf_aaa" not in answer["error"]
+    monkeypatch.setattr(load("gpu-info"), "run", ending(ZeroDivisionError("ours")))
+    with pytest.raises(ZeroDivisionError):
+        main(["gpu-info", "--json"])
+    assert json.loads(capfd.readouterr().out) == {"ok": False, "kind": "failed", "error": "ours"}
+    monkeypatch.setenv("RANK", "1")  # of a launcher's ranks the first answers
+    monkeypatch.setattr(load("gpu-info"), "run", ending(ConfigError("no")))
+    assert main(["gpu-info", "--json"]) == 2
+    assert capfd.readouterr().out == ""
 
 
 def test_a_command_imports_its_own_file_alone():

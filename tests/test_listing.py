@@ -55,6 +55,32 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
 
 
+def test_a_finished_run_stays_finished_while_a_command_works_on_it(tmp_path):
+    done = make_run(tmp_path, "done")
+    holder = _locked_elsewhere(done)  # as ship and merge do
+    try:
+        assert [run.status for run in list_runs(tmp_path, now=NOW).runs] == ["finished"]
+        with pytest.raises(RunFolderError, match="being written"):
+            to_prune(tmp_path, ["done"], "run")
+        (done.path / "checkpoints" / "one").mkdir(parents=True)
+        with pytest.raises(RunFolderError, match="being written"):
+            to_prune(tmp_path, ["done"], "checkpoints")
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+def test_the_starters_base_is_named_and_not_the_cache(tmp_path):
+    from sft_play.starter.names import BASE_NAME, shown_name
+
+    run = make_run(tmp_path, "one")
+    cached = "/home/x/.cache/sft-play/starter/base-0123456789ab/model"
+    write_json(run.path / "resolved.json", {"model": {"name": cached}, "tuning": {"mode": "lora"}})
+    assert [one.model for one in list_runs(tmp_path, now=NOW).runs] == [BASE_NAME]
+    for other in ("Qwen/Qwen3-4B", "/x/starter/other/model", "/x/base-1/model", "model", ""):
+        assert shown_name(other) == other
+
+
 def _locked_elsewhere(folder: RunFolder):
     """Another process that has locked a run."""
     import subprocess

@@ -157,6 +157,7 @@ def test_a_run_that_has_only_begun_has_a_page_of_what_there_is(tmp_path, plan_of
     with (begun.path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     page = page_of(begun)
+    assert "1.00 GiB3.00 GiB" not in page.text  # a prediction of tensors beside measured resident memory
     for shown in ("2 of 4", "9.0000 before", "1.5", "training peak, resident so far", "0.50 GiB", "800"):
         assert shown in page.text, shown
     assert "Answers before and after" not in page.text
@@ -319,6 +320,13 @@ def test_a_loss_is_logarithmic_where_it_falls_twentyfold(seed):
 def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
     record = read_record(recorded_run(tmp_path / "run", metrics=[{"step": 1, "memory_predicted_gib": 3.0}]))
     assert charts_of(record) == []  # a prediction alone is no curve of the run
+    flat = [{"step": n, "loss": 1.0, "padding_share": 0.0} for n in (1, 2, 3)]
+    unpadded = read_record(recorded_run(tmp_path / "flat", metrics=flat))
+    assert "Padding" not in {chart.title for chart in charts_of(unpadded)}
+    padded = [{**line, "padding_share": line["step"] / 10} for line in flat]
+    assert "Padding" in {
+        chart.title for chart in charts_of(read_record(recorded_run(tmp_path / "pad", metrics=padded)))
+    }
     lines = steps(3, eval_loss=lambda n: n, loss_rank_0=lambda n: n, loss_chats=lambda n: n, loss_text=lambda n: n,
                   eval_loss_text=lambda n: n)  # fmt: skip
     charts = {chart.title: chart for chart in charts_of(read_record(recorded_run(tmp_path / "two", metrics=lines)))}
@@ -476,3 +484,12 @@ def test_charts_are_drawn_outside_of_the_process_that_trained(tmp_path):
     report_at_end(recorded_run(tmp_path / "run", metrics=steps(3)))
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
     assert "vl_convert" not in sys.modules
+
+
+@pytest.mark.parametrize("values", [(0, 50), (3000, 1000), (9.0, 51.0), (12, 0.1), (1e-5, 1e-3), (2.1, 1.9), (0, 7e5)])
+def test_no_axis_of_a_loss_is_written_in_powers_of_ten(values):
+    curve = Curve("training", [(float(step), float(value)) for step, value in enumerate(values)])
+    (svg,) = drawn([Chart("Loss", (curve,), may_be_log=True)])
+    shown = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+    assert len(shown) > 5
+    assert not [tick for tick in shown if re.search(r"\de[+-]?\d", tick)]

@@ -13,11 +13,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sft_play.commands.request import Request
-from sft_play.errors import ConfigError, SftPlayError
-from sft_play.log import escape_control
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
+from sft_play.log import escape_control, redact
 from sft_play.runs.files import write_json
 
 logger = logging.getLogger(__name__)
+
+_KINDS = {
+    0: "done",
+    ConfigError.exit_code: "fix",
+    DoesNotFit.exit_code: "does_not_fit",
+    Interrupted.exit_code: "stopped",
+}
+"""`kind` of an answer by its exit code; any other code is "failed"."""
 
 
 class Result(Protocol):
@@ -83,16 +91,27 @@ def give(answer: Answer | int, request: Request) -> int:
     """
     if isinstance(answer, int):
         return answer
+    code = answer.refused.exit_code if answer.refused else answer.exit_code
+    data = with_ending(answer.data, code, error=answer.refused)
     if request.out is not None and answer.to_out:
-        write_out(request.out, answer.data)
+        write_out(request.out, data)
     if request.json:
-        write_json_line(answer.data)
-        return answer.refused.exit_code if answer.refused else answer.exit_code
+        write_json_line(data)
+        return code
     for line in answer.lines:
         logger.info("%s", line)
     if answer.refused is not None:
         raise answer.refused
-    return answer.exit_code
+    return code
+
+
+def with_ending(data: Any, code: int, *, error: BaseException | None = None) -> Any:
+    """A command's JSON with how it ended: `ok`, `kind`, and `error` where there is one. A list stays as it is."""
+    if not isinstance(data, dict):
+        return data
+    ending = {"ok": code == 0, "kind": _KINDS.get(code, "failed")}
+    said = {"error": redact(str(error) or type(error).__name__)} if error is not None else {}
+    return {**data, **{name: value for name, value in {**ending, **said}.items() if name not in data}}
 
 
 def write_json_line(data: Any) -> None:

@@ -83,7 +83,7 @@ def _resume(request: Request) -> Answer | int:
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
     with reported(folder):
         code = resume(loaded, folder, request.options)
-    return code or _summary(folder)
+    return _failed(folder, code) if code else _summary(folder)
 
 
 def _launch(request: Request) -> Answer | int:
@@ -116,8 +116,15 @@ def _answer(launched: Launched) -> Answer | int:
     if launched.folder is not None:
         report_at_end(launched.folder)
     if launched.code:
-        return launched.code
+        return _failed(launched.folder, launched.code)
     return _summary(launched.folder) if launched.folder is not None else Answer({"run": None, "exit": 0})
+
+
+def _failed(folder: RunFolder | None, code: int) -> Answer:
+    """The answer of ranks that failed, of which their agent has told; `error` is what their run recorded."""
+    error = folder.manifest().get("error") if folder is not None else None
+    told = {"error": str(error)} if error else {}
+    return Answer({"run": None if folder is None else str(folder.path), **told}, exit_code=code)
 
 
 def _summary(folder: RunFolder) -> Answer:

@@ -60,11 +60,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves in one frame. `form` is d3's number format of the vertical axis."""
+    """Curves in one frame. `form` is d3's number format of the vertical axis (`g` would write a tick of 10 as 1e+1)."""
 
     title: str
     curves: tuple[Curve, ...]
-    form: str = "~g"
+    form: str = ",~r"
     from_zero: bool = False
     is_share: bool = False
     """Whether the vertical axis goes from 0 to 1."""

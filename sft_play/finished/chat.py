@@ -33,6 +33,8 @@ class Conversation:
     temperature: float = 0.0
     system: str | None = None
     messages: list[Message] = field(default_factory=list)
+    answered_by: list[str] = field(default_factory=list)
+    """Who gave each of the answers in `messages`."""
     is_base: bool = False
     is_both: bool = False
     has_ended: bool = False
@@ -60,10 +62,10 @@ class Conversation:
                     prompt, self.show, max_new_tokens=self.max_new_tokens, temperature=self.temperature
                 )
             self.show("\n")
-        self.messages = [
-            *asked,
-            {"role": "assistant", "content": answer},
-        ]  # with /both the trained model's, which is last
+        # with /both the trained model's, which is last
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        run = self.responder.run.folder.path.name
+        self.answered_by = [*self.answered_by, f"the base of {run}" if self.is_base and not self.is_both else run]
 
     def _system(self) -> list[Message]:
         return [{"role": "system", "content": self.system}] if self.system else []
@@ -72,10 +74,11 @@ class Conversation:
         if name in ("exit", "quit"):
             self.has_ended = True
         elif name == "reset":
-            self.messages = []
+            self.messages, self.answered_by = [], []
             self.show("(the conversation is empty)\n")
         elif name == "system":
-            self.system, self.messages = argument or None, []  # answers so far were given under another system prompt
+            # answers so far were given under another system prompt
+            self.system, self.messages, self.answered_by = argument or None, [], []
             self.show(f"(the system prompt is {'set' if argument else 'removed'}; the conversation is empty)\n")
         elif name in ("base", "both") and not self.responder.run.is_adapter:
             self.show("(this run trained all weights: there is no adapter to switch off)\n")
@@ -95,7 +98,7 @@ class Conversation:
             self.show("(/save FILE: name a file)\n")
             return
         path = Path(argument).expanduser()
-        row: dict[str, Any] = {"messages": [*self._system(), *self.messages]}
+        row: dict[str, Any] = {"messages": [*self._system(), *self.messages], "answered_by": self.answered_by}
         try:
             before = path.read_text(encoding="utf-8") if path.exists() else ""
             write_text(path, before + json.dumps(row, ensure_ascii=False) + "\n")

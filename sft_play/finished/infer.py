@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 256
 """Prompts that are answered before their answers are written; within them the batches are sorted by length."""
+
+
+_SHOWN_ROWS = 5
+"""Rows that are no prompts, of which an error shows so many."""
 
 
 @dataclass(frozen=True)
@@ -80,33 +83,46 @@ def read_prompts(path: Path) -> list[Prompt]:
             raise DataError(f"INPUT={one_line(str(path))} cannot be read as UTF-8: {error}") from None
         prompts = [Prompt(({"role": "user", "content": line.removesuffix("\r")},)) for line in lines if line.strip()]
     else:
-        prompts = list(_from_rows(path))
+        prompts = _from_rows(path)
     if not prompts:
         raise DataError(f"INPUT={one_line(str(path))} holds no prompts")
     return prompts
 
 
-def _from_rows(path: Path) -> Iterator[Prompt]:
-    rows = read_rows(find_source(str(path)), split="train")
+def _from_rows(path: Path) -> list[Prompt]:
+    """Raises DataError with the first rows that are no prompts, and how many there are."""
+    read = [(raw.where, _prompt_of(raw)) for raw in read_rows(find_source(str(path)), split="train")]
+    bad = [f"{where}: {found}" for where, found in read if isinstance(found, str)]
+    if bad:
+        more = [f"and {len(bad) - _SHOWN_ROWS} more"] if len(bad) > _SHOWN_ROWS else []
+        head = [] if len(bad) == 1 else [f"{len(bad)} of {len(read)} rows are no prompts:"]
+        raise DataError("\n  ".join([*head, *bad[:_SHOWN_ROWS], *more]))
+    return [found for _, found in read if isinstance(found, Prompt)]
+
+
+def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
+    """A row's prompt, or why it is none."""
+    if isinstance(raw, BadRow):
+        return raw.reason
+    bare = _bare(raw)
+    if bare is not None:
+        return bare
+    if set(raw.data) == {"prompt"} and not isinstance(raw.data["prompt"], list):
+        given = one_line(json.dumps(raw.data["prompt"], default=str), limit=60)
+        return f"prompt is {given}, and has to be text or a list of messages"
     data = DataConfig()
-    for raw in rows:
-        if isinstance(raw, BadRow):
-            raise DataError(f"{raw.where}: {raw.reason}")
-        bare = _bare(raw)
-        if bare is not None:
-            yield bare
-            continue
+    try:
         _, shape = first_format(iter([raw]), data)
-        assert shape is not None
-        example = to_example(raw, shape, data)
-        if not isinstance(example, Chat):
-            reason = example.reason if isinstance(example, BadRow) else "it is plain text, not a chat"
-            raise DataError(f"{raw.where}: {reason}")
-        *before, last = example.messages
-        if last["role"] == "assistant":
-            yield Prompt(tuple(before), example.tools, str(last.get("content") or ""))
-        else:
-            yield Prompt(example.messages, example.tools)
+    except DataError as error:
+        return str(error)
+    assert shape is not None
+    example = to_example(raw, shape, data)
+    if not isinstance(example, Chat):
+        return example.reason if isinstance(example, BadRow) else "it is plain text, not a chat"
+    *before, last = example.messages
+    if last["role"] == "assistant":
+        return Prompt(tuple(before), example.tools, str(last.get("content") or ""))
+    return Prompt(example.messages, example.tools)
 
 
 def _bare(row: RawRow) -> Prompt | None:

@@ -23,6 +23,7 @@ from sft_play.runs.locking import lock
 from sft_play.runs.lookup import run_at, runs_in
 from sft_play.runs.metrics import metric_lines
 from sft_play.runs.names import checked_name
+from sft_play.starter.names import shown_name
 from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ def _listed(folder: RunFolder) -> ListedRun:
     metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
     return ListedRun(
         folder,
-        model=str((resolved.get("model") or {}).get("name", "?")),
+        model=shown_name(str((resolved.get("model") or {}).get("name", "?"))),
         mode=str((resolved.get("tuning") or {}).get("mode", "?")),
         status=status_of(folder, manifest),
         step=max((entry["step"] for entry in metrics), default=None),
@@ -138,11 +139,14 @@ def _listed(folder: RunFolder) -> ListedRun:
 
 
 def status_of(folder: RunFolder, manifest: dict[str, Any]) -> Status:
-    """`running` while a process writes it; `failed` where the manifest says running and none does."""
+    """`running` while a process trains it; `failed` where the manifest says running and none does. A finished run
+    stays finished while a command such as `ship` or `merge` has it locked."""
+    status = manifest.get("status")
+    if status == "finished":
+        return "finished"
     if lock_holder(folder) is not None:  # the lock before the manifest, which a killed run leaves at "running"
         return "running"
-    status = manifest.get("status")
-    return status if status in ("finished", "stopped") else "failed"
+    return "stopped" if status == "stopped" else "failed"
 
 
 def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple[str, float] | None:
@@ -231,7 +235,7 @@ def parts_of(folder: RunFolder, what: What) -> dict[Path, int]:
     """
     chosen = _parts(folder, what)
     status = status_of(folder, folder.manifest())
-    if chosen and status == "running":
+    if chosen and lock_holder(folder) is not None:
         raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
     if chosen and what != "run":
         _require_finished(folder, status)

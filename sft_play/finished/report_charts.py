@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sft_play.finished.charts import Chart, Curve
-from sft_play.finished.record import Record
+from sft_play.finished.record import Points, Record
 
 _SPLITS = (("eval", "validation", 1), ("test", "test", 2))
 """Prefix in metrics.jsonl, name and colour of the held-out splits."""
@@ -47,7 +47,7 @@ def charts_of(record: Record) -> list[Chart]:
             ),
             from_zero=True,
         ),
-        Chart("Padding", (Curve("padding", curve("padding_share")),), form=".3~%", from_zero=True),
+        Chart("Padding", (Curve("padding", _if_it_varies(curve("padding_share"))),), form=".3~%", from_zero=True),
     ]  # fmt: skip
     charts = []
     for chart in listed:
@@ -56,6 +56,11 @@ def charts_of(record: Record) -> list[Chart]:
         if any(one.colour is not None for one in filled):
             charts.append(replace(chart, curves=filled, stages=stages))
     return charts
+
+
+def _if_it_varies(points: Points) -> Points:
+    """No points where all have one value: rows without padding, which the summary says in a word."""
+    return points if len({value for _, value in points}) > 1 else []
 
 
 def _held_out(record: Record, figure: str) -> tuple[Curve, ...]:

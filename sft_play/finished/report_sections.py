@@ -12,6 +12,7 @@ from sft_play.diagnose.memory_check import prediction_of
 from sft_play.finished.page import Sample, Section, Table
 from sft_play.finished.record import Part, Record, settings_of
 from sft_play.finished.run_figures import duration, off_by, predicted_and_measured, size
+from sft_play.starter.names import shown_name
 from sft_play.units import GIB
 
 MOST_WARNINGS = 60
@@ -48,8 +49,8 @@ def _against_plan(record: Record) -> Section:
         folded += [(f"{named}the parts of the predicted peak of a rank", text)] if terms else []
     if tables and not record.parts[0].on_gpu:
         notes.append(
-            "On a CPU resident memory is measured, above what the process held before the run, while the moments are "
-            "predicted for tensors alone: only the row that says resident compares like with like."
+            "On a CPU the memory is that which the process has resident, above what Python and the libraries held "
+            "before the run."
         )
     if tables:
         notes.append("Speed and time are predicted for rows of full length unless the plan knew their lengths.")
@@ -84,7 +85,10 @@ def _memory_rows(part: Part) -> list[tuple[str, ...]]:
 
 
 def _memory_row(label: str, predicted: int | None, measured: int | None, on_gpu: bool) -> tuple[str, ...]:
-    return label, size(predicted), size(measured), off_by(predicted, measured) if on_gpu else ""
+    """On a CPU without the prediction, which is of tensors alone, where resident memory is measured."""
+    if not on_gpu:
+        return label, "-", size(measured), ""
+    return label, size(predicted), size(measured), off_by(predicted, measured)
 
 
 def _speed_rows(part: Part) -> list[tuple[str, ...]]:
@@ -149,7 +153,7 @@ def _what(record: Record) -> Iterator[tuple[str, str]]:
     lora = tuning.get("lora") or {}
     # a digest of local files, or the commit of a hub model
     weights = ((manifest.get("data") or {}).get("weights") or {}).get("sha256")
-    yield "model", f"{model.get('name', '')}" + (f" (weights {str(weights)[:12]})" if weights else "")
+    yield "model", shown_name(str(model.get("name", ""))) + (f" (weights {str(weights)[:12]})" if weights else "")
     params = plan.get("model_params")
     yield "parameters", f"{params:,}" if params else ""
     adapter = f", r {lora.get('r')}, alpha {lora.get('alpha')}" if tuning.get("mode") in ("lora", "qlora") else ""

@@ -80,7 +80,8 @@ class Shipped:
     def as_json(self) -> dict[str, Any]:
         """In plain data, from which `replay` computes the verdict again."""
         return {
-            "format": FORMAT, "ok": self.ok, "verdict": self.verdict.word, "reasons": self.verdict.reasons,
+            "format": FORMAT, "ok": self.ok, "kind": "done" if self.ok else "do_not_ship",
+            "verdict": self.verdict.word, "reasons": self.verdict.reasons,
             "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
             "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),
         }  # fmt: skip

@@ -21,6 +21,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.facts.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import write_text
+from sft_play.starter.names import BASE_NAME, shown_name
 from sft_play.training.exact_match import stop_ids
 from sft_play.training.model_loading import TEXT_TOWER_KEYS
 from sft_play.training.model_spec import ModelSpec, location
@@ -139,7 +140,9 @@ def _tags(trained: Trained) -> list[str]:
 
 def base_of(config: RunConfig) -> Base:
     """What the base is called where others can find it, and its licence where its own card or config tells it."""
-    name = config.model.name
+    name = shown_name(config.model.name)
+    if name == BASE_NAME:
+        return Base(name, False, {})
     folder = local_folder(name)
     if folder is None:
         return Base(name, True, _license_on_hub(name, config.model.revision))

@@ -60,7 +60,7 @@ class MemoryMeter:
 
     def _measured(self, highest: Highest | None) -> dict[str, int | None]:
         if not self.peaks.on_gpu:
-            return {"measured_rss": highest.allocated if highest else None}
+            return {"measured_rss": highest.allocated if highest else None, "level_rss": self.level}
         if highest is None:
             return {}
         return {"measured_allocated": highest.allocated, "measured_reserved": highest.reserved}

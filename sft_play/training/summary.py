@@ -167,9 +167,11 @@ def _memory_line(peak: dict[str, int | None]) -> str:
         return f"{value / GIB:.2f} GiB" if value is not None else "not measured"
 
     if "measured_rss" in peak:
+        level, measured = peak["level_rss"] or 0, peak["measured_rss"]
+        whole = "" if measured is None else f" (the process had {show(level + measured)} resident)"
         return (
-            f"Peak memory: predicted {show(peak['predicted_allocated'])} of tensors and "
-            f"{show(peak['predicted_reserved'])} resident; measured {show(peak['measured_rss'])} resident"
+            f"Peak memory above the {show(level)} of Python and its libraries: predicted "
+            f"{show(peak['predicted_reserved'])}, measured {show(measured)}{whole}"
         )
     return (
         f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "
