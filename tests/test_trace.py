@@ -363,7 +363,7 @@ def test_attention_runs_the_kernel_that_cuda_would(capability, dtype, kv_heads, 
             ran.append(func.overloadpacket.__name__)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
-    attention = kernels.CudaAttention(dataclasses.replace(SMALL, device=Device(capability)))
+    attention = kernels.CudaAttention(dataclasses.replace(SMALL, device=Device(capability)), lambda: False)
     with FakeTensorMode(), Names():
         query, key = torch.zeros(2, 4, 24, 16, dtype=dtype), torch.zeros(2, kv_heads, 24, 16, dtype=dtype)
         mask = torch.zeros(2, 1, 24, 24, dtype=torch.bool) if masked else None

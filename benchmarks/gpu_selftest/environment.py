@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -20,11 +21,15 @@ from benchmarks.gpu_selftest.trials import Bench, run
 from sft_play.facts import compiler, unseen
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import cuda_libraries
+from sft_play.planner.attention import prefers_cudnn
 from sft_play.planner.memory.estimate import CUDA_CONTEXT_BYTES
 from sft_play.planner.memory.structure import kernel_of
 
 PREFIX = "environment/"
 CASES = (("grouped heads", 2), ("equal heads", 8))
+MASKS = ("causal", "padding mask")
+ROWS = {"": False, ", one shape": True}
 QUERY_HEADS, HEAD_DIM = 8, 64
 """As in the probe of attention."""
 
@@ -127,16 +132,17 @@ def varlen(bench: Bench) -> Part:
 
 def kernels_of(hardware: Hardware) -> dict[str, str]:
     """The kernel that the plan counts on, by case, on the first GPU."""
-    shape = shape_of(LARGE)
+    shape, capability = shape_of(LARGE), hardware.gpus[0].capability
+    preferred = prefers_cudnn(capability, cuda_libraries())
     kernels = {}
     for dtype in ("bf16", "fp16", "fp32"):
         for heads, count in CASES:
             one = dataclasses.replace(shape, num_heads=QUERY_HEADS, num_kv_heads=count, head_dim=HEAD_DIM)
-            for mask in ("causal", "padding mask"):
-                kernels[f"{dtype}, {heads}, {mask}"] = str(
+            for mask, (rows, repeat) in itertools.product(MASKS, ROWS.items()):
+                kernels[f"{dtype}, {heads}, {mask}{rows}"] = str(
                     kernel_of(
                         one.layers[0], one, attention="sdpa", masked=mask != "causal", half=dtype != "fp32",
-                        capability=hardware.gpus[0].capability, on_gpu=True,
+                        capability=capability, on_gpu=True, cudnn=preferred and repeat,
                     )
                 )  # fmt: skip
     return kernels

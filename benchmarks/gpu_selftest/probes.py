@@ -5,6 +5,7 @@ A probe measures and does not judge: it writes its figures as JSON. A crash ends
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -21,6 +22,8 @@ MASKS = ("causal", "padding mask")
 HEADS = {"grouped heads": 2, "equal heads": 8}
 """Key and value heads beside eight of the query."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+ROWS = {"": False, ", one shape": True}
+"""Whether all batches have one shape."""
 TOKENS, HEAD_DIM, QUERY_HEADS = 256, 64, 8
 
 
@@ -71,13 +74,15 @@ def _apart(value: Any, wanted: torch.Tensor) -> float:
 
 
 def attention() -> dict[str, Any]:
-    """Which kernel computes sdpa as a run calls it, by the profiler's names: mask x heads x dtype, with its backward.
+    """Which kernel computes sdpa as a run calls it, by the profiler's names: mask x heads x dtype, with its backward,
+    for batches whose lengths vary and for those of one shape, where cuDNN's kernel is on.
 
     `kernels` has the kind of each case, `names` the kernels that show it.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from sft_play.planner.memory.structure import flash_runs
+    from sft_play.planner.attention import flash_runs
+    from sft_play.training import sdpa
     from sft_play.training.repeated_keys import attend
 
     capability = torch.cuda.get_device_capability() if device() == "cuda" else None
@@ -90,8 +95,9 @@ def attention() -> dict[str, Any]:
         repeats = capability is not None and not flash_runs(half=short != "fp32", capability=capability)
         forward = attend if repeats else sdpa_attention_forward
         for heads, count in HEADS.items():
-            for mask in MASKS:
-                case = f"{short}, {heads}, {mask}"
+            for mask, (rows, repeat) in itertools.product(MASKS, ROWS.items()):
+                case = f"{short}, {heads}, {mask}{rows}"
+                sdpa.switch(cudnn=repeat)
                 names[case] = _profiled(forward, dtype, count, masked=mask != "causal")
                 kernels[case] = kind_of(names[case])
     return {"kernels": kernels, "names": {case: _telling(found) for case, found in names.items()}}
@@ -103,7 +109,7 @@ def varlen() -> dict[str, Any]:
     `errors` has the relative error (2-norm) of each case, the largest of a chat in output and gradients; `lacking` why
     there is none.
     """
-    from sft_play.planner.memory.structure import FLASH_SINCE
+    from sft_play.planner.attention import FLASH_SINCE
     from sft_play.training import varlen as ours
     from sft_play.training.varlen_proof import Heads, relative_error
 

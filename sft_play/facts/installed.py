@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import re
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -18,6 +19,7 @@ LINEAR_ATTENTION = "flash-linear-attention"
 KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm", PACKAGE)
 """Packages whose kernels run where they are installed, and slower code where not: in transformers' classes, and Liger's
 where `train.kernels` asks for them."""
+_CUDNN_PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
 _NCCL_PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11")
 
 
@@ -38,6 +40,29 @@ def missing_kernels() -> frozenset[str]:
 def torch_cuda() -> str | None:
     """The CUDA version that the installed torch was built with, without importing it; None for a CPU build."""
     return _built_with("cuda")
+
+
+@dataclass(frozen=True)
+class CudaLibraries:
+    """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000; 0: none is known.
+
+    The defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0, nvidia-cudnn-cu13 9.20.0.48). Its build for
+    CUDA 12.6 has cuDNN 9.10.2.
+    """
+
+    cuda: tuple[int, ...] = (13, 0)
+    cudnn: int = 92000
+
+
+def cuda_libraries() -> CudaLibraries:
+    """Those of the installed torch; those of the pinned one where it is a build without CUDA, since a plan is then for
+    another machine."""
+    built = torch_cuda()
+    if built is None:
+        return CudaLibraries()
+    found = next((version for name in _CUDNN_PACKAGES if (version := version_of(name)) is not None), "0")
+    major, minor, patch = (*map(int, re.findall(r"\d+", found)[:3]), 0, 0)[:3]
+    return CudaLibraries(tuple(map(int, re.findall(r"\d+", built)[:2])), 10_000 * major + 100 * minor + patch)
 
 
 def torch_hip() -> str | None:

@@ -12,6 +12,7 @@ import torch
 from sft_play.errors import ModelError
 from sft_play.finished.load import this_device
 from sft_play.log import one_line
+from sft_play.training import sdpa
 
 _AS_LLAMA = ("mistral",)
 """Model types that llama.cpp writes as `llama`, and that compute as it does."""
@@ -57,6 +58,7 @@ def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
 
         kept = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "architectures")}
         config = LlamaConfig(**kept)
+    sdpa.switch(cudnn=False)
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
             str(file.parent),

@@ -20,6 +20,7 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.resuming import first_day
+from sft_play.training import sdpa
 from sft_play.training.full_state_dict import ADAPTER_FILE
 from sft_play.training.model_loading import DTYPES, load_model
 from sft_play.training.model_spec import build_model_spec
@@ -59,6 +60,7 @@ def load_base(run: FinishedRun) -> Any:
     base_folder(run)  # refuses a base that has changed since
     tokenizer = load_tokenizer(config).tokenizer
     spec = build_model_spec(config, precision, tokenizer_size=len(tokenizer))
+    sdpa.switch(cudnn=False)  # answers have a new length for every token
     model = load_model(config, precision, spec, device=this_device())
     model.config.use_cache = True  # training switches it off; without it each new token reads the whole prompt again
     return model.eval()
@@ -145,6 +147,7 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
+    sdpa.switch(cudnn=False)
     try:
         # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
         model = AutoModelForCausalLM.from_pretrained(

@@ -1,11 +1,26 @@
-"""Which attention code runs: one rule for the plan, which knows the shape, and the run, which knows the class."""
+"""Which attention code runs: one rule for the plan, which knows the shape, and the run, which knows the class; and one
+table of the kernels behind sdpa, which plan, trace, self-test and run read.
+
+The table follows PyTorch 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); 2.11 and 2.12 have the same
+order. There cuDNN's kernel comes first on compute capability 9.x and 10.x, and it builds a graph for every new shape of
+a batch: 0.03 to 1 s each (https://github.com/modelscope/FunASR/pull/3705). It is about twice as fast as flash attention
+on Hopper. So a run takes it where all batches have one shape, and switches it off where lengths vary: in padded
+batches, evaluation, and generation, which has a new length for every token. Nor is it taken where PyTorch would and
+its backward pass is not safe: for heads wider than 128, which Hopper's forward pass takes, or of two widths.
+`TORCH_CUDNN_SDPA_AVOID_RECOMPILE` (https://github.com/pytorch/pytorch/pull/155958) helps neither masks nor other
+numbers of rows, and is experimental.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, cast
+
+from sft_play.facts.installed import CudaLibraries
 
 AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
 """Names of transformers' implementations."""
+SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
 def attention_of(wanted: str, *, has_sdpa: bool) -> AttentionName:
@@ -21,3 +36,104 @@ def attention_of(wanted: str, *, has_sdpa: bool) -> AttentionName:
 def is_hub_kernel(wanted: str) -> bool:
     """Whether it is a kernel of the hub, `owner/name@commit`."""
     return "/" in wanted
+
+
+# --- the kernels behind sdpa ------------------------------------------------------------------------------------------
+FLASH_SINCE = (8, 0)
+"""Compute capability from which PyTorch's flash kernel runs."""
+FLASH_HEAD = 256
+"""Widest head that it takes."""
+_CURRENT = (9, 0)
+"""An unknown GPU counts as this one, and has no kernel of cuDNN."""
+_NEWEST = (12, 1)
+_PREFERRED_ABOVE = 91500
+"""cuDNN's version above which PyTorch prefers it (`check_prefer_cudnn_attention`)."""
+
+
+@dataclass(frozen=True)
+class SdpaCall:
+    """What a call of scaled_dot_product_attention asks for; `width` and `value_width` are those of a head, and
+    `grouped` says that there are fewer of keys than of queries."""
+
+    width: int
+    value_width: int
+    grouped: bool = False
+    masked: bool = False
+    half: bool = True
+    """In fp16 or bf16; bf16 is asked for from compute capability 8.0 on."""
+    trains: bool = True
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """What a kernel takes. Compute capabilities are inclusive; `unit` is what widths are a multiple of."""
+
+    name: SdpaKernel
+    since: tuple[int, int] = (0, 0)
+    until: tuple[int, int] = (99, 0)
+    fp32: bool = True
+    masked: bool = True
+    grouped: bool = True
+    widest: int | None = None
+    unit: int = 1
+    one_width: bool = False
+    """Values are as wide as keys."""
+    untrained: range = range(0)
+    """Widths without a backward pass on GPUs with little shared memory."""
+
+
+_KERNELS = (
+    _Kernel("cudnn", (9, 0), (10, 9), fp32=False, widest=128, unit=8, one_width=True),
+    _Kernel("flash", FLASH_SINCE, _NEWEST, fp32=False, masked=False, widest=FLASH_HEAD, one_width=True,
+            untrained=range(193, 225)),
+    _Kernel("efficient", (5, 0), _NEWEST, grouped=False),
+    _Kernel("math"),
+)  # fmt: skip
+"""In PyTorch's order of preference."""
+
+
+def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, cudnn: bool) -> SdpaKernel:
+    """The kernel that PyTorch takes.
+
+    Args:
+        capability: the GPU's compute capability; None where it is unknown.
+        cudnn: whether cuDNN's is preferred there (`prefers_cudnn`) and not switched off.
+    """
+    own = capability or _CURRENT
+    return next(one.name for one in _KERNELS if (cudnn or one.name != "cudnn") and _takes(one, call, own))
+
+
+def _takes(kernel: _Kernel, call: SdpaCall, capability: tuple[int, int]) -> bool:
+    widths = (call.width, call.value_width)
+    unit = _efficient_unit(call, capability) if kernel.name == "efficient" else kernel.unit
+    is_small = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    return (
+        kernel.since <= capability <= kernel.until
+        and (call.half or kernel.fp32)
+        and (kernel.masked or not call.masked)
+        and (kernel.grouped or not call.grouped)
+        and (kernel.widest is None or max(widths) <= kernel.widest)
+        and not any(width % unit for width in widths)
+        and (not kernel.one_width or call.width == call.value_width)
+        and not (call.trains and is_small and call.width in kernel.untrained)
+    )
+
+
+def _efficient_unit(call: SdpaCall, capability: tuple[int, int]) -> int:
+    """What widths are a multiple of for the memory-efficient kernel: what matrix units load at once
+    (`minimum_gemm_alignment`)."""
+    if capability >= (8, 0):
+        return 8 if call.half else 4
+    return 8 if call.half and capability >= (7, 0) else 1
+
+
+def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries) -> bool:
+    """Whether PyTorch asks cuDNN first on this GPU; not on an unknown one."""
+    if capability is None or libraries.cudnn <= _PREFERRED_ABOVE or capability[0] not in (9, 10):
+        return False
+    return libraries.cuda >= (13,) or capability[1] in (0, 3)
+
+
+def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
+    """Whether PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual width."""
+    return sdpa_kernel(SdpaCall(64, 64, half=half), capability, cudnn=False) == "flash"

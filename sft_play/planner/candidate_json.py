@@ -27,6 +27,8 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
     memory, batch, speed = candidate.memory, candidate.batch, candidate.speed
     step = asdict(candidate.step)
     del step["layout"]
+    if not step["cudnn"]:  # plans without it keep the JSON that they had
+        del step["cudnn"]
     training = [size for name, size in memory.moments.items() if name not in ("evaluation", "saving")]
     offloaded = memory.host_bytes - memory.host_save_bytes - memory.host_save_each_bytes
     return {

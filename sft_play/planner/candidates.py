@@ -16,13 +16,15 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
-from sft_play.planner.attention import AttentionName
+from sft_play.facts.installed import CudaLibraries
+from sft_play.planner.attention import AttentionName, prefers_cudnn, sdpa_kernel
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
 from sft_play.planner.layout import SIMPLICITY, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_of, evaluation_rows
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
+from sft_play.planner.memory.structure import sdpa_call
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_masked, why_no_boundaries, why_one_by_one
 from sft_play.planner.precision import Precision, Updates, with_updates
@@ -167,6 +169,7 @@ class Job:
     """How updates have reached the weights of a run that is resumed."""
     rows: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
+    libraries: CudaLibraries = CudaLibraries()
 
     def precision_of(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -184,6 +187,16 @@ class Job:
             self.config, self.shape, attention=self.attention, capability=self.capability,
             on_gpu=bool(self.hardware.gpus),
         )  # fmt: skip
+
+    def takes_cudnn(self, precision: Precision, layout: Layout) -> bool:
+        """Whether sdpa runs cuDNN's kernel for rows of one length, which packs and blocks of text have."""
+        is_full = self.packed or self.config.task_mode == "cpt"
+        if not is_full or layout.context_parallel > 1 or self.attention != "sdpa" or self.shape.attention_dropout:
+            return False
+        if self.config.tuning.backend != "bnb" or not prefers_cudnn(self.capability, self.libraries):
+            return False
+        call = sdpa_call(self.shape, masked=False, half=precision.compute != "float32")
+        return sdpa_kernel(call, self.capability, cudnn=True) == "cudnn"
 
     def unbounded_because(self, precision: Precision) -> str | None:
         """Why packs keep a mask between their chats; None where their boundaries are enough."""
@@ -399,6 +412,7 @@ def _step_of(
         masks=masks,
         varlen=varlen,
         one_by_one=varlen and job.one_by_one_because(job.precision_of(layout)) is not None,
+        cudnn=not varlen and job.takes_cudnn(job.precision_of(layout), layout),
         saves=True,
         on_gpu=bool(job.hardware.gpus),
         capability=job.capability,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
-from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE, flash_runs
+from sft_play.planner.attention import FLASH_HEAD, FLASH_SINCE, flash_runs
 
 AOTRITON = re.compile(r"gfx(90a|942|950|11\d\d|120\d)")
 """AMD's architectures that AOTriton has kernels for (its images in PyTorch's cmake/External/aotriton.cmake). torch has

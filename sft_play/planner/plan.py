@@ -12,6 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import CudaLibraries
 from sft_play.planner import calibration, compiled
 from sft_play.planner.attention import attention_of
 from sft_play.planner.batching import BatchPlan
@@ -258,6 +259,8 @@ class PlanRequest:
     """The lengths of the rows, where they are known."""
     without: frozenset[str] = frozenset()
     """Packages with kernels that are not installed (`facts.installed.missing_kernels`)."""
+    libraries: CudaLibraries = CudaLibraries()
+    """Those by which PyTorch chooses kernels (`facts.installed.cuda_libraries`)."""
 
     @property
     def named(self) -> LayoutName | None:
@@ -436,6 +439,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         learned=learned,
         masters=masters,
         rows=rows,
+        libraries=request.libraries,
     )
 
 

@@ -22,6 +22,11 @@ REPEATED_KEYS = (
     "takes grouped ones, does not run on this GPU in this precision"
 )
 
+CUDNN = (
+    "attention: cuDNN's kernel, which PyTorch prefers on this GPU and which is faster than flash attention there: all "
+    "batches have one shape, so its graph is built once"
+)
+
 
 def reasons_of(
     job: Job,
@@ -54,6 +59,7 @@ def reasons_of(
         *_loading_words(job, chosen),
         *([_sharded_checkpoint_words(chosen)] if chosen.memory.checkpoint == "sharded" else []),
         *([REPEATED_KEYS] if repeats_kv else []),
+        *([CUDNN] if chosen.step.cudnn else []),
         *([_evaluation_words(job.config, chosen)] if chosen.step.eval_batch else []),
         *effects(
             job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum, whole_bytes=whole

@@ -11,7 +11,7 @@ from sft_play.data.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
 from sft_play.facts.architecture import ModelShape, UnknownArchitecture, config_json, shape_of
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import missing_kernels
+from sft_play.facts.installed import cuda_libraries, missing_kernels
 from sft_play.launch.device import machine_for
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.suggestions import make_advised_plan
@@ -68,7 +68,10 @@ def plan_for(
     earlier = [] if hardware.named else calibration.load()  # runs here say nothing about a machine that is named
     rows = rows or known_rows(config)
     return make(
-        PlanRequest(config, shape, hardware, only, has_eval(config), earlier, without=missing_kernels(), rows=rows),
+        PlanRequest(
+            config, shape, hardware, only, has_eval(config), earlier, rows=rows,
+            without=missing_kernels(), libraries=cuda_libraries(),
+        ),
         confirm=_tracer(config, shape) if trace else None,
         work=_work(config, rows),
         keeps_params=keeps_params,

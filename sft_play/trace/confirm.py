@@ -78,6 +78,7 @@ def settings_of(
         loss=step.loss,
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
+        cudnn=("always" if config.task_mode == "cpt" else "training") if step.cudnn else "never",
         mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),

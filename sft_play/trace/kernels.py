@@ -6,14 +6,14 @@ Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from sft_play.planner.attention import SdpaCall, SdpaKernel, sdpa_kernel
 from sft_play.planner.memory.operations import round_up
-from sft_play.planner.memory.structure import FLASH_HEAD, FLASH_SINCE
 from sft_play.trace.settings import StepSettings
 
 aten = torch.ops.aten
@@ -59,6 +59,17 @@ def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def _cudnn_backward(args: Any) -> tuple[int, ...]:
+    """Sums of dO * O and dq in fp32, and dk and dv of all heads, in one buffer (cudnn-frontend,
+    node/scaled_dot_product_flash_attention.h); what the engine takes beside them is not known."""
+    query, key, value = args[1:4]
+    batch, heads, tokens, size = query.shape
+    total = 4 * batch * heads * tokens * (1 + size)
+    if key.shape[1] != heads:
+        total += batch * heads * key.shape[2] * (size + value.shape[3]) * key.element_size()
+    return (total,)
+
+
 def _efficient_backward(args: Any) -> tuple[int, ...]:
     """delta, and fp32 sums of dk and dv for half inputs wider than 64 (transformers/cuda/attention_backward.cu)."""
     query, key = args[1], args[2]
@@ -84,6 +95,7 @@ _WORKSPACES = {
     aten._softmax_backward_data.default: _softmax_backward,
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._flash_attention_backward.default: _flash_varlen_backward,
+    aten._scaled_dot_product_cudnn_attention_backward.default: _cudnn_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
     aten.embedding_dense_backward.default: _embedding_backward,
     aten._index_put_impl_.default: _index_put,
@@ -92,16 +104,14 @@ _WORKSPACES = {
 
 # --- scaled_dot_product_attention by CUDA's choice --------------------------------------------------------------------
 class CudaAttention:
-    """`F.scaled_dot_product_attention` as CUDA dispatches it (native/transformers/cuda/sdp_utils.cpp).
+    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`).
 
-    Flash attention from compute capability 8.0, without a mask, for half types and heads up to 256; else the
-    memory-efficient kernel, which has no grouped heads; else the composite one. It calls the kernels' operators, which
-    have fake implementations. Shapes: batch, heads, tokens, head size.
+    It calls the kernels' operators, which have fake implementations. Shapes: batch, heads, tokens, head size.
     """
 
-    def __init__(self, settings: StepSettings) -> None:
-        self._has_flash = settings.device.capability >= FLASH_SINCE
-        self._expands = settings.expand_kv
+    def __init__(self, settings: StepSettings, cudnn: Callable[[], bool]) -> None:
+        """`cudnn`: whether cuDNN's kernel is switched on at the moment."""
+        self._capability, self._expands, self._cudnn = settings.device.capability, settings.expand_kv, cudnn
 
     def __call__(
         self,
@@ -121,13 +131,24 @@ class CudaAttention:
         if self._expands and key.shape[1] != query.shape[1]:
             times = query.shape[1] // key.shape[1]
             key, value = key.repeat_interleave(times, -3), value.repeat_interleave(times, -3)
-        is_half = query.dtype in (torch.float16, torch.bfloat16)
-        same = query.shape[-1] == value.shape[-1]
-        if self._has_flash and attn_mask is None and is_half and same and query.shape[-1] <= FLASH_HEAD:
+        kernel = self._kernel(query, key, value, attn_mask, enable_gqa)
+        if kernel == "flash":
             return flash(query, key, value, dropout_p, is_causal, scale)
-        if enable_gqa and key.shape[1] != query.shape[1]:
+        if kernel == "math":
             return _composite(query, key, value, attn_mask, is_causal, scale)
-        return _efficient(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        run = _cudnn if kernel == "cudnn" else _efficient
+        return run(query, key, value, attn_mask, dropout_p, is_causal, scale)
+
+    def _kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
+        call = SdpaCall(
+            query.shape[-1], value.shape[-1], masked=mask is not None, trains=_learns(query, key, value),
+            grouped=enable_gqa and key.shape[1] != query.shape[1], half=query.dtype in (torch.float16, torch.bfloat16),
+        )  # fmt: skip
+        return sdpa_kernel(call, self._capability, cudnn=self._cudnn())
+
+
+def _learns(query: Any, key: Any, value: Any) -> bool:
+    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
 
 
 def _padded(*tensors: Any) -> Any:
@@ -147,15 +168,30 @@ def _efficient(
 ) -> Any:
     """The memory-efficient kernel; a mask becomes an additive one with rows of a multiple of 8."""
     if mask is not None:
-        if mask.dtype == torch.bool:
-            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+        mask = _as_bias(mask, query.dtype)
         columns = mask.shape[-1]
         if columns % 8:
             mask = F.pad(mask, (0, 8 - columns % 8))[..., :columns]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    learns = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+    learns = _learns(query, key, value)
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, learns, dropout, is_causal, scale=scale
+    )[0]
+
+
+def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to the scores (attention.cpp, `convert_boolean_attn_mask`)."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+
+
+def _cudnn(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
+    """cuDNN's kernel; its mask is neither padded nor expanded."""
+    mask = None if mask is None else _as_bias(mask, query.dtype)
+    learns = _learns(query, key, value)
+    return aten._scaled_dot_product_cudnn_attention(
+        query, key, value, mask, learns, dropout, is_causal, False, scale=scale
     )[0]
 
 

@@ -116,10 +116,10 @@ PATCHES: tuple[Patch, ...] = (
     ),
     Patch(
         "attention by CUDA's choice",
-        "the CPU kernel saves other tensors; CUDA's flash and memory-efficient operators have fake kernels",
+        "the CPU kernel saves other tensors; CUDA's operators have fake kernels",
         "torch.nn.functional:scaled_dot_product_attention",
         ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa"),
-        lambda original, situation: kernels.CudaAttention(situation.settings),
+        lambda original, situation: kernels.CudaAttention(situation.settings, lambda: situation.cudnn),
     ),
     Patch(
         "dropout",

@@ -31,6 +31,11 @@ class Situation:
         """How rows are separated now (`StepSettings.mask`)."""
         return (self.evaluating and self.settings.eval_mask) or self.settings.mask
 
+    @property
+    def cudnn(self) -> bool:
+        """Whether cuDNN's attention is switched on now."""
+        return self.settings.cudnn == "always" or (self.settings.cudnn == "training" and not self.evaluating)
+
 
 def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """CUDA's dropout: keeps a mask of one byte an element for backward."""

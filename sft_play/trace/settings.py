@@ -87,6 +87,9 @@ class StepSettings:
     repeats_kv: bool = False
     """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
     attention does not run (training/repeated_keys.py)."""
+    cudnn: Literal["never", "training", "always"] = "never"
+    """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
+    evaluation."""
     optimizer: str = "adamw_fused"
     """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, adafactor, sgd, lora_fa, none.
 

@@ -45,6 +45,8 @@ class Collator:
     transformers ask for one of the two."""
     tells_lengths: bool = False
     """Whether joined rows come with CHAT_LENGTHS, which this toolkit's own attention reads and no other."""
+    row_tokens: int = 0
+    """Packs are padded to this many tokens at least, so that all batches have one shape."""
     part: int = 0
     """Which of `parts` is this rank's; rows are divided along their tokens."""
     parts: int = 1
@@ -55,7 +57,8 @@ class Collator:
         if not rows:
             return {}
         is_packed = CHAT_LENGTHS in rows[0]
-        batch = self._tensors({"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=self.flat and is_packed)
+        least, flat = self.row_tokens if is_packed else 0, self.flat and is_packed
+        batch = self._tensors({"input_ids": self.pad_id, "labels": IGNORED}, rows, flat=flat, least=least)
         if is_packed:
             batch |= self._borders(rows)
         elif not self.masks and self.parts == 1:
@@ -69,7 +72,7 @@ class Collator:
             batch |= self._tensors({"attention_mask": 0}, ones, flat=False)
         if self.by_source:
             marks = [{SOURCE: _sources(row)} for row in rows]
-            batch |= self._tensors({SOURCE: 0}, marks, flat=self.flat and is_packed)
+            batch |= self._tensors({SOURCE: 0}, marks, flat=flat, least=least)
         return batch if self.parts == 1 else self._part_of(batch)
 
     def _part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -95,7 +98,7 @@ class Collator:
     def _borders(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Where chats begin, for the model, and the counts of `COUNTS`, for the figures."""
         positions = [{"position_ids": np.concatenate(list(map(np.arange, row[CHAT_LENGTHS])))} for row in rows]
-        tensors = self._tensors({"position_ids": 0}, positions, flat=self.flat)
+        tensors = self._tensors({"position_ids": 0}, positions, flat=self.flat, least=self.row_tokens)
         lengths = np.concatenate([row[CHAT_LENGTHS] for row in rows])
         if self.flat:  # what transformers passes on to flash_attn_varlen_func; it wants int32
             ends = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
@@ -108,15 +111,17 @@ class Collator:
         counts = (int(lengths.sum()), int((trained > 0).sum()))
         return tensors | {name: torch.tensor(count) for name, count in zip(COUNTS, counts, strict=True)}
 
-    def _tensors(self, paddings: dict[str, int], rows: Sequence[dict[str, Any]], *, flat: bool) -> dict[str, Any]:
-        """Columns of rows as tensors: padded at the end to [B, T], or joined to [1, N]."""
+    def _tensors(
+        self, paddings: dict[str, int], rows: Sequence[dict[str, Any]], *, flat: bool, least: int = 0
+    ) -> dict[str, Any]:
+        """Columns of rows as tensors: padded at the end to [B, T], T not below `least`, or joined to [1, N]."""
         tensors: dict[str, Any] = {}
         for name, padding in paddings.items():
             values = [np.asarray(row[name], dtype=np.int64) for row in rows]
             if flat:
                 tensors[name] = torch.from_numpy(np.concatenate(values)[None])
                 continue
-            table = np.full((len(values), max(map(len, values))), padding, dtype=np.int64)
+            table = np.full((len(values), max(least, *map(len, values))), padding, dtype=np.int64)
             for place, value in zip(table, values, strict=True):
                 place[: len(value)] = value
             tensors[name] = torch.from_numpy(table)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.training import context_parallel, engines, fsdp_loading, tensor_parallel
+from sft_play.training import context_parallel, engines, fsdp_loading, sdpa, tensor_parallel
 from sft_play.training.compiling import compile_blocks
 from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import configured_stops, stop_ids
@@ -57,6 +57,7 @@ def load_trainer(
     taken = take_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
     trust_kernel(model_spec, plan, device=arguments.device)
+    sdpa.begin(model_spec, plan, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))

@@ -30,7 +30,7 @@ from sft_play.data.packing import Packs
 from sft_play.endings import leave_with
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches
-from sft_play.training import context_parallel, distributed, varlen
+from sft_play.training import context_parallel, distributed, sdpa, varlen
 from sft_play.training.collate import COUNTS, Collator
 from sft_play.training.compiling import Compiler, plain_code
 from sft_play.training.exact_match import Answer, Question, answers
@@ -97,19 +97,22 @@ class PlannedLoop(CheckpointedLoop):
         masks: bool = True,
         mix: Mix | None = None,
         layout: Layout = SINGLE,
+        row_tokens: int = 0,
+        evaluates_blocks: bool = False,
         **options: Any,
     ) -> None:
         """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
         sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
         of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of each; `layout`:
-        which ranks share rows. The other options are those of `CheckpointedLoop` and the Trainer."""
+        which ranks share rows; `row_tokens`: tokens that packs are padded to at least; `evaluates_blocks`: held-out
+        rows have one length. The other options are those of `CheckpointedLoop` and the Trainer."""
         self._questions, self._stop_ids = list(questions), list(stop_ids)
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._logged_step = 0
-        self._layout = layout
+        self._layout, self._evaluates_blocks = layout, evaluates_blocks
         self._eval_head: torch.Tensor | None = None
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -138,7 +141,7 @@ class PlannedLoop(CheckpointedLoop):
         part = distributed.batch_rank(layout) % parts
         self.data_collator: Any = Collator(
             pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts,
-            tells_lengths=varlen.needs_lengths(attention),
+            tells_lengths=varlen.needs_lengths(attention), row_tokens=row_tokens,
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
@@ -317,7 +320,8 @@ class PlannedLoop(CheckpointedLoop):
         self._eval_head = self._eval_sources = None
         # compiled blocks would be compiled once more for passes without gradients
         plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
-        with torch.random.fork_rng(), self._monitor.part("evaluation"), plain:
+        kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
+        with torch.random.fork_rng(), self._monitor.part("evaluation"), plain, kernel:
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch
             try:
@@ -349,7 +353,7 @@ class PlannedLoop(CheckpointedLoop):
         return f"{line}; {'best so far' if at == step else f'best {what} {shown} at step {at}'}"
 
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
-        with context_parallel.whole_rows(self.model), self._monitor.generating():
+        with context_parallel.whole_rows(self.model), self._monitor.generating(), sdpa.without_cudnn():
             self.last_answers = answers(
                 self.model,
                 self.processing_class,

@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.planner.show import precision_name
 from sft_play.runs.metrics import keep_metrics_until
-from sft_play.training import bridge, checkpoints, distributed, engines
+from sft_play.training import bridge, checkpoints, distributed, engines, sdpa
 from sft_play.training.agreement import digests
 from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.curriculum import Stages
@@ -85,6 +85,7 @@ def train(
         DoesNotFit: CUDA ran out of memory.
         Interrupted: the user stopped the run, and its state was saved.
     """
+    sdpa.switch(cudnn=False)  # until the plan's choice, since proofs compare small models of many shapes
     with out_of_memory_explained(job.plan):
         checkpoint = _last_checkpoint(job)
         watch.memory.peaks.forget()  # those of the stage before

@@ -272,6 +272,8 @@ def build_trainer(
         patience=config.train.early_stopping_patience,
         monitor=monitor,
         layout=plan.choice.layout,
+        row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
+        evaluates_blocks=config.task_mode == "cpt",
         **_optimizer(plan, arguments, model),
         **options,
     )

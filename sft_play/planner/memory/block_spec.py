@@ -7,7 +7,7 @@ from typing import Literal
 
 from sft_play.facts.liger import Replaced
 
-AttentionKernel = Literal["flash", "varlen", "efficient", "math", "eager"]
+AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "math", "eager"]
 """varlen: flash attention of padded rows, whose tokens are gathered first and scattered back."""
 
 

@@ -6,6 +6,7 @@ Shapes: q (B, a, S, head_dim), k and v (B, kv heads, S, head_dim), scores (B, a,
 from __future__ import annotations
 
 from sft_play.planner.memory import fused
+from sft_play.planner.memory.block_spec import BlockSpec
 from sft_play.planner.memory.linear import by_widths, linear
 from sft_play.planner.memory.norms import norm
 from sft_play.planner.memory.operations import Pass, round_up
@@ -20,8 +21,8 @@ def attention(run: Pass, x: Ref) -> Ref:
     q, k = _turned(run, q, k)
     out = _attend(run, q, k, v)
     by_cat = run.spec.rotary_by_cat and not _turns_in_place(run)
-    if by_cat and run.spec.kernel == "flash" and not run.spec.one_by_one:
-        # torch.cat left q contiguous head by head; flash attention lays its output out as q, and reshaping it copies
+    if by_cat and run.spec.kernel in ("flash", "cudnn") and not run.spec.one_by_one:
+        # torch.cat left q contiguous head by head; both kernels lay their output out as q, and reshaping it copies
         out = run.tape.op((out,), out.elements, out.width)
     out = linear(run, out, "o")
     return run.drop(out, run.spec.dropout)
@@ -54,12 +55,17 @@ def _turned(run: Pass, q: Ref, k: Ref) -> tuple[Ref, Ref]:
         return q, k
     if _turns_in_place(run):
         copies, by_head = "qkv" in run.linears, spec.kernel in ("eager", "math")
-        sums = spec.kernel == "efficient" and spec.heads != spec.kv_heads
+        sums = spec.heads != spec.kv_heads and (spec.kernel == "efficient" or _masked_cudnn(spec))
         q = fused.rotated(run.tape, q, copies=copies, copies_gradient=by_head)
         return q, fused.rotated(run.tape, k, copies=copies, copies_gradient=by_head or sums)
     q_turned = _rotated(run, q)
     k = _rotated(run, k)
     return q_turned, k  # the plain q lives until k is turned too, as in apply_rotary_pos_emb
+
+
+def _masked_cudnn(spec: BlockSpec) -> bool:
+    """cuDNN's kernel behind a mask, for which transformers repeats keys and values."""
+    return spec.kernel == "cudnn" and spec.masked
 
 
 def _latent(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
@@ -99,14 +105,16 @@ def _attend(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
     if kernel == "math":
         return _math(run, q, k, v)
     groups = run.spec.heads // run.spec.kv_heads
-    if groups > 1:
+    if groups > 1 and (kernel != "cudnn" or _masked_cudnn(run.spec)):
         k, v = _repeated(run, k, groups), _repeated(run, v, groups)
+    if kernel == "cudnn":
+        return _cudnn(run, q, k, v)
     return _eager(run, q, k, v) if kernel == "eager" else _efficient(run, q, k, v)
 
 
 def _repeated(run: Pass, x: Ref, groups: int) -> Ref:
     """K or V for all query heads: a copy whose gradient is summed back; of a single head a view is enough."""
-    if run.spec.kv_heads == 1 and run.spec.kernel == "efficient":
+    if run.spec.kv_heads == 1 and run.spec.kernel in ("efficient", "cudnn"):
         return _view_with_own_gradient(run, x)
     return run.tape.op((x,), x.elements * groups, x.width)
 
@@ -177,6 +185,21 @@ def _efficient(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
     during = 4 * at_once * spec.heads  # backward: delta in fp32 (attention_backward.cu)
     if q.width == 2 and spec.head_dim > 64:  # and fp32 sums of dk and dv
         during += 8 * at_once * spec.heads * round_up(spec.head_dim, 32)
+    return _fused(run, q, k, v, during, bias)
+
+
+def _cudnn(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """cuDNN's attention (native/cudnn/MHA.cpp): holds what flash attention does, and a mask as a bias, neither padded
+    nor expanded."""
+    spec, bias = run.spec, None
+    if spec.masked:
+        positions = run.batch * run.length**2
+        run.tape.meter.touch(positions * (1 + q.width))
+        bias = run.tape.new(positions, q.width)
+    # backward: sums of dO * O and dq in fp32 (cudnn-frontend, scaled_dot_product_flash_attention.h)
+    during = 4 * run.tokens * spec.heads * (1 + spec.head_dim)
+    if spec.heads != spec.kv_heads and not spec.masked:  # dk and dv of all query heads, before they are summed
+        during += 2 * run.tokens * spec.heads * spec.head_dim * q.width
     return _fused(run, q, k, v, during, bias)
 
 

@@ -65,6 +65,9 @@ class Step:
     """Rows of an evaluation batch, which are not packed; 0: no evaluation."""
     repeats_kv: bool = True
     """Keys and values are repeated for all heads where grouped ones would use PyTorch's math kernel, as in training."""
+    cudnn: bool = False
+    """sdpa runs cuDNN's kernel (`planner.attention`): all training batches have one shape, and evaluation's do where
+    its rows are blocks of text too."""
     casts_inputs: bool = False
     """LoRA layers cast their inputs to the adapters' dtype under autocast too, as PEFT's do and training's do not."""
     offloads: bool = False
@@ -138,6 +141,7 @@ class Walk:
     def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
         """The kinds of blocks, for batches whose rows are padded or packed as given."""
         step, tuning = self.step, self.config.tuning
+        cudnn = step.cudnn and (packed or self.config.task_mode == "cpt")
         experts = planned_experts(self.config, self.shape, self.precision)
         in_turn = experts is not None and experts.name == "eager" and not self.shape.own_experts
         specs = []
@@ -156,6 +160,7 @@ class Walk:
                 on_gpu=step.on_gpu,
                 gathers=padded and not packed,
                 repeats=step.repeats_kv,
+                cudnn=cudnn,
             )
             # single fields, since block_spec is cached: most candidates of a plan share them
             spec = block_spec(

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 from sft_play.config.schema import RunConfig
 from sft_play.facts.liger import Replaced
 from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
+from sft_play.planner.attention import FLASH_HEAD, SdpaCall, sdpa_kernel
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block_spec import AttentionKernel, BlockSpec, LinearSpec, Numbers
@@ -17,10 +18,6 @@ from sft_play.planner.precision import BYTES, Precision
 
 ROW_ROLES = ("o", "down")
 """Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs."""
-FLASH_SINCE = (8, 0)
-"""Compute capability from which PyTorch's flash kernel runs (aten/native/transformers/cuda/sdp_utils.cpp)."""
-FLASH_HEAD = 256
-"""Widest head that it takes (the same file)."""
 
 
 def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
@@ -61,22 +58,30 @@ def kernel_of(
     on_gpu: bool,
     gathers: bool = False,
     repeats: bool = True,
+    cudnn: bool = False,
 ) -> AttentionKernel:
-    """The kernel that runs: torch's choice for sdpa (sdp_utils.cpp), or the one that was asked for.
+    """The kernel that runs: torch's choice for sdpa (`planner.attention`), or the one that was asked for.
 
     `gathers`: rows are padded, which flash-attn 2 takes without their padding; `repeats`: keys and values are repeated
-    where `repeats_kv` says so, as training does and other scripts do not.
+    where `repeats_kv` says so, as training does and other scripts do not; `cudnn`: cuDNN's kernel is preferred and on.
     """
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
         return "varlen" if gathers and on_gpu else "flash"
-    # PyTorch asks for flash, then for memory-efficient attention, then for math; flash takes neither masks nor values
-    # of another width than keys
-    able = flash_runs(half=half, capability=capability) and shape.head_dim <= FLASH_HEAD and shape.mla is None
-    if able and not masked:
-        return "flash"
-    return "math" if _grouped(shape) and not masked and not repeats else "efficient"
+    # transformers repeats keys and values wherever there is a mask
+    call = sdpa_call(shape, masked=masked, half=half)
+    if repeats and sdpa_kernel(call, capability, cudnn=cudnn) == "math":
+        call = replace(call, grouped=False)
+    return sdpa_kernel(call, capability, cudnn=cudnn)
+
+
+def sdpa_call(shape: ModelShape, *, masked: bool, half: bool) -> SdpaCall:
+    """What transformers asks of PyTorch's sdpa for this model."""
+    width = value_width = shape.head_dim
+    if shape.mla is not None:
+        width, value_width = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
+    return SdpaCall(width, value_width, grouped=_grouped(shape) and not masked, masked=masked, half=half)
 
 
 def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
@@ -85,12 +90,8 @@ def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tup
     transformers leaves grouped heads to PyTorch where there is no mask, whatever the GPU. Only flash attention supports
     them; where it does not run, PyTorch would use its math kernel, with S x S scores in fp32.
     """
-    return attention == "sdpa" and _grouped(shape) and not flash_runs(half=half, capability=capability)
-
-
-def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether PyTorch's flash kernel runs for these numbers on this GPU."""
-    return half and (capability or FLASH_SINCE) >= FLASH_SINCE
+    call = sdpa_call(shape, masked=False, half=half)
+    return attention == "sdpa" and call.grouped and sdpa_kernel(call, capability, cudnn=False) == "math"
 
 
 def _grouped(shape: ModelShape) -> bool:
