@@ -54,12 +54,15 @@ class CudaLibraries:
     cudnn: int = 92000
 
 
+PINNED = CudaLibraries()
+
+
 def cuda_libraries() -> CudaLibraries:
     """Those of the installed torch; those of the pinned one where it is a build without CUDA, since a plan is then for
     another machine."""
     built = torch_cuda()
     if built is None:
-        return CudaLibraries()
+        return PINNED
     found = next((version for name in _CUDNN_PACKAGES if (version := version_of(name)) is not None), "0")
     major, minor, patch = (*map(int, re.findall(r"\d+", found)[:3]), 0, 0)[:3]
     return CudaLibraries(tuple(map(int, re.findall(r"\d+", built)[:2])), 10_000 * major + 100 * minor + patch)

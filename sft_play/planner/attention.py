@@ -127,9 +127,10 @@ def _efficient_unit(call: SdpaCall, capability: tuple[int, int]) -> int:
     return 8 if call.half and capability >= (7, 0) else 1
 
 
-def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries) -> bool:
-    """Whether PyTorch asks cuDNN first on this GPU; not on an unknown one."""
-    if capability is None or libraries.cudnn <= _PREFERRED_ABOVE or capability[0] not in (9, 10):
+def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False) -> bool:
+    """Whether PyTorch asks cuDNN first on this GPU; not on an unknown one, nor on AMD's, whose architectures have
+    numbers like these."""
+    if is_amd or capability is None or libraries.cudnn <= _PREFERRED_ABOVE or capability[0] not in (9, 10):
         return False
     return libraries.cuda >= (13,) or capability[1] in (0, 3)
 

@@ -16,7 +16,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import CudaLibraries
+from sft_play.facts.installed import PINNED, CudaLibraries
 from sft_play.planner.attention import AttentionName, prefers_cudnn, sdpa_kernel
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
@@ -169,7 +169,7 @@ class Job:
     """How updates have reached the weights of a run that is resumed."""
     rows: RowTokens | None = None
     """The lengths of the run's rows; None where they are not known, and all are taken to have full length."""
-    libraries: CudaLibraries = CudaLibraries()
+    libraries: CudaLibraries = PINNED
 
     def precision_of(self, layout: Layout) -> Precision:
         """The precision of a layout."""
@@ -193,7 +193,8 @@ class Job:
         is_full = self.packed or self.config.task_mode == "cpt"
         if not is_full or layout.context_parallel > 1 or self.attention != "sdpa" or self.shape.attention_dropout:
             return False
-        if self.config.tuning.backend != "bnb" or not prefers_cudnn(self.capability, self.libraries):
+        is_amd = any(gpu.is_amd for gpu in self.hardware.gpus)
+        if self.config.tuning.backend != "bnb" or not prefers_cudnn(self.capability, self.libraries, is_amd=is_amd):
             return False
         call = sdpa_call(self.shape, masked=False, half=precision.compute != "float32")
         return sdpa_kernel(call, self.capability, cudnn=True) == "cudnn"

@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import CudaLibraries
+from sft_play.facts.installed import PINNED, CudaLibraries
 from sft_play.planner import calibration, compiled
 from sft_play.planner.attention import attention_of
 from sft_play.planner.batching import BatchPlan
@@ -259,7 +259,7 @@ class PlanRequest:
     """The lengths of the rows, where they are known."""
     without: frozenset[str] = frozenset()
     """Packages with kernels that are not installed (`facts.installed.missing_kernels`)."""
-    libraries: CudaLibraries = CudaLibraries()
+    libraries: CudaLibraries = PINNED
     """Those by which PyTorch chooses kernels (`facts.installed.cuda_libraries`)."""
 
     @property

@@ -69,8 +69,15 @@ def plan_for(
     rows = rows or known_rows(config)
     return make(
         PlanRequest(
-            config, shape, hardware, only, has_eval(config), earlier, rows=rows,
-            without=missing_kernels(), libraries=cuda_libraries(),
+            config,
+            shape,
+            hardware,
+            only,
+            has_eval(config),
+            earlier,
+            rows=rows,
+            without=missing_kernels(),
+            libraries=cuda_libraries(),
         ),
         confirm=_tracer(config, shape) if trace else None,
         work=_work(config, rows),

@@ -147,8 +147,8 @@ class CudaAttention:
         return sdpa_kernel(call, self._capability, cudnn=self._cudnn())
 
 
-def _learns(query: Any, key: Any, value: Any) -> bool:
-    return torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad)
+def _learns(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _padded(*tensors: Any) -> Any:

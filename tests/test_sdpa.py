@@ -1,0 +1,439 @@
+"""Which kernel sdpa runs: one table for plan, trace, self-test and run, against PyTorch's own dispatch, written a
+second time from its C++ source; and where cuDNN's kernel is switched on."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from benchmarks.gpu_selftest import environment
+from benchmarks.gpu_selftest.checks import attention_problems
+from sft_play.config.load import config_from_text
+from sft_play.facts import installed
+from sft_play.facts.architecture import parse_config, shape_of
+from sft_play.facts.hardware import named
+from sft_play.facts.installed import CudaLibraries
+from sft_play.planner.attention import SdpaCall, prefers_cudnn, sdpa_kernel
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.planner.precision import Precision
+from sft_play.trace import kernels
+from sft_play.trace.confirm import settings_of
+from sft_play.trace.settings import Device, StepSettings
+from sft_play.trace.step import trace_step
+from sft_play.trace.storages import StorageLog
+from sft_play.training import repeated_keys, sdpa, varlen
+from sft_play.training.collate import CHAT_LENGTHS, Collator
+from sft_play.training.trainer import PlannedTrainer
+
+pytestmark = pytest.mark.build
+QUICK = settings(max_examples=300, deadline=None)
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+WHEELS = {"cu130": CudaLibraries((13, 0), 92000), "cu126": CudaLibraries((12, 6), 91002)}
+"""What the two builds of torch 2.13.0 bring (nvidia-cudnn-cu13 9.20.0.48, nvidia-cudnn-cu12 9.10.2.21)."""
+
+
+# --- PyTorch's dispatch, by aten/src/ATen/native/transformers/cuda/sdp_utils.cpp of 2.13 ------------------------------
+@dataclasses.dataclass
+class Machine:
+    """A GPU and a build of torch. `choose` is `select_sdp_backend` for dense inputs without dropout."""
+
+    sm: tuple[int, int]
+    wheel: CudaLibraries = WHEELS["cu130"]
+    cudnn_enabled: bool = True
+
+    def choose(self, call: SdpaCall, *, heads: int = 8, kv_heads: int = 8, tokens: int = 256) -> str:
+        same_heads = heads == kv_heads
+        fits = {
+            "cudnn": self.cudnn(call, heads, kv_heads, tokens), "flash": self.flash(call, heads, kv_heads),
+            "efficient": self.efficient(call, same_heads), "math": True,
+        }  # fmt: skip
+        prefers = self.wheel.cudnn > 91500 and self.sm[0] in (9, 10)
+        if self.wheel.cuda < (13, 0):
+            prefers = prefers and (self.sm[1] == 0 or self.sm[1] == 3)
+        order = ("cudnn", "flash", "efficient", "math") if prefers else ("flash", "efficient", "math", "cudnn")
+        return next(name for name in order if fits[name])
+
+    def cudnn(self, call: SdpaCall, heads: int, kv_heads: int, tokens: int) -> bool:
+        if not self.cudnn_enabled or not (8, 0) <= self.sm <= (12, 1) or not call.half:
+            return False
+        if heads % kv_heads or tokens == 1:
+            return False
+        limit = 128
+        if self.wheel.cudnn >= 91000 and self.sm == (9, 0):
+            limit = 256
+        if self.wheel.cudnn >= 91100 and self.sm[0] == 10 and (call.width, call.value_width) == (192, 128):
+            limit = 192
+        return max(call.width, call.value_width) <= limit and call.width % 8 == call.value_width % 8 == 0
+
+    def flash(self, call: SdpaCall, heads: int, kv_heads: int) -> bool:
+        if call.masked or not call.half or call.width != call.value_width or call.width > 256 or heads % kv_heads:
+            return False
+        if not (8, 0) <= self.sm <= (12, 1):
+            return False
+        small = (8, 6) <= self.sm <= (8, 9) or (12, 0) <= self.sm <= (12, 1)
+        return not (call.trains and small and 192 < call.width <= 224)
+
+    def efficient(self, call: SdpaCall, same_heads: bool) -> bool:
+        if not (5, 0) <= self.sm <= (12, 1) or not same_heads:
+            return False
+        major = self.sm[0]
+        alignment = 4 if major >= 8 else 1
+        if major >= 8 or (major >= 7 and call.half):
+            alignment = max(alignment, 128 // (16 if call.half else 32))
+        return call.width % alignment == call.value_width % alignment == 0
+
+
+CAPABILITIES = [(6, 1), (7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7), (12, 0), (12, 1)]
+widths = st.sampled_from([4, 16, 20, 64, 72, 80, 96, 100, 128, 136, 160, 192, 200, 224, 240, 256, 288, 512])
+calls = st.builds(
+    lambda width, value, **options: SdpaCall(width, value or width, **options),
+    width=widths, value=st.sampled_from([0, 0, 0, 128, 96]), grouped=st.booleans(), masked=st.booleans(),
+    half=st.booleans(), trains=st.booleans(),
+)  # fmt: skip
+wheels = st.one_of(
+    st.sampled_from(list(WHEELS.values())),
+    st.builds(
+        CudaLibraries, st.sampled_from([(12, 6), (12, 8), (13, 0), (13, 2)]),
+        st.sampled_from([0, 90100, 91002, 91100, 91500, 91501, 91900, 92000, 92400]),
+    ),
+)  # fmt: skip
+
+
+@QUICK
+@given(call=calls, capability=st.sampled_from(CAPABILITIES), wheel=wheels)
+def test_the_table_is_pytorch_s_dispatch(call, capability, wheel):
+    """With the switch as a run sets it: on only where the table takes cuDNN's kernel."""
+    takes = sdpa_kernel(call, capability, cudnn=prefers_cudnn(capability, wheel)) == "cudnn"
+    kv_heads = 2 if call.grouped else 8
+    for on in {takes, False}:
+        machine = Machine(capability, wheel, cudnn_enabled=on)
+        assert sdpa_kernel(call, capability, cudnn=on) == machine.choose(call, kv_heads=kv_heads)
+
+
+def test_an_unknown_gpu_has_no_kernel_of_cudnn_and_counts_as_a_current_one():
+    assert not prefers_cudnn(None, WHEELS["cu130"])
+    assert sdpa_kernel(SdpaCall(128, 128, grouped=True), None, cudnn=False) == "flash"
+    assert sdpa_kernel(SdpaCall(128, 128, half=False), None, cudnn=False) == "efficient"
+
+
+@pytest.mark.parametrize(
+    ("built", "packages", "found"),
+    [
+        ("13.0", {"nvidia-cudnn-cu13": "9.20.0.48"}, ((13, 0), 92000)),
+        ("12.6", {"nvidia-cudnn-cu12": "9.10.2.21"}, ((12, 6), 91002)),
+        ("12.8", {}, ((12, 8), 0)),  # conda's, or a container's: not known, so not counted on
+        ("13", {"nvidia-cudnn-cu13": "9"}, ((13,), 90000)),
+        (None, {}, ((13, 0), 92000)),  # a build for CPUs: the plan is for another machine
+    ],
+)
+def test_the_libraries_are_those_of_the_installed_torch(monkeypatch, built, packages, found):
+    monkeypatch.setattr(installed, "torch_cuda", lambda: built)
+    monkeypatch.setattr(installed, "version_of", packages.get)
+    assert installed.cuda_libraries() == CudaLibraries(*found)
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+def plan_of(machine: str, *words: str, model: str = LLAMA, wheel: str = "cu130") -> Any:
+    config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=["tuning.mode=lora", *words])
+    return make_plan(PlanRequest(config, shape_of(model), named(machine), libraries=WHEELS[wheel]))
+
+
+BLOCKS, MASKED_PACKS = ("task_mode=cpt",), ("data.packing=best_fit", "model.attn_implementation=sdpa")
+
+
+@pytest.mark.parametrize(
+    ("machine", "words", "model", "wheel", "takes"),
+    [
+        *((machine, words, LLAMA, "cu130", True) for machine in ("1xH100", "1xH200", "1xB200")
+          for words in (BLOCKS, MASKED_PACKS)),
+        ("1xH100", (), LLAMA, "cu130", False),
+        ("1xH100", ("model.attn_implementation=sdpa",), LLAMA, "cu130", False),
+        ("1xH100", ("train.batch_by=rows", "model.attn_implementation=sdpa"), LLAMA, "cu130", False),
+        ("1xH100", ("data.packing=best_fit",), LLAMA, "cu130", False),  # by boundaries: flash attention
+        ("1xH100", BLOCKS, LLAMA, "cu126", False),
+        ("1xH100", (*BLOCKS, "train.bf16=false"), LLAMA, "cu130", False),
+        ("1xH100", (*BLOCKS, "model.attn_implementation=eager"), LLAMA, "cu130", False),
+        ("1xH100", (*BLOCKS, "tuning.backend=unsloth", "tuning.mode=qlora"), LLAMA, "cu130", False),
+        ("1xA100-80GB", BLOCKS, LLAMA, "cu130", False),
+        ("1xRTXPRO6000", BLOCKS, LLAMA, "cu130", False),
+        ("1xMI300X", BLOCKS, LLAMA, "cu130", False),
+        ("1xH100", BLOCKS, "google/gemma-2-9b", "cu130", False),
+        ("1xH100", BLOCKS, "gpt2", "cu130", False),  # it drops attention's probabilities
+    ],
+)  # fmt: skip
+def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, words, model, wheel, takes):
+    plan = plan_of(machine, *words, model=model, wheel=wheel)
+    assert plan.choice.step.cudnn == takes
+    assert any("cuDNN's kernel" in reason for reason in plan.reasons) == takes
+    written = json.loads(json.dumps(plan.as_json()))
+    assert written["step"].get("cudnn", False) == takes
+    assert plan_from_json(written).choice.step.cudnn == takes
+
+
+@pytest.mark.parametrize(("words", "when"), [(BLOCKS, "always"), (MASKED_PACKS, "training"), ((), "never")])
+def test_the_trace_runs_what_the_plan_says(words, when):
+    plan = plan_of("1xH100", *words)
+    config = config_from_text(f"model: {{name: {LLAMA}}}", name="x", overrides=["tuning.mode=lora", *words])
+    assert settings_of(config, {}, shape_of(LLAMA), plan.precision, plan.choice).cudnn == when
+
+
+# --- the trace --------------------------------------------------------------------------------------------------------
+@QUICK
+@given(call=calls, capability=st.sampled_from(CAPABILITIES), on=st.booleans())
+def test_the_trace_calls_the_operator_of_the_table(call, capability, on):
+    ran = []
+
+    class Names(StorageLog):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            ran.append(func.overloadpacket.__name__)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    dtype = torch.bfloat16 if call.half else torch.float32
+    on = on and prefers_cudnn(capability, WHEELS["cu130"])
+    attention = kernels.CudaAttention(StepSettings(model={}, device=Device(capability)), lambda: on)
+    with FakeTensorMode(), Names():
+        query, key, value = (
+            torch.zeros(1, heads, 24, width, dtype=dtype, requires_grad=call.trains)
+            for heads, width in ((4, call.width), (2 if call.grouped else 4, call.width),
+                                 (2 if call.grouped else 4, call.value_width))
+        )  # fmt: skip
+        mask = torch.zeros(1, 1, 24, 24, dtype=torch.bool) if call.masked else None
+        attention(query, key, value, mask, is_causal=mask is None, enable_gqa=call.grouped)
+    kernel = sdpa_kernel(call, capability, cudnn=on)
+    named = [name for name in ran if name.startswith("_scaled_dot_product")]
+    assert named == ([] if kernel == "math" else [f"_scaled_dot_product_{kernel}_attention"])
+
+
+MODEL = {
+    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
+    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing):
+    """Four layers of a grouped model, two rows of 1,024 tokens, 3% at most apart; fp32 has no kernel of cuDNN."""
+    half = dtype == "bfloat16"
+    precision = Precision(compute=dtype, load=dtype, reason="")
+    base = StepSettings(
+        model=MODEL, mode="full", peft=None, micro_batch=2, seq_len=1024, weights=dtype, autocast=None,
+        checkpointing=checkpointing, loss="logits", attention="sdpa", mask="packed" if masked else "ones",
+        repeats_kv=not half, device=Device((9, 0)), clip=False, optimizer="adamw_foreach",
+    )  # fmt: skip
+    traced = {on: trace_step(dataclasses.replace(base, cudnn="training" if on else "never")) for on in (True, False)}
+    config = config_from_text(
+        "model: {name: m}\ntuning: {mode: full}\ntrain: {optim: adamw_torch}\ndata: {packing: best_fit}", name="x"
+    )
+    step = Step(2, 1, 1024, checkpointed_layers=None if checkpointing else 0, loss="logits", padded=masked, saves=False)
+    shape = parse_config(MODEL, name="m")
+    planned = {on: estimate(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)}
+    for on in (True, False):
+        assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if half else 0.06)
+    if not half:
+        assert traced[True].allocated == traced[False].allocated
+        assert planned[True].allocated == planned[False].allocated
+
+
+# --- the self-test ----------------------------------------------------------------------------------------------------
+def seen_by(machine: Machine) -> dict[str, str]:
+    """What the self-test's probe would see on this machine: the cases of `environment.kernels_of`, called as
+    transformers and `repeated_keys` call sdpa."""
+    found = {}
+    for dtype in ("bf16", "fp16", "fp32"):
+        half = dtype != "fp32"
+        if dtype == "bf16" and machine.sm < (8, 0):
+            continue
+        repeats = not half or machine.sm < (8, 0)
+        for heads, count in (("grouped heads", 2), ("equal heads", 8)):
+            for masked, mask in ((False, "causal"), (True, "padding mask")):
+                for rows, on in (("", False), (", one shape", True)):
+                    kv_heads = 8 if masked or repeats else count
+                    call = SdpaCall(64, 64, half=half, masked=masked)
+                    asked = dataclasses.replace(machine, cudnn_enabled=on)
+                    found[f"{dtype}, {heads}, {mask}{rows}"] = asked.choose(call, kv_heads=kv_heads)
+    return found
+
+
+@pytest.mark.parametrize("wheel", WHEELS)
+@pytest.mark.parametrize(
+    "name", ["1xH100", "1xH200", "1xB200", "1xGB200", "1xB300", "1xA100-80GB", "1xL4", "1xT4", "1xRTXPRO6000"]
+)
+def test_healthy_gpus_pass_the_self_test_of_attention(monkeypatch, name, wheel):
+    monkeypatch.setattr(environment, "cuda_libraries", lambda: WHEELS[wheel])
+    hardware = named(name)
+    machine = Machine(hardware.gpus[0].capability, WHEELS[wheel])
+    predicted, measured = environment.kernels_of(hardware), seen_by(machine)
+    asked = {case: kernel for case, kernel in predicted.items() if case in measured}
+    assert len(asked) == (24 if machine.sm >= (8, 0) else 16)
+    assert attention_problems(asked, measured) == []
+    assert "cudnn" not in environment.kernels_of(named("1xMI300X")).values()
+    is_datacenter = machine.sm[0] in (9, 10) and wheel == "cu130"
+    assert sum(kernel == "cudnn" for kernel in measured.values()) == (8 if is_datacenter else 0)
+    stuck = seen_by(dataclasses.replace(machine)) | {
+        case: machine.choose(SdpaCall(64, 64, masked="mask" in case)) for case in measured if case.startswith("fp16")
+    }  # a switch that changes nothing
+    assert (attention_problems(asked, stuck) != []) == is_datacenter
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def switched():
+    """The switch as it was before the test."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def spec_of(name: str = "sdpa", **config: Any) -> Any:
+    from transformers import LlamaConfig
+
+    return SimpleNamespace(hf_config=LlamaConfig(**{**MODEL, **config}), attention=SimpleNamespace(name=name))
+
+
+def began(monkeypatch, caplog, plan: Any, machine: Machine, spec: Any = None) -> str:
+    """What `sdpa.begin` logs on a GPU whose PyTorch chooses as the C++ source says."""
+    backends = {name: number for number, name in sdpa._NAMES.items()}
+
+    def choose(query, key, value, mask, dropout, is_causal, *, enable_gqa):
+        assert (dropout, is_causal, {one.device.type for one in (query, key, value)}) == (0.0, mask is None, {"cuda"})
+        call = SdpaCall(
+            query.shape[-1], value.shape[-1], masked=mask is not None,
+            half=query.dtype in (torch.bfloat16, torch.float16), trains=query.requires_grad,
+        )  # fmt: skip
+        asked = dataclasses.replace(machine, cudnn_enabled=torch.backends.cuda.cudnn_sdp_enabled())
+        assert enable_gqa == (query.shape[1] != key.shape[1])
+        return backends[asked.choose(call, heads=query.shape[1], kv_heads=key.shape[1], tokens=query.shape[2])]
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: machine.sm)
+    monkeypatch.setattr(torch.version, "cuda", ".".join(map(str, machine.wheel.cuda)))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: machine.wheel.cudnn)
+    caplog.clear()
+    with caplog.at_level(logging.INFO), FakeTensorMode():
+        sdpa.begin(spec or spec_of(), plan, device=torch.device("cuda", 0))
+    return caplog.text
+
+
+@pytest.mark.parametrize(
+    ("words", "machine", "wheel", "said", "on"),
+    [
+        (BLOCKS, "1xH100", "cu130", "kernel: cudnn; cuDNN's is on because all batches have one shape", True),
+        (MASKED_PACKS, "1xB200", "cu130", "kernel: cudnn; cuDNN's is on", True),
+        (("model.attn_implementation=sdpa",), "1xH100", "cu130", "kernel: flash; cuDNN's, which", False),
+        (BLOCKS, "1xH100", "cu126", "kernel: flash, PyTorch's choice", False),
+        (MASKED_PACKS, "1xA100-80GB", "cu130", "kernel: efficient, PyTorch's choice", False),
+        ((*BLOCKS, "train.bf16=false"), "1xH100", "cu130", "kernel: efficient; cuDNN's, which", False),
+    ],
+)  # fmt: skip
+def test_a_run_switches_as_planned_and_logs_which_kernel_runs(
+    monkeypatch, caplog, switched, words, machine, wheel, said, on
+):
+    plan = plan_of(machine, *words, wheel=wheel)
+    with repeated_keys.using(repeated=plan.repeats_kv):
+        text = began(monkeypatch, caplog, plan, Machine(named(machine).gpus[0].capability, WHEELS[wheel]))
+    assert said in text
+    assert "WARNING" not in text
+    assert torch.backends.cuda.cudnn_sdp_enabled() == on
+
+
+def test_a_run_whose_pytorch_takes_another_kernel_says_so(monkeypatch, caplog, switched):
+    """A system's older cuDNN on the library path: the packages say 9.20, the process has 9.10."""
+    text = began(monkeypatch, caplog, plan_of("1xH100", *MASKED_PACKS), Machine((9, 0), WHEELS["cu126"]))
+    assert "with cuDNN 91002 takes efficient here, and the plan counts on cudnn" in text
+    monkeypatch.setattr(Machine, "choose", lambda *_, **__: 1 / 0)
+    text = began(monkeypatch, caplog, plan_of("1xH100", *BLOCKS), Machine((9, 0)))
+    assert "cudnn is planned; PyTorch does not say which it takes (division by zero)" in text
+
+
+def test_what_a_run_does_not_give_to_sdpa_is_not_logged(monkeypatch, caplog, switched):
+    machine = Machine((9, 0))
+    assert began(monkeypatch, caplog, plan_of("1xH100"), machine, spec_of(varlen.ATTENTION)) == ""
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    assert began(monkeypatch, caplog, plan_of("1xMI300X", *BLOCKS), machine) == ""
+
+
+def test_the_switch_is_put_back_whatever_happens(switched):
+    for before in (True, False):
+        sdpa.switch(cudnn=before)
+        with contextlib.suppress(KeyError), sdpa.without_cudnn():
+            assert not torch.backends.cuda.cudnn_sdp_enabled()
+            raise KeyError
+        assert torch.backends.cuda.cudnn_sdp_enabled() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "evaluates_on"),
+    [(BLOCKS, True), ((*MASKED_PACKS, "eval.generate_rows=2", "eval.max_new_tokens=2"), False)],
+)
+def test_evaluation_and_generation_switch_it_off(
+    command, monkeypatch, tmp_path, tiny_llama, switched, words, evaluates_on
+):
+    from sft_play.planner.candidates import Job
+
+    monkeypatch.setattr(Job, "takes_cudnn", lambda *_: True)
+    seen: dict[str, set[bool]] = {}
+    shapes = set()
+    real = F.scaled_dot_product_attention
+
+    def watched(query, *rest, **options):
+        kind = "answers" if query.shape[2] != 32 else "training" if torch.is_grad_enabled() else "evaluation"
+        seen.setdefault(kind, set()).add(torch.backends.cuda.cudnn_sdp_enabled())
+        shapes.add(tuple(query.shape)) if kind == "training" else None
+        return real(query, *rest, **options)
+
+    def stepped(self, *rest, **options):
+        monkeypatch.setattr(F, "scaled_dot_product_attention", watched)  # proofs before it run other shapes
+        return step(self, *rest, **options)
+
+    step = PlannedTrainer.training_step
+    monkeypatch.setattr(PlannedTrainer, "training_step", stepped)
+    text = tmp_path / "rows.jsonl"
+    rows = [{"text": "a b c d " * 40}] * 8
+    if "task_mode=cpt" not in words:
+        rows = [{"messages": [{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "yes"}]}
+                for number in range(40)]  # fmt: skip
+    text.write_text("\n".join(map(json.dumps, rows)))
+    config = {
+        "model": {"name": str(tiny_llama), "max_seq_len": 32}, "tuning": {"mode": "lora"},
+        "data": {"train_path": str(text), "val_fraction": 0.25},
+        "train": {"effective_batch_size": 2, "batch_size": 2, "max_steps": 2, "device": "cpu", "bf16": False,
+                  "gradient_checkpointing": False},
+        "output": {"dir": str(tmp_path / "out")},
+    }  # fmt: skip
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(config))
+    code, said = command("train", "--config", str(path), *words)
+    assert code == 0, said
+    assert seen["training"] == {True}
+    assert len(shapes) == 1
+    assert seen["evaluation"] == {evaluates_on} if evaluates_on else seen["answers"] == {False}
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+def test_packs_are_padded_to_full_rows_where_that_gives_batches_one_shape():
+    packs = [{"input_ids": [5] * 7, "labels": [5] * 7, CHAT_LENGTHS: [3, 4]}]
+    batch = Collator(0, row_tokens=10)(packs)
+    assert batch["input_ids"].tolist() == [[5] * 7 + [0] * 3]
+    assert batch["labels"].tolist() == [[5] * 7 + [-100] * 3]
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 0, 0, 0]]
+    assert int(batch["token_count"]) == 7
+    rows = [{"input_ids": [5] * 4, "labels": [5] * 4}]  # of an evaluation
+    assert Collator(0, row_tokens=10)(rows)["input_ids"].shape == (1, 4)
