@@ -320,6 +320,7 @@ class PlannedLoop(CheckpointedLoop):
         self._eval_head = self._eval_sources = None
         # compiled blocks would be compiled once more for passes without gradients
         plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
+        # blocks of text are not asked for answers, which have a new length for every token
         kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
         with torch.random.fork_rng(), self._monitor.part("evaluation"), plain, kernel:
             # the Trainer has no argument for the batch size of one evaluation
@@ -353,7 +354,7 @@ class PlannedLoop(CheckpointedLoop):
         return f"{line}; {'best so far' if at == step else f'best {what} {shown} at step {at}'}"
 
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
-        with context_parallel.whole_rows(self.model), self._monitor.generating(), sdpa.without_cudnn():
+        with context_parallel.whole_rows(self.model), self._monitor.generating():
             self.last_answers = answers(
                 self.model,
                 self.processing_class,
