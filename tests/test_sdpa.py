@@ -221,6 +221,19 @@ def test_the_trace_calls_the_operator_of_the_table(seed):
     assert named == ([] if kernel == "math" else [f"_scaled_dot_product_{kernel}_attention"])
 
 
+def test_the_buffer_of_cudnn_s_backward_pass():
+    """Two rows, 4 heads of queries and 2 of keys, 10 tokens, heads of 8: dO * O (4 bytes for each of 80 places) and dq
+    (8 times as much), and dk and dv of all heads in bf16 (2 x 2 bytes for each of 640 elements) where they are
+    grouped."""
+    backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
+    for kv_heads, more in ((4, 0), (2, 2560)):
+        query, key = (
+            torch.zeros(2, 4, 10, 8, dtype=torch.bfloat16),
+            torch.zeros(2, kv_heads, 10, 8, dtype=torch.bfloat16),
+        )
+        assert kernels.workspace(backward, (query, query, key, key), {}, None) == (320 + 2560 + more,)
+
+
 MODEL = {
     "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 4,
     "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 8192,
