@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import re
 import platform
 import random
+import re
 from types import SimpleNamespace
 from typing import Any
 
