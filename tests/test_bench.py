@@ -102,6 +102,11 @@ def test_trl_trains_the_same_rows_and_takes_its_fastest_micro_batch(small):
     assert [one["micro_batch"] for one in found.tried] == [1, 2, 4, 8]
     fastest = min(found.tried, key=lambda one: one["cpu_s"])["micro_batch"]
     assert [run["settings"]["micro_batch"] for run in found.runs["trl"]] == [fastest] * 2
+    # on the rows that are measured, since others would be padded otherwise
+    assert {one["rows_digest"] for one in found.tried} == {run["rows_digest"] for run in found.runs["trl"]}
+    assert len({one["tokens"]["total"] for one in found.tried}) == 1
+    assert found.tried[0]["tokens"]["padded"] == found.tried[0]["tokens"]["total"]  # one row at a time pads nothing
+    assert all(one["rows_per_s"] > 0 for one in json.loads(json.dumps(found.as_json()))["tried"])
     assert len(found.runs["ours"]) == 2
 
 

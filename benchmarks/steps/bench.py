@@ -335,7 +335,7 @@ class _Bench:
         return self._measured(order, MODULES[peer], self.python)
 
     def tries(self) -> list[Run]:
-        """Seconds of TRL's first steps with each micro-batch; the fastest is taken from then on.
+        """TRL's figures of the measured steps with each micro-batch; the fastest is taken from then on.
 
         On a CPU it is the one with the fewest seconds of processors, which other work disturbs less.
         """
@@ -349,7 +349,7 @@ class _Bench:
         judged = "cpu_s" if facts["on_cpu"] else "seconds"
         self._micro = min(possible, key=lambda one: one[judged])["micro_batch"]
         shown = ", ".join(f"{one['micro_batch']}: {one[judged]:.2f}" for one in possible)
-        self.progress(f"trl: {judged} by micro-batch ({shown}); taken: {self._micro}")
+        self.progress(f"trl: {judged} of the measured steps by micro-batch ({shown}); taken: {self._micro}")
         return tried
 
     def _taken(self) -> dict[str, int]:

@@ -3,7 +3,8 @@
     python -m benchmarks.steps.trl_peer ORDER.json
 
 The rows arrive as tokens and labels, so that both sides train the same ones; TRL pads them, or packs them with its own
-`bfd`. Side `trl-tries` trains a few steps with each micro-batch and says which is fastest.
+`bfd`. Side `trl-tries` trains the measured steps with each micro-batch: a few other rows would choose another, since
+how much a micro-batch pads depends on its rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from typing import Any
 
 from benchmarks.steps.order import Order, trainer_arguments
 
-TRY_STEPS = 2
+_TRIED = ("seconds", "cpu_s", "rows_per_s", "tokens", "rows_digest")
+"""What is kept of a try."""
 
 
 def main(path: Path) -> None:
@@ -26,7 +28,7 @@ def main(path: Path) -> None:
     order = Order.read(path)
     facts = order.known()
     if order.side == "trl-tries":
-        tried = [{"micro_batch": micro, **tried_seconds(order, facts, micro)}
+        tried = [{"micro_batch": micro, **tried_run(order, facts, micro)}
                  for micro in order.settings["micro_batches"]]  # fmt: skip
         Path(order.result).write_text(json.dumps({"tried": tried}), encoding="utf-8")
         return
@@ -43,8 +45,8 @@ def train(order: Order, facts: dict[str, Any], *, micro: int) -> None:
     train_recorded(trainer, recorder_for(order, facts, **settings))
 
 
-def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> dict[str, float | None]:
-    """Seconds of TRY_STEPS steps after the first, and those of processors; None where they do not fit on the GPU."""
+def tried_run(order: Order, facts: dict[str, Any], micro: int) -> dict[str, Any]:
+    """The steps that are measured, with this micro-batch; None for each figure where they do not fit on the GPU."""
     import torch
 
     from benchmarks.steps.peer import train_recorded
@@ -53,11 +55,12 @@ def tried_seconds(order: Order, facts: dict[str, Any], micro: int) -> dict[str, 
     result = Path(order.result).with_suffix(".try.json")
     try:
         trainer = make_trainer(order, facts, micro=micro)
-        train_recorded(trainer, Recorder(result, warmup=1, steps=TRY_STEPS, pad_id=facts["pad_id"], facts={}))
+        recorder = Recorder(result, warmup=order.warmup, steps=order.steps, pad_id=facts["pad_id"], facts={})
+        train_recorded(trainer, recorder)
         run = json.loads(result.read_text(encoding="utf-8"))
-        return {name: run[name] for name in ("seconds", "cpu_s")}
+        return {name: run[name] for name in _TRIED}
     except torch.OutOfMemoryError:
-        return {"seconds": None, "cpu_s": None}
+        return dict.fromkeys(_TRIED)
     finally:
         trainer = None
         gc.collect()
