@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
@@ -498,15 +499,15 @@ def test_f16_is_refused_where_a_value_does_not_fit(tmp_path, failing):
 
 
 def test_a_merge_that_is_older_than_the_adapter_is_made_anew(tmp_path):
-    import os
-
     run = run_of(tmp_path, model("Llama"))
     merged = merge_run(run).path
     kept = export_run(run, "vllm").path
     assert (kept / "model.safetensors").samefile(merged / "model.safetensors")
-    os.utime(merged / "config.json", (0, 0))
+    adapter, before = run.weights / "adapter_model.safetensors", load_file(merged / "model.safetensors")
+    save_file({name: tensor * 2 for name, tensor in load_file(adapter).items()}, adapter)
     again = export_run(run, "vllm", replace=True).path
-    assert (merged / "config.json").stat().st_mtime > 0
+    after = load_file(merged / "model.safetensors")
+    assert any(not torch.equal(after[name], tensor) for name, tensor in before.items())
     assert (again / "model.safetensors").samefile(merged / "model.safetensors")
 
 

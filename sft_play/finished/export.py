@@ -11,6 +11,7 @@ from sft_play.finished.export_vllm import write_folder
 from sft_play.finished.exported import EXPORT, RECORD, Exported, Format, Quant
 from sft_play.finished.llama_cpp import find_converter
 from sft_play.finished.merge import whole_model
+from sft_play.finished.merge_record import record_of, told
 from sft_play.finished.run import FinishedRun
 from sft_play.finished.writing import built_folder
 from sft_play.runs.files import write_json
@@ -53,9 +54,12 @@ def export_run(
             written = write_folder(run, model, building, target)
         else:
             written = write_gguf(run, model, building, target, converter, quant=quant, format=format)
-        write_json(building / RECORD, written.record)
+        merged = record_of(model)  # what the weights are made of travels with them
+        write_json(building / RECORD, {**written.record, **({"merge": merged} if merged else {})})
     seconds = time.monotonic() - started
-    return Exported(run.folder.path, format, target, written, is_adapter=run.is_adapter, seconds=seconds)
+    return Exported(
+        run.folder.path, format, target, written, is_adapter=run.is_adapter, seconds=seconds, merge=told(model)
+    )  # fmt: skip
 
 
 def _require_target(target: Path, *, replace: bool) -> None:

@@ -48,6 +48,8 @@ class Exported:
     is_adapter: bool
     """Whether the run's model had to be merged."""
     seconds: float
+    merge: str | None = None
+    """What was merged, and whether merge-test passed, in words."""
 
     @property
     def ok(self) -> bool:
@@ -61,13 +63,14 @@ class Exported:
             "ok": True, "run": str(self.run), "format": self.format, "path": str(self.path),
             "file": str(one.file) if one.file else None, "quant": one.quant, "bytes": one.bytes,
             "converter": one.converter, "pre_tokenizer": one.pre_tokenizer, "prompts_checked": one.prompts,
-            "commands": list(one.commands), "notes": list(one.notes), "wall_s": round(self.seconds, 2),
+            "commands": list(one.commands), "notes": list(one.notes), "merge": self.merge,
+            "wall_s": round(self.seconds, 2),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
         """In words."""
         one = self.written
-        lines = [*one.notes]
+        lines = [*([self.merge] if self.merge else []), *one.notes]
         if one.file is not None:
             lines.append(
                 f"Tokenizer: {one.pre_tokenizer}; its ids of {one.prompts} prompts are those of training"

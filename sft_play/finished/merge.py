@@ -21,6 +21,7 @@ import torch
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.adapted_model import AdaptedModel, Base, Sizes
+from sft_play.finished.merge_record import is_of, refuse_another_model, write_record
 from sft_play.finished.merged_weights import MergedWeights
 from sft_play.finished.run import FinishedRun, base_folder, next_line
 from sft_play.finished.saved_configs import card_facts, write_configs
@@ -143,6 +144,7 @@ def merge_run(
         stops = write_configs(adapted, folder, building, weights.dtype)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
+        write_record(building, run, base=adapted.base, dtype=short)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     return Merged(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
@@ -151,25 +153,26 @@ def merge_run(
 
 
 def merged_model(run: FinishedRun) -> Path | None:
-    """The run's `merged/`; None where there is none, or one that is older than the adapter."""
-    config = run.folder.path / MERGED / "config.json"
-    if not config.is_file():
-        return None
-    # a resumed run writes its adapter again, and what was merged before that is no longer this adapter
-    trained = max(file.stat().st_mtime for file in run.weights.glob("*.safetensors"))
-    return config.parent if config.stat().st_mtime >= trained else None
+    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
+    folder = run.folder.path / MERGED
+    return folder if (folder / "config.json").is_file() and is_of(folder, run) else None
 
 
 def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
-    older than the adapter.
+    of an earlier adapter.
 
-    `is_locked`: the caller holds the run's lock, which a merge needs. Raises as `merge_run` does.
+    `is_locked`: the caller holds the run's lock, which a merge needs.
+
+    Raises:
+        RunFolderError: what was merged is not what was trained.
+        SftPlayError: as `merge_run` does.
     """
     if not run.is_adapter:
         return run.weights
     merged = merged_model(run)
     if merged is not None:
+        refuse_another_model(merged, run)
         return merged
     target = run.folder.path / MERGED
     logger.info("The adapter is merged into its base first (%s)", target)

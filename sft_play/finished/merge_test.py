@@ -16,6 +16,7 @@ from sft_play.errors import RunFolderError
 from sft_play.finished.divergence import compared, log_probs, loss, spaced
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
 from sft_play.finished.merge import MERGED
+from sft_play.finished.merge_record import write_verdict
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.training.quiet import quiet_libraries
 
@@ -122,11 +123,13 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
     divergence, same, largest = compared(adapter, merged)
     computed_in = {run.plan().precision.compute, *(dtype.removeprefix("torch.") for dtype in dtypes)}
     dtype = max(computed_in, key=lambda name: _ALWAYS.get(name, 0))
-    return MergeTest(
+    tested = MergeTest(
         run.folder.path, target, data.name, len(chosen), sum(len(row) for row, _ in adapter), divergence,
         base_divergence, largest, same, loss(adapter), loss(merged), base_loss,
         limit=limit_of(dtype, base_divergence),
     )  # fmt: skip
+    write_verdict(target, ok=tested.ok, divergence=divergence, limit=tested.limit)
+    return tested
 
 
 def limit_of(dtype: str, divergence_of_base: float) -> float:

@@ -23,8 +23,15 @@ if TYPE_CHECKING:
     from sft_play.training.card import Base
 
 UPLOADED = (
-    *("*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json"),
-    *("README.md", "LICENSE*", "NOTICE*", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
+    *(
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "adapter_config.json",
+        "config.json",
+        "generation_config.json",
+        "merge.json",
+    ),
+    *("merge.json", "README.md", "LICENSE*", "NOTICE*", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "bpe.codes", "dict.txt"),
     *("*.spm", "emoji.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.yaml"),
@@ -111,6 +118,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     """
     from huggingface_hub import HfApi, get_token
 
+    from sft_play.finished.merge_record import told
     from sft_play.training.card import HERE, base_of
 
     name = _checked_name(repo)
@@ -125,7 +133,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
     files, left_out = _chosen(folder)
     files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
-    notes = []
+    notes = [line for line in [told(folder)] if is_merged and line]
     if "adapter_config.json" in files:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base.name
@@ -177,17 +185,18 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not is_merged:
         return run.weights
     from sft_play.finished.merge import MERGED, merged_model
+    from sft_play.finished.merge_record import refuse_another_model
 
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
     merged, target = merged_model(run), run.folder.path / MERGED
     if merged is None and target.exists():
         raise RunFolderError(
-            f"{target} is no merged model of this adapter, which is newer; make merge RUN={run.folder.path} FORCE=1 "
-            "writes it again"
+            f"{target} is no merged model of this adapter; make merge RUN={run.folder.path} FORCE=1 writes it again"
         )
     if merged is None:
         raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.path} writes it")
+    refuse_another_model(merged, run)
     return merged
 
 

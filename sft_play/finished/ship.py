@@ -22,7 +22,7 @@ from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.finished.general import VERSION, chat_rows, general_sample, text_rows
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
-from sft_play.finished.merge import whole_model
+from sft_play.finished.merge import merged_model, whole_model
 from sft_play.finished.merge_test import merge_test
 from sft_play.finished.respond import greedy_answers
 from sft_play.finished.run import FinishedRun, next_line
@@ -235,7 +235,8 @@ def _merge_evidence(run: FinishedRun) -> MergeEvidence:
     if not run.is_adapter:
         return MergeEvidence("no adapter")
     try:
-        whole_model(run, is_locked=True)
+        if merged_model(run) is None:
+            whole_model(run, is_locked=True)
         compared = merge_test(run)
     except DataError:
         raise
