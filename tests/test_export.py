@@ -30,7 +30,9 @@ from sft_play.finished.merge_test import limit_of
 from sft_play.finished.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.prompts import Prompts
 from sft_play.finished.run import find_finished
+from sft_play.finished.sentencepiece_file import prefixes_space, write_pieces
 from tests import warm
+from tests.conftest import shared
 from tests.converter import converter
 from tests.finished_runs import SMALL, finished_run, make_base
 from tests.models import CHATML, make_tokenizer
@@ -303,6 +305,88 @@ def test_a_files_sentencepiece_tokenizer_is_read_as_llama_cpp_reads_it(tmp_path)
         )
         assert own.encode(text) == [1, *pieces.encode(text)], text
     assert own.encode("<s>the light") == own.encode("the light")
+
+
+def pieces_tokenizer(folder: Path):
+    """A SentencePiece tokenizer as transformers 5 saves it: tokenizer.json alone."""
+    from transformers import LlamaTokenizer
+
+    sentencepiece = pytest.importorskip("sentencepiece")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("\n".join(f"the light in room {n} is {n * 37} lumen, isn't it?" for n in range(200)))
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(corpus), model_prefix=str(folder / "m"), vocab_size=360, model_type="bpe", byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    (folder / "given").mkdir()
+    shutil.copy(folder / "m.model", folder / "given" / "tokenizer.model")
+    tokenizer = LlamaTokenizer.from_pretrained(str(folder / "given"))
+    tokenizer.pad_token = "</s>"
+    # as Mistral writes it: the text follows the mark at once, or a space
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+        "{% else %}[{{ m.role }}] {{ m.content }} [/]{% endif %}{% endfor %}"
+    )
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", ["Llama", "Phi3"])
+def test_a_sentencepiece_tokenizer_without_its_own_file_is_exported_exactly(tmp_path, name):
+    converter()
+    tokenizer = pieces_tokenizer(tmp_path)
+    base = make_base(tmp_path / "base", model(name, vocab_size=360, bos_token_id=1, pad_token_id=2))
+    for file in base.glob("tokenizer*"):
+        file.unlink()
+    (base / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(base)
+    assert not (base / "tokenizer.model").exists()
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    exported = export_run(run, "gguf")
+    assert exported.written.prompts > 10
+    fields = read_fields(exported.written.file)
+    assert fields["tokenizer.ggml.model"] == "llama"
+    own = GgufTokenizer(fields, {})
+    assert fields["tokenizer.ggml.add_space_prefix"] is own._prefixes_space
+    draw = random.Random(2)
+    words = (tmp_path / "corpus.txt").read_text().split()
+    for _ in range(200):
+        text = draw.choice([" ", "  ", "\n", ", "]).join(
+            draw.choices([*words, "日本", "🚀", "é"], k=draw.randint(1, 9))
+        )
+        wanted = tokenizer(f"<s>{text}", add_special_tokens=False)["input_ids"]
+        assert own.encode(f"<s>{text}") == wanted, text
+
+
+@pytest.mark.parametrize("name", ["Mistral-7B-Instruct-v0.3", "Phi-3-mini-4k-instruct"])
+def test_real_sentencepiece_tokenizers_are_written_from_tokenizer_json(tmp_path, name):
+    """Against SentencePiece itself on the file that is written, on texts and after special tokens."""
+    sentencepiece = pytest.importorskip("sentencepiece")
+    tokenizer = AutoTokenizer.from_pretrained(shared(f"tokenizers/{name}"))
+    write_pieces(tokenizer, tmp_path / "tokenizer.model")
+    pieces = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert prefixes_space(tokenizer) is False  # both put a space before the first word of a text alone
+    draw = random.Random(3)
+    letters = string.printable + "äßéñ日本語🚀 \u0301\u200b"
+    for _ in range(500):
+        text = "".join(draw.choices(letters, k=draw.randint(1, 40)))
+        wanted = tokenizer(f"<s>{text}", add_special_tokens=False)["input_ids"][1:]
+        assert pieces.encode(text) == wanted, text
+
+
+@pytest.mark.parametrize(("normalizer", "says"), [(None, False), ("NFC", True), ("NFKC", True), ("NFD", True)])
+def test_what_llama_cpp_reads_otherwise_is_said(tmp_path, normalizer, says):
+    from tokenizers import normalizers
+
+    from sft_play.finished.export_gguf import _engine_notes
+
+    make_tokenizer(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    if normalizer:
+        tokenizer.backend_tokenizer.normalizer = getattr(normalizers, normalizer)()
+    notes = _engine_notes(SimpleNamespace(tokenizer=tokenizer, is_text=False, end_of_turn="<|im_end|>\n"))
+    assert any("normalise" in note for note in notes) is says
+    assert "such as <|im_end|>" in notes[-1]
+    assert len(_engine_notes(SimpleNamespace(tokenizer=tokenizer, is_text=True, end_of_turn=""))) == says
 
 
 def test_a_pre_tokenizer_is_proven_and_not_assumed(tmp_path):
@@ -581,7 +665,7 @@ def test_the_starters_model_and_tokenizer_pass(tmp_path):
     make_model().save_pretrained(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama", quant="q8_0")
-    assert exported.written.notes == ()
+    assert all(note.startswith("llama.cpp reads the name of a special token") for note in exported.written.notes)
     assert exported.written.pre_tokenizer == "gpt-2"
     assert 'PARAMETER stop "<|im_end|>"' in (exported.path / "Modelfile").read_text()
     tested = export_test(run, rows=4)

@@ -25,6 +25,7 @@ from sft_play.finished.pre_tokenizers import probe_texts, proven_names, read_pre
 from sft_play.finished.prompts import CHECKED_ROWS, Asked, Prompts
 from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, weight_files
 from sft_play.finished.saved_configs import stop_tokens
+from sft_play.finished.sentencepiece_file import is_sentencepiece, prefixes_space, write_pieces
 from sft_play.finished.writing import require_space
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,7 @@ def write_gguf(
     convert(converter, staged, file, quant=chosen, name=name, vocabulary=json.dumps(vocabulary))
     shutil.rmtree(staged)
     checked, notes = _check_file(run, file, prompts, converter, vocabulary)
+    notes = (*notes, *_engine_notes(prompts))
     fields = read_fields(file)
     served = target / file.name
     own = shell_word(name.lower())
@@ -110,15 +112,19 @@ def _beyond_f16(model: Path) -> str | None:
 
 
 def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
-    """A folder as the converter wants it: links to the model's files, with the base's SentencePiece file (a vocabulary
-    that transformers does not write again) and the added tokens where the converter looks for them."""
+    """A folder as the converter wants it: links to the model's files, with the base's SentencePiece file, which
+    transformers does not write again (or one that is made of tokenizer.json), and the added tokens where the converter
+    looks for them."""
     staged.mkdir()
     for file in model.iterdir():
         if file.is_file():
             (staged / file.name).symlink_to(file.resolve())
     pieces = _base_files(run, model) / "tokenizer.model"
-    if pieces.is_file() and not (staged / "tokenizer.model").exists():
-        (staged / "tokenizer.model").symlink_to(pieces.resolve())
+    own = staged / "tokenizer.model"
+    if pieces.is_file() and not own.exists():
+        own.symlink_to(pieces.resolve())
+    if not own.exists() and is_sentencepiece(tokenizer):
+        write_pieces(tokenizer, own)
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
     path = staged / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -153,7 +159,8 @@ def _vocabulary(run: FinishedRun, prompts: Prompts, converter: Converter) -> tup
     others.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
     kinds = ("eos", "eot", "eom") if own is not None else ("eot", "eom")
     ids = dict(zip(kinds, ([own] if own is not None else []) + others, strict=False))
-    return {"pre": pre, "add_bos": prompts.engine_adds_bos(), "ids": ids}, pre
+    prefix = prefixes_space(tokenizer) if is_sentencepiece(tokenizer) else None
+    return {"pre": pre, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": prefix}, pre
 
 
 def _check_file(
@@ -187,6 +194,24 @@ def _check_file(
     stops = set(stop_tokens(run, prompts.tokenizer, prompts.configured_stops)) - own.stop_ids
     lost = ", ".join(prompts.tokenizer.convert_ids_to_tokens(sorted(stops)))
     return len(asked), ((f"Stop tokens that a GGUF has no place for: {lost}",) if stops else ())
+
+
+def _engine_notes(prompts: Prompts) -> list[str]:
+    """What llama.cpp reads otherwise than training did, in texts that no prompt of the comparison has."""
+    encode = prompts.tokenizer.backend_tokenizer.encode
+    whole, parts = (encode(text, add_special_tokens=False).ids for text in ("\u00e9", "e\u0301"))
+    notes = []
+    if whole == parts:
+        notes.append(
+            "llama.cpp does not normalise Unicode, and this tokenizer does (NFC): an accent that is typed as a "
+            "character of its own becomes other tokens there than in training"
+        )
+    if not prompts.is_text:
+        notes.append(
+            f"llama.cpp reads the name of a special token in a user's text (such as {prompts.end_of_turn.strip()}) as "
+            "that token; in training it was text"
+        )
+    return notes
 
 
 def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[Asked]:

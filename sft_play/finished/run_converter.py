@@ -2,7 +2,8 @@
 
 A program of its own (`python run_converter.py CONVERTER_FOLDER ARGUMENTS…`), which imports nothing of the toolkit.
 `SFT_PLAY_GGUF_VOCABULARY` is JSON: `pre`, the pre-tokenizer where the converter knows none for this tokenizer;
-`add_bos`, whether prompts of training began with it; `ids`, special tokens by llama.cpp's names (eos, eot, eom).
+`add_bos`, whether prompts of training began with it; `ids`, special tokens by llama.cpp's names (eos, eot, eom);
+`space_prefix`, whether SentencePiece puts a space before text (null: another kind of tokenizer).
 """
 
 from __future__ import annotations
@@ -42,6 +43,24 @@ def with_special_tokens(vocabulary: Any, add_bos: bool | None, ids: dict[str, in
     vocabulary.add_to_gguf = add_to_gguf
 
 
+def with_space_prefix(writer: Any, vocabulary: Any, prefixes: bool) -> None:
+    """The file says how text begins, whatever the converter thinks of this architecture: without the entry llama.cpp
+    puts a space before it."""
+    write, write_special = writer.add_add_space_prefix, vocabulary.add_to_gguf
+    written: list[Any] = []
+
+    def add_add_space_prefix(self: Any, value: bool) -> None:
+        if self not in written:  # a key that is written twice is an error
+            written.append(self)
+            write(self, prefixes)
+
+    def add_to_gguf(self: Any, gguf_writer: Any, *args: Any, **kwargs: Any) -> None:
+        gguf_writer.add_add_space_prefix(prefixes)
+        write_special(self, gguf_writer, *args, **kwargs)
+
+    writer.add_add_space_prefix, vocabulary.add_to_gguf = add_add_space_prefix, add_to_gguf
+
+
 def main() -> None:
     """Convert; the converter's own arguments follow its folder."""
     folder = Path(sys.argv.pop(1))
@@ -61,6 +80,8 @@ def main() -> None:
     for owner in owners:
         with_pre_tokenizer(owner, given["pre"])
     with_special_tokens(gguf.SpecialVocab, given["add_bos"], given["ids"])
+    if given["space_prefix"] is not None:
+        with_space_prefix(gguf.GGUFWriter, gguf.SpecialVocab, given["space_prefix"])
     converter.main()
 
 
