@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.trainer_utils import SaveStrategy
 
 from sft_play.config.load import config_from_text
@@ -30,11 +30,14 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training import varlen
+from sft_play.training.callbacks import GradientCheck, LossScaleCheck
 from sft_play.training.exact_match import Question
 from sft_play.training.model_loading import load_model
 from sft_play.training.model_spec import build_model_spec
 from sft_play.training.trainer import PlannedTrainer, build_trainer, training_arguments
+from sft_play.training.updates import UpdateCheck
 from tests import pretended
+from tests.models import make_tokenizer
 from tests.ranks_evaluation import rows_of
 
 MODES = ("full", "lora", "qlora")
@@ -46,9 +49,36 @@ ROWS = {
 """Kinds of batches, by what they set: padded with and without a mask, rows and packs by their boundaries, packs behind
 a mask, and rows whose losses are summed by source."""
 CASES = [
-    (mode, rows, ("fp32", "bf16")[(one + other) % 2])
-    for one, mode in enumerate(MODES) for other, rows in enumerate(ROWS)
+    *((mode, rows, ("fp32", "bf16")[(one + other) % 2], "llama")
+      for one, mode in enumerate(MODES) for other, rows in enumerate(ROWS)),
+    ("lora", "unmasked", "bf16", "mistral"), ("full", "joined", "fp32", "mistral"),
+    ("lora", "padded", "bf16", "mixtral"), ("full", "masked packs", "fp32", "mixtral"),
 ]  # fmt: skip
+"""Mode, rows, precision, and the model: Mistral has a window shorter than the rows, Mixtral experts and their loss."""
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "eos_token_id": 2, "pad_token_id": 0,
+    "bos_token_id": None,
+}  # fmt: skip
+OWN = {
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1,
+                "output_router_logits": True},
+}  # fmt: skip
+
+
+def models(llama: Path, folder: Path) -> dict[str, Path]:
+    """The models by name."""
+    found = {"llama": llama}
+    for kind, own in OWN.items():
+        found[kind] = folder / kind
+        make_tokenizer(found[kind])
+        config = AutoConfig.for_model(
+            kind, **SIZES, **own, vocab_size=len(AutoTokenizer.from_pretrained(found[kind])), dtype="float32"
+        )
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config).save_pretrained(found[kind])
+    return found
 
 
 def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, device: torch.device | None) -> Any:
@@ -73,11 +103,14 @@ def trainer_of(model: Path, folder: Path, mode: str, rows: str, precision: str, 
     arguments = training_arguments(config, plan, run, has_eval=True, engine=engine)
     arguments.save_strategy = SaveStrategy.NO  # files are written from memory that these tensors do not have
     split = Split(rows_of(), RowStats("rows", "rows"))
-    return build_trainer(
+    made = build_trainer(
         config, plan, run, model=loaded if device is None else moved(loaded, device), tokenizer=tokenizer,
         peft_config=spec.peft_config, train=split, evaluation=split, arguments=arguments, masks=has_masks,
         questions=[Question([5, 6, 7], "x", "y"), Question([8, 9], "x", "y")], max_new_tokens=3, answer_tokens=64,
     )  # fmt: skip
+    for callback in (GradientCheck(), LossScaleCheck(), UpdateCheck(made, plan.precision.updates)):
+        made.add_callback(callback)
+    return made
 
 
 def moved(model: Any, device: torch.device) -> Any:
@@ -203,16 +236,20 @@ def without_copies(compute_loss: Any) -> Any:
 
 def main() -> None:
     """Write what every case found."""
-    model, out = Path(sys.argv[1]), Path(sys.argv[2])
+    out = Path(sys.argv[2])
+    folders = models(Path(sys.argv[1]), out.parent)
     device = pretended.register()  # before any backward pass: autograd counts devices once
     found: dict[str, Any] = {"cpu": {}, "gpu": {}}
-    for case in CASES:
-        found["cpu"][" ".join(case)] = story(trainer_of(model, out.parent / "cpu", *case, None))
+    for *case, kind in CASES:
+        made = trainer_of(folders[kind], out.parent / "cpu", *case, None)
+        found["cpu"][" ".join((*case, kind))] = story(made)
     with on_a_gpu():
-        for case in CASES:
-            found["gpu"][" ".join(case)] = story(trainer_of(model, out.parent / "gpu", *case, device))
+        for *case, kind in CASES:
+            made = trainer_of(folders[kind], out.parent / "gpu", *case, device)
+            found["gpu"][" ".join((*case, kind))] = story(made)
         found["left"] = {
-            name: refused(model, out.parent / "left", rows, leaving, device) for name, (rows, leaving) in LEFT.items()
+            name: refused(folders["llama"], out.parent / "left", rows, leaving, device)
+            for name, (rows, leaving) in LEFT.items()
         }
     out.write_text(json.dumps(found))
 
