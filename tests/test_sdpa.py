@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import random
@@ -384,6 +385,13 @@ def test_what_a_run_does_not_give_to_sdpa_is_not_logged(monkeypatch, caplog, swi
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert began(monkeypatch, caplog, plan_of("1xMI300X", *BLOCKS), machine) == ""
+
+
+def test_attention_by_boundaries_never_asks_cudnn():
+    """That of 2.13 has no way to it; later ones have `_select_backend`, which reads the switch, and runs with
+    boundaries leave it off."""
+    theirs = importlib.import_module("torch.nn.attention.varlen")
+    assert hasattr(theirs, "_select_backend") or not theirs._should_use_cudnn.__wrapped__(0)
 
 
 def test_before_a_plan_decides_and_with_unsloth_it_is_off(monkeypatch, switched):

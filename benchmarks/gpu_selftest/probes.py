@@ -110,9 +110,11 @@ def varlen() -> dict[str, Any]:
     there is none.
     """
     from sft_play.planner.attention import FLASH_SINCE
+    from sft_play.training import sdpa
     from sft_play.training import varlen as ours
     from sft_play.training.varlen_proof import Heads, relative_error
 
+    sdpa.switch(cudnn=False)
     on_gpu = device() == "cuda"
     lacking = ours.why_not() if on_gpu else None
     if on_gpu and torch.version.hip is None and torch.cuda.get_device_capability() < FLASH_SINCE:

@@ -1,8 +1,8 @@
 """PyTorch's sdpa in a run: cuDNN's kernel where all batches have one shape, switched off where lengths vary.
 
 `planner.attention` has the table of kernels, and the reason. The switch is torch's own and holds for the whole process.
-`torch.nn.attention.varlen` of the pinned torch asks for flash attention alone; later versions prefer cuDNN there, five
-times slower on GH200 (https://github.com/pytorch/pytorch/issues/187770), and obey the same switch.
+`torch.nn.attention.varlen` of the pinned torch runs flash attention alone. Later versions prefer cuDNN there, which has
+been reported to be five times slower on GH200 (https://github.com/pytorch/pytorch/issues/187770), and obey the switch.
 """
 
 from __future__ import annotations
