@@ -458,3 +458,67 @@ def test_real_files_become_chats_without_loss(name, count):
     assert all(isinstance(item, Chat) for item in found)
     texts = sum(len(message["content"] or "") for item in found for message in item.messages)
     assert texts > 100 * count / 4
+
+
+# --- what messages say of their loss ----------------------------------------------------------------------------------
+
+_YES = ("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale")
+_NO = ("masked", "is_masked", "ignore", "ignored", "ignore_loss")
+SAYS_NO: dict[str, tuple[object, ...]] = {
+    **dict.fromkeys(_YES, (False, 0, 0.0)),
+    **dict.fromkeys(_NO, (True, 1)),
+    "train_detail": (
+        [{"begin_offset": 0, "end_offset": 3, "train": False}],
+        [{"train": False}, {"train": False}],
+    ),
+}
+"""By hand: what each key holds of a message that is not trained."""
+
+
+@pytest.mark.parametrize("key", SAYS_NO)
+def test_every_key_that_says_a_turn_is_not_trained_is_read(key):
+    for value in SAYS_NO[key]:
+        row = {"messages": [*chat("a", "b")["messages"], *chat("c", "d")["messages"]]}
+        row["messages"][1][key] = value
+        found = example(row)
+        assert isinstance(found, Chat), (key, value, found)
+        assert [message.get("train", True) for message in found.messages] == [True, False, True, True], (key, value)
+        contrary = [{"train": True}] if key == "train_detail" else value in (False, 0)
+        row["messages"][1][key] = contrary
+        found = example(row)
+        assert isinstance(found, Chat)
+        assert all(message.get("train", True) for message in found.messages), (key, contrary)
+
+
+@pytest.mark.parametrize(("message", "reason"), [
+    ({"mask": True}, "may mean that it is trained or that it is not"), ({"mask": 0}, "may mean"),
+    ({"loss_scale": 0.5}, "other than 0 and 1"), ({"masked": "yes"}, "other than 0 and 1"),
+    ({"train_detail": [{"train": True}, {"train": False}]}, "a part of a message"),
+    ({"train_detail": "0-3"}, "a part of a message"), ({"train_detail": []}, "a part of a message"),
+    ({"masked": True, "weight": 1}, "both trained and not"), ({"ignore": True, "train": True}, "both trained and not"),
+])  # fmt: skip
+def test_what_cannot_be_trained_as_it_is_said_is_refused(message, reason):
+    row = chat("a", "b")
+    row["messages"][1] |= message
+    found = example(row)
+    assert isinstance(found, BadRow)
+    assert reason in found.reason
+
+
+@pytest.mark.parametrize("kind", [["text"], {"a": 1}, 5, 1.5, True])
+def test_a_content_part_of_an_odd_type_is_a_bad_row(kind):
+    row = chat("a", "b")
+    row["messages"][0]["content"] = [{"type": kind, "text": "x"}]
+    found = example(row)
+    assert isinstance(found, BadRow)
+    assert found.reason == "a content part is not text"
+
+
+def test_other_keys_of_messages_are_named_once_each():
+    row = chat("a", "b")
+    row["messages"][0] |= {"id": 1, "name": "me", "empty": None, "none": [], "rating": 3}
+    row["messages"][1] |= {"reasoning_content": "so", "score": 0.5, "rating": 4, "weight": 1}
+    found = example(row)
+    assert isinstance(found, Chat)
+    assert [note.split()[2] for note in found.notes if "is not read" in note] == ["rating", "score"]
+    assert all("_unread" not in message for message in found.messages)

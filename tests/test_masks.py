@@ -945,3 +945,76 @@ def test_random_conversations_have_an_exact_mask_or_a_reason(tokenizer, make, na
         assert fuzzed_row(tokenizer, renderer, chat, REAL[name]) == ""
 
     holds()
+
+
+# --- special tokens that are merges too -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("byte_level", [True, False])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_special_token_that_an_ordinary_merge_spells_is_plain_text_all_the_same(byte_level, as_text):
+    """`<s>` as the merge of `<s` and `>`: typed in a text it is characters, with the ids that they have without it."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    pieces = [*"<>s/abhi o", "\u0120", "\n", "\u010a", "<s", "<s>", "</", "</s", "</s>", "hi"]
+    vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
+    merges = [("<", "s"), ("<s", ">"), ("<", "/"), ("</", "s"), ("</s", ">"), ("h", "i")]
+    raw = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    if byte_level:
+        raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+    state = json.loads(raw.to_str())
+    if as_text:  # older files write a merge as one text
+        state["model"]["merges"] = [" ".join(pair) for pair in merges]
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)), bos_token="<s>", eos_token="</s>"
+    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}<s>{{ m.content }}\n{% else %}{{ m.content }}</s>{% endif %}"
+        "{% endfor %}"
+    )
+    one = Renderer(tokenizer, DataConfig(), max_seq_len=100)
+    row = one(Chat("f:1", (user("<s>hi</s>"), answer("hi <s>"))))
+    assert isinstance(row, TokenRow), row
+    ids = row.input_ids
+    assert (ids.count(vocabulary["<s>"]), ids.count(vocabulary["</s>"])) == (1, 1)  # the template's own
+    assert ids[-1] == vocabulary["</s>"]
+    assert row.special_in_text == 3
+    assert vocabulary["hi"] in ids  # other merges hold
+
+
+# --- a header that the prompt does not have ---------------------------------------------------------------------------
+
+_OPENS_AFTER_RESULTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>tool\n{{ m.content }}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.function.name }} {{ c.function.arguments | tojson }}]{% endfor %}"
+    "<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'tool' %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("name", [None, "trl/diffusion_gemma", "trl/diffusion_gemma_training"])
+def test_no_header_is_trained_that_the_prompt_after_a_result_lacks(tokenizer, name):
+    if name is None:
+        template = _OPENS_AFTER_RESULTS
+    elif there([name]):
+        try:
+            template = template_of(name)
+        except FileNotFoundError:
+            pytest.skip(f"this release of TRL has no {name}")
+    tokenizer.chat_template = template
+    one = Renderer(tokenizer, DataConfig(on_missing_end="train"), max_seq_len=NO_LIMIT)
+    asked = answer("", tool_calls=[call(x=1)])
+    short = (user("q"), asked, tool("r"), answer("done here"))
+    rows = [short, (*short[:3], asked, tool("s"), answer("done here"), user("p"), answer("more"))]
+    judged = 0
+    for messages in rows:
+        row = one(Chat("f:1", messages, TOOLS))
+        if isinstance(row, BadRow):
+            continue
+        judged += 1
+        for start, end in row.spans:
+            assert not row.text[start:end].startswith(("<|im_start|>", "<|turn>", "model\n", "assistant\n"))
+    assert judged or name is not None

@@ -141,8 +141,10 @@ def test_plain_text_may_have_any_label():
 
 
 INNOCENT: dict[str, list[Any]] = {
-    "label": [True, "true", 0, 1, 3, "math", "", None, 0.5, ["a"], "falsehood"],
+    "label": [True, "true", 1, 3, "math", "", None, 0.5, ["a"], "falsehood", "desirable", "1"],
     "kto_tag": [True, None],
+    "undesirable": [False, 0, None, "no"],
+    "is_desirable": [True, 1, None],
     "chosen": [True, False, None, "yes", 1],
     "rejected": [True, False, None, "", "no", "False", 0, [], {}, " "],
     "rejected_by": ["a reviewer"],
@@ -199,7 +201,12 @@ def test_what_tells_another_kind_is_found_among_any_other_columns():
     """The same with one column that does tell: refused, whatever stands beside it."""
     chance = random.Random(14)
     telling: dict[str, list[Any]] = {
-        **{key: [False, "false", " False"] for key in TAGS},
+        **{
+            key: [True, "true", 1, "1"]
+            if "un" in key
+            else [False, "false", " False", 0, "0", 0.0, "undesirable", "rejected"]
+            for key in TAGS
+        },
         **{key: ["another answer", TURNS, [{"role": "assistant", "content": "b"}], {"x": "y"}] for key in REJECTED},
         **{key: ["an other passage", ["x"], '["x", "y"]'] for key in NEGATIVES},
     }

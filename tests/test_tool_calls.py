@@ -18,7 +18,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.files import data_paths
-from sft_play.data.sources.formats import recognise, to_example
+from sft_play.data.sources.formats import Chat, recognise, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.data.splits import build_splits
 from sft_play.errors import TokenizerError
@@ -447,3 +447,67 @@ def test_a_tokenizer_without_a_default_template_takes_rows_with_tools_alone(tmp_
     assert isinstance(bad, BadRow)
     assert "rag, tool_use; set data.chat_template" in bad.detail
     assert by_transformers(tokenizer, plain_row()) is None
+
+
+# --- nulls that tables make -------------------------------------------------------------------------------------------
+
+ROWS_OF_CALLS = [
+    {
+        "messages": [
+            {"role": "user", "content": f"q{number}"},
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"type": "function", "function": {"name": name, "arguments": arguments}}]},
+            {"role": "tool", "content": "r"},
+            {"role": "assistant", "content": "a"},
+        ],
+        "tools": [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
+            key: {"type": "string", **({"enum": ["x"]} if key == "city" else {})} for key in arguments}}}}],
+    }
+    for number, (name, arguments) in enumerate([
+        ("weather", {"city": "Rome"}), ("mail", {"to": "me", "subject": "hi", "cc": ["a", None]}),
+        ("nested", {"where": {"lat": "1", "lon": "2"}}), ("weather", {"city": "Oslo"}),
+    ])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("stored", ["parquet", "arrow", "saved"])
+def test_arguments_that_a_table_made_up_are_left_out_and_counted(tmp_path, stored):
+    """Written by `datasets`, which gives every object of a column the keys of all: read back as the rows were."""
+    import datasets
+
+    from sft_play.data.sources.examples import ExampleReader
+
+    table = datasets.Dataset.from_list(ROWS_OF_CALLS)
+    told = table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]
+    path = tmp_path / {"parquet": "rows.parquet", "arrow": "rows.arrow", "saved": "saved"}[stored]
+    if stored == "parquet":
+        table.to_parquet(str(path))
+    elif stored == "saved":
+        table.save_to_disk(str(path))
+    else:
+        import pyarrow as pa
+
+        with pa.ipc.new_file(str(path), table.data.schema) as writer:
+            writer.write_table(table.data.table)
+    found = [example for _, example in ExampleReader(path, DataConfig(), split="train").numbered()]
+    for row, example in zip(ROWS_OF_CALLS, found, strict=True):
+        assert isinstance(example, Chat), example
+        assert example.messages[1]["tool_calls"][0]["function"] == row["messages"][1]["tool_calls"][0]["function"]
+        assert example.tools == tuple(row["tools"])
+    if isinstance(told, dict) and None in told.values():  # this release of datasets fills the keys
+        assert all(any("nulls in tool calls" in note for note in example.notes) for example in found)
+
+
+def test_a_null_that_somebody_wrote_into_jsonl_stays(tmp_path):
+    from sft_play.data.sources.examples import ExampleReader
+
+    row = {"messages": [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "", "tool_calls": [
+            {"type": "function", "function": {"name": "f", "arguments": {"a": None, "b": 1}}}]},
+    ]}  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    [(_, found)] = ExampleReader(tmp_path / "rows.jsonl", DataConfig(), split="train").numbered()
+    assert isinstance(found, Chat)
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
+    assert not any("nulls" in note for note in found.notes)

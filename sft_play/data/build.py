@@ -326,7 +326,7 @@ class _Maker:
             else:
                 if job.shape is not None:
                     stats.formats[job.shape.name] += 1
-                yield example
+                yield example if self._recipe.documents else self._renderer.as_chat(example)
 
     def _by_side(self, batch: Sequence[Example]) -> dict[str, list[Example]]:
         """A batch divided into what is kept and what is split off."""
@@ -344,6 +344,8 @@ class _Maker:
         if self._recipe.documents:
             documents = [TokenRow(one.where, ids, []) for one, ids in zip(batch.examples, tokens, strict=True)]
             stats.kept += len(documents)
+            texts = (one.text for one in batch.examples if isinstance(one, Text))
+            stats.special_rows += sum(self._renderer.specials.count(text) > 0 for text in texts)
             stats.tokens += sum(len(row.input_ids) for row in documents)
             writer.write(documents, batch.examples)
             return

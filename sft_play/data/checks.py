@@ -161,7 +161,16 @@ def judge_texts(survey: Survey, data: DataConfig) -> list[Finding]:
             f"{survey.special_in_text:,} special tokens are spelled in the texts of {rows_text(survey.special_rows)} "
             f"of {survey.split} (the first: {one_line(survey.first_special)})"
         )
-        if data.special_tokens_in_text == "plain":
+        if data.special_tokens_in_text == "plain" and survey.special_documents:
+            findings.append(
+                warned(
+                    "special_tokens_in_text",
+                    f"{spelled}; {rows_text(survey.special_documents)} are plain text, trained whole, with these "
+                    "tokens as the characters that spell them",
+                    "rendered chats belong into messages; data.special_tokens_in_text=control takes each for its token",
+                )
+            )
+        elif data.special_tokens_in_text == "plain":
             findings.append(passed("special tokens", f"{spelled}: tokenised as plain text"))
         else:
             findings.append(

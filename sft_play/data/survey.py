@@ -86,6 +86,8 @@ class Survey(RowStats):
     special_in_text: int = 0
     """Special tokens that texts spell."""
     first_special: str = ""
+    special_documents: int = 0
+    """Rows of plain text, of which every token is trained, that spell special tokens."""
     lengths: array[int] = field(default_factory=lambda: array("q"))
     """Tokens of each row that is kept."""
     with_bos: int = 0
@@ -124,6 +126,7 @@ class Survey(RowStats):
         self.special_in_text += whole.special_in_text
         if whole.special_in_text:
             self.first_special = self.first_special or whole.where
+            self.special_documents += whole.method == "document"
 
     def add(self, other: RowStats) -> None:
         """Add the rows of a later piece of the same split, whose rows are numbered from 1 too."""
@@ -178,10 +181,15 @@ class RowMaker:
         """The longest row."""
         return self.renderer.max_seq_len
 
+    def joins(self, *, document: bool) -> bool:
+        """Whether texts are documents that are joined; else they are rows, and one that is a rendered chat is read."""
+        return document or self.task_mode == "cpt"
+
     def of(self, examples: Sequence[tuple[int, Example]], *, document: bool = False) -> list[RowOutcome]:
         """Numbered examples, tokenised as one batch; `document`: they are the plain text of `task_mode: cpt_mixed`."""
-        joined = document or self.task_mode == "cpt"
-        expanded = [(number, one) for number, example in examples for one in self.renderer.expand(example)]
+        joined = self.joins(document=document)
+        expanded = [(number, one) for number, example in examples
+                    for one in self.renderer.expand(example if joined else self.renderer.as_chat(example))]  # fmt: skip
         taken = [one for _, one in expanded if not (joined and isinstance(one, Chat))]
         rendered = iter(self.renderer.render_all(taken))
         rows = []
@@ -362,6 +370,8 @@ class _Counting:
             if isinstance(example, BadRow):
                 survey.count_bad(example)
             else:
+                if self._maker is not None and not self._maker.joins(document=self._inquiry.document):
+                    example = self._maker.renderer.as_chat(example)
                 survey.count_content(example, number)
                 yield number, example
 

@@ -18,6 +18,7 @@ from typing import Any
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.encode import Encoder, Masked, masked_of
 from sft_play.data.masks.inexact import OTHER_PROMPT, REFUSED, Inexact
+from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
 from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, Span, TokenRow, trained_tokens
@@ -34,6 +35,11 @@ NO_END_TOKEN = "no token ends an answer, so the model would not learn to stop"
 WAYS_TO_AN_END = (
     "give data.chat_template a template whose answers end with a token of this tokenizer, or train without one with "
     "data.on_missing_end=train"
+)
+NOTE_RENDERED_CHAT = "a text that is a chat, rendered by this chat template, is read as the chat that it is"
+NOTE_LOOKS_RENDERED = (
+    "special_tokens_in_text: the text looks like a rendered chat ({mark}) of another template, and all of it is "
+    "trained, the user's turns too; give its turns as messages (make preview shows what is trained)"
 )
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 ROWS_HELPED = 20
@@ -136,6 +142,31 @@ class Renderer:
         return Specials(self.parts, ends)
 
     # Rows.
+
+    def as_chat(self, example: Example) -> Example:
+        """A text that is a chat, rendered by this template, as that chat; any other example as it is."""
+        if not isinstance(example, Text):
+            return example
+        try:
+            messages = self._rendered_chats.read(example.text) if self._rendered_chats is not None else None
+        except Inexact:
+            messages = None
+        if messages is not None:
+            return Chat(example.where, messages, notes=(*example.notes, NOTE_RENDERED_CHAT))
+        mark = looks_rendered(example.text)
+        note = NOTE_LOOKS_RENDERED.format(mark=mark)
+        return example if mark is None or note in example.notes else replace(example, notes=(*example.notes, note))
+
+    @functools.cached_property
+    def _rendered_chats(self) -> RenderedChats | None:
+        """What reads rendered chats; None without a template, or with one that cannot be used."""
+        if not self.parts.templates:
+            return None
+        try:
+            turns = self.turns()
+        except TokenizerError:
+            return None
+        return RenderedChats(turns.template, special=[text for _, text, is_special in self.parts.added if is_special])
 
     def expand(self, example: Example) -> list[Example]:
         """The example itself, or with data.multi_turn=split one for each assistant turn that is trained."""
@@ -344,8 +375,9 @@ class Renderer:
         if draft.source == TEXT:
             ids = self.document_ids(Text(draft.where, draft.text))
             return TokenRow(
-                draft.where, ids, list(ids), source=TEXT, method="document", text=draft.text, spans=tuple(draft.spans)
-            )
+                draft.where, ids, list(ids), source=TEXT, method="document", text=draft.text, spans=tuple(draft.spans),
+                special_in_text=self.specials.count(draft.text),
+            )  # fmt: skip
         if draft.special:
             encoding, spans, encoded, text, shown = self.specials.encode(draft.text, draft.spans)
         else:

@@ -180,6 +180,8 @@ class Skeletons:
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
         if is_prefix and not (index and copy[index - 1]["role"] in ("user", "tool")):
             begin = self._unasked_start(places, copy, index, tools, after=common, first=first)
+        elif is_prefix:
+            begin = common + len(self._header_at(places, copy, index, tools, at=common))
         start = None if begin is None else places.place(begin)
         after = common if last is None else last
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
@@ -199,6 +201,22 @@ class Skeletons:
             return Turn(index, reason=problem, detail=f"messages[{index}]")
         header = places.text[common:begin]
         return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header)
+
+    def _header_at(self, places: Places, copy: Sequence[Message], index: int, tools: Sequence[Any], *, at: int) -> str:
+        """The header of an assistant's turn where the text has it behind the prompt, which has none; else empty.
+
+        Templates may write no generation prompt after a tool's result, and open a turn there all the same. The header
+        is what they write as a generation prompt after a question: given, not generated.
+        """
+        if copy[index - 1]["role"] != "tool":
+            return ""
+        asked = [*copy[:index], NEXT_QUESTION]
+        try:
+            prompt, without = (self._template.rendered(asked, tools, prompt=wanted) for wanted in (True, False))
+        except RenderError:
+            return ""
+        header = prompt.removeprefix(without) if prompt.startswith(without) else ""
+        return header if header.strip() and places.text.startswith(header, at) else ""
 
     def _unasked_start(
         self,

@@ -113,6 +113,10 @@ class Specials:
             model["vocab"] = {names.get(token, token): number for token, number in vocabulary.items()}
         elif isinstance(vocabulary, list):  # Unigram: token and score
             model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+        if isinstance(model.get("merges"), list):
+            # An ordinary merge may spell a special token (`<s` and `>`). As plain text it is its parts: with the merge
+            # it would be the token itself again.
+            model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_spelled_by(merge))]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
         renamed = _rename_strings(state.get("post_processor"), names)
@@ -125,6 +129,12 @@ class Specials:
                 "data.special_tokens_in_text=control or fail"
             )
         return copy
+
+
+def _spelled_by(merge: Any) -> tuple[str, ...]:
+    """The two parts of a merge of BPE, and what they make."""
+    left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
+    return left, right, left + right
 
 
 def texts_of(messages: Sequence[Message]) -> Iterable[str]:

@@ -49,6 +49,8 @@ NOTE_TWO_IN_A_ROW = "two turns of the same role in a row (data.merge_consecutive
 NOTE_STARTS_WITH_ASSISTANT = "starts with an assistant turn"
 NOTE_ENDS_WITH_TOOL = "ends with a tool turn, which nothing answers"
 NOTE_PIECE = "a piece of a longer text, cut after a paragraph: a document of its own"
+NOTE_UNREAD_KEY = "the key {key} of a message is not read, but by a chat template that asks for it"
+NOTE_NULLS = "nulls in tool calls or tools, which tables put where a row lacks a key, are left out"
 NOTE_USER_TRAINED = "a turn of another role than assistant asks to be trained, and is not"
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f]")
@@ -419,7 +421,9 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
         messages = merge_turns(messages)
     previous = first_speaker = ""
     has_calls = False
+    unread: set[str] = set()
     for message in messages:
+        unread.update(message.pop("_unread", ()))
         role = message["role"]
         if role != "system":
             first_speaker = first_speaker or role
@@ -433,6 +437,8 @@ def _finish(chat: Chat, row: RawRow, data: DataConfig | None) -> Chat | BadRow:
                 notes.append(NOTE_EMPTY)
         elif message.pop("_asked", False):
             notes.append(NOTE_USER_TRAINED)
+    notes += [NOTE_UNREAD_KEY.format(key=one_line(key, limit=40)) for key in sorted(unread)]
+    notes += [NOTE_NULLS] if row.nulls else []
     if NOTE_EMPTY in notes and data is not None and data.drop_empty:
         return BadRow(row.where, EMPTY_ANSWER, is_asked=True)
     if first_speaker == "assistant":

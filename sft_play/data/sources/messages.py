@@ -215,6 +215,9 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
     # `weight: 1` on every message is common and asks for nothing; `train: true` on a user's turn does
     elif is_trained and role != "assistant" and item.get("train"):
         message["_asked"] = True
+    unread = tuple(key for key in item if key not in _READ_KEYS and item[key] not in (None, "", [], {}))
+    if unread:
+        message["_unread"] = unread
     # Only a message with role and content can be given to apply_chat_template, whose rendering ours must equal.
     if role_key == "role" and "content" in item:
         own = {key: value for key, value in item.items() if key not in _TRAIN_KEYS and _is_json(value)}
@@ -226,7 +229,21 @@ def _message(item: dict[str, Any], where: str, role_key: str) -> Message:
 GIVEN = "_given"
 """Key of a message that holds its author's own message, as `apply_chat_template` would be given it, where the two
 differ: another name of the role, content in parts, further keys."""
-_TRAIN_KEYS = ("train", "training", "loss", "weight", "loss_weight")
+_TRAINED_KEYS = (
+    *("train", "training", "trainable", "train_on_turn", "learn", "loss", "weight", "loss_weight", "loss_scale"),
+)
+_MASKED_KEYS = ("masked", "is_masked", "ignore", "ignored", "ignore_loss")
+_TRAIN_KEYS = (*_TRAINED_KEYS, *_MASKED_KEYS, "mask", "train_detail")
+"""Where data sets say of a message whether it is trained: 1 or true of the first says yes, of the second no. `mask` may
+mean either; `train_detail` is axolotl's, by parts of the text."""
+
+
+_READ_KEYS = frozenset(
+    {
+        *ROLE_KEYS, *_CONTENT_KEYS, *REASONING_KEYS, *_TRAIN_KEYS,
+        *("name", "tool_call_id", "call_id", "tool_plan", "tool_calls", "function_call", "id", "index"),
+    }
+)  # fmt: skip
 
 
 def as_given(message: Message) -> Message:
@@ -255,19 +272,38 @@ def _is_trained(item: Mapping[str, Any], where: str) -> bool | None:
     """Whether a message says that it is trained or not; None where it says nothing.
 
     Raises:
-        Unusable: a weight between 0 and 1 or above, or two keys that contradict each other.
+        Unusable: a weight between 0 and 1 or above, a part of a message, a key that may mean either, or two keys that
+            contradict each other.
     """
-    weights: dict[str, bool] = {}
+    said: dict[str, bool] = {}
     for key in _TRAIN_KEYS:
         value = item.get(key)
         if value is None:
             continue
+        if key == "train_detail":
+            said[key] = _trained_by_parts(value, where)
+            continue
         if not isinstance(value, (bool, int, float)) or value not in (0, 1):
             raise Unusable("a loss weight other than 0 and 1", f"{where}.{key} is {shown(value)}; it is not rounded")
-        weights[key] = bool(value)
-    if len(set(weights.values())) > 1:  # such as train: true beside weight: 0
-        raise Unusable("a message is both trained and not", f"{where}: {shown(weights)}")
-    return next(iter(weights.values()), None)
+        if key == "mask":
+            raise Unusable(
+                "a message has a mask, which may mean that it is trained or that it is not",
+                f"{where}.mask is {shown(value)}; write train: true or train: false",
+            )
+        said[key] = bool(value) is (key in _TRAINED_KEYS)
+    if len(set(said.values())) > 1:  # such as train: true beside weight: 0
+        given = {key: item[key] for key in said}
+        raise Unusable("a message is both trained and not", f"{where}: {shown(given)}")
+    return next(iter(said.values()), None)
+
+
+def _trained_by_parts(value: Any, where: str) -> bool:
+    """Axolotl's `train_detail`, where all parts of the text say the same; raises Unusable for anything else."""
+    parts = value if isinstance(value, list) else [value]
+    said = {part.get("train") if isinstance(part, dict) else None for part in parts}
+    if len(said) != 1 or not isinstance(next(iter(said)), bool):
+        raise Unusable("a part of a message is to be trained, and whole messages are", f"{where}.train_detail")
+    return bool(said.pop())
 
 
 def _role(given: Any, where: str, *, is_result: bool = False) -> str:
@@ -324,7 +360,8 @@ def _join_parts(parts: list[Any], where: str) -> str:
         text = _first(part, "text", "value") if isinstance(part, dict) else part
         if isinstance(kind, str) and kind in _SKIPPED_PARTS:
             continue  # read by _reasoning_of and _calls_of
-        if not isinstance(text, str) or (kind is not None and kind not in _TEXT_PARTS):
+        is_text = kind is None or (isinstance(kind, str) and kind in _TEXT_PARTS)
+        if not isinstance(text, str) or not is_text:
             raise Unusable("a content part is not text", f"{where} has a part {shown(part)}")
         texts.append(text)
     return "".join(texts)

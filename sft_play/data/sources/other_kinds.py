@@ -13,8 +13,10 @@ from typing import Any
 from sft_play.data.sources.messages import Unusable, shown, unpacked
 from sft_play.log import one_line
 
-TAGS = ("label", "kto_tag")
+TAGS = ("label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_chosen", "undesirable", "is_undesirable")
 """Where rows of KTO say whether an answer is wanted."""
+_UNWANTED = frozenset({"false", "0", "0.0", "undesirable", "unwanted", "rejected", "dispreferred"})
+"""What they say of one that is not, as text; of a name with `un` the contrary."""
 REJECTED = (
     *("rejected", "rejected_response", "response_rejected", "rejected_answer", "rejected_completion"),
     *("rejected_output", "rejected_messages", "rejected_conversations", "non_preferred_output", "dispreferred"),
@@ -24,7 +26,7 @@ CHOICES = ("choices", "options")
 TELLTALES = frozenset({*TAGS, *REJECTED, *NEGATIVES, *CHOICES})
 """Every row that `refuse_other_kind` refuses has at least one of these keys, so that others need no closer look."""
 
-UNWANTED = "is false: an answer that is not wanted (KTO)"
+UNWANTED = "an answer that is not wanted (KTO)"
 PREFERENCE = "preferences (a chosen and a rejected answer, as for DPO), which are not supervised examples"
 RETRIEVAL = "pairs and negatives for retrieval or embeddings, which are not supervised examples"
 CHOICE = "multiple choice, whose answer is a mark in a column that the prompt does not show"
@@ -38,11 +40,10 @@ def refuse_other_kind(data: Mapping[str, Any], needs: Sequence[str], *, is_text:
 
     `is_text`: the format is plain text, which may have any label beside it.
     """
-    # a text that says false counts too, as CSV has it
-    tag = next((key for key in TAGS if key in data and str(data[key]).strip().lower() == "false"), None)
+    tag = next((key for key in TAGS if key in data and _says_unwanted(key, data[key])), None)
     if tag is not None and not is_text:
         raise Unusable(
-            f"{tag} {UNWANTED}",
+            f"{tag} is {str(data[tag]).strip().lower()}: {UNWANTED}",
             f"data.on_bad_row=skip leaves such rows out and trains the wanted ones; {_all_the_same(needs)}",
         )
     rejected = next((key for key in REJECTED if key in data and _is_answer(data[key])), None)
@@ -55,6 +56,12 @@ def refuse_other_kind(data: Mapping[str, Any], needs: Sequence[str], *, is_text:
     choices = next((key for key, value in lists.items() if isinstance(value, (list, dict)) and len(value) > 1), None)
     if choices is not None and not is_text and _is_mark(data[needs[-1]], lists[choices]):
         raise Unusable(CHOICE, f"{choices} is there; write the choices into the question; {_all_the_same(needs)}")
+
+
+def _says_unwanted(tag: str, value: Any) -> bool:
+    """Whether a tag says that the answer is one not to give: as a truth value, a number, or the text of one."""
+    said = str(value).strip().lower()
+    return said in ("true", "1", "1.0") if tag.removeprefix("is_").startswith("un") else said in _UNWANTED
 
 
 def _all_the_same(needs: Sequence[str]) -> str:

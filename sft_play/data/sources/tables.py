@@ -309,7 +309,31 @@ def _table_row(row: dict[str, Any], where: str, *, is_plain: bool) -> RawRow | B
         return BadRow(where, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
         return BadRow(where, "nested too deeply")
-    return RawRow(where, {str(key): value for key, value in data.items() if value is not None})
+    left_out = [0]
+    kept = {str(key): _without_nulls(value, key, left_out) for key, value in data.items() if value is not None}
+    return RawRow(where, kept, nulls=left_out[0])
+
+
+_CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions"})
+_CALL_PARTS = frozenset({"tool_call", "function_call"})
+
+
+def _without_nulls(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
+    """A cell whose tool calls and tools have no keys with null, which are counted.
+
+    A table gives every object of a column the keys of all: a call of one function gets the arguments of every other.
+    """
+    is_call = is_call or key in _CALL_KEYS
+    if isinstance(value, list):
+        if not is_call and value and not isinstance(value[0], (dict, list)):
+            return value
+        return [_without_nulls(item, None, left_out, is_call=is_call) for item in value]
+    if not isinstance(value, dict):
+        return value
+    is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PARTS)
+    kept = {name: item for name, item in value.items() if item is not None} if is_call else value
+    left_out[0] += len(value) - len(kept)
+    return {name: _without_nulls(item, name, left_out, is_call=is_call) for name, item in kept.items()}
 
 
 def _json_value(value: Any) -> Any:
