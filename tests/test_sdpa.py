@@ -246,7 +246,8 @@ MODEL = {
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing):
-    """Four layers of a grouped model, two rows of 1,024 tokens, 3% at most apart; fp32 has no kernel of cuDNN."""
+    """Four layers of a grouped model, two rows of 1,024 tokens: 1% at most apart, with checkpointing 3%; fp32 has no kernel of
+    cuDNN."""
     half = dtype == "bfloat16"
     precision = Precision(compute=dtype, load=dtype, reason="")
     base = StepSettings(
@@ -262,7 +263,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
     shape = parse_config(MODEL, name="m")
     planned = {on: estimate(config, shape, precision, dataclasses.replace(step, cudnn=on)) for on in (True, False)}
     for on in (True, False):
-        assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if half else 0.06)
+        assert planned[on].allocated == pytest.approx(traced[on].allocated, rel=0.03 if checkpointing else 0.01)
     if not half:
         assert traced[True].allocated == traced[False].allocated
         assert planned[True].allocated == planned[False].allocated
