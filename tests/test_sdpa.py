@@ -246,8 +246,8 @@ MODEL = {
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing):
-    """Four layers of a grouped model, two rows of 1,024 tokens: 1% at most apart, with checkpointing 3%; fp32 has no kernel of
-    cuDNN."""
+    """Four layers of a grouped model, two rows of 1,024 tokens: 1% at most apart, with checkpointing 3%; fp32
+    has no kernel of cuDNN."""
     half = dtype == "bfloat16"
     precision = Precision(compute=dtype, load=dtype, reason="")
     base = StepSettings(
