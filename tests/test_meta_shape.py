@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import UnknownArchitecture, parse_config
+from sft_play.facts.architecture import UnknownArchitecture, config_json, parse_config
 from sft_play.trace import remembered
+from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.remembered import cached_shape
 
@@ -85,6 +88,23 @@ def test_an_unknown_type_is_measured_whole(kind):
     )
     assert weights == sum(linear.weights * count for linear, count in shape.linears)
     assert "activations are estimated" in shape.note
+
+
+@pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"])
+def test_a_config_that_transformers_wrote_is_read(kind, tmp_path):
+    """Their `time_step_limit` ends at infinity, which JSON lacks."""
+    from transformers import AutoConfig
+
+    sizes = {"num_hidden_layers": 4} if kind == "nemotron_h" else {**SMALL, **UNKNOWN.get(kind, {})}
+    written = AutoConfig.for_model(kind, **sizes, time_step_limit=[0.0, float("inf")])
+    written.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    read = config_json(str(tmp_path))
+    assert read["time_step_limit"] == [0.0, float("inf")]
+    assert trace_config_of(SimpleNamespace(model=read)).time_step_limit[1] == float("inf")
+    (tmp_path / "cache").mkdir()
+    first = cached_shape(read, name="m", folder=tmp_path / "cache")
+    assert cached_shape(read, name="m", folder=tmp_path / "cache", measure=None) == first
 
 
 def test_a_hybrid_says_which_blocks_have_no_attention():

@@ -19,6 +19,7 @@ from sft_play.facts.architecture import shape_of
 from sft_play.facts.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import named
 from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.planner.advice import largest
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.advice.whatif import grid
@@ -266,15 +267,55 @@ def test_a_number_of_thousands_of_digits_is_no_config(tmp_path: Path):
         shape_of(str(tmp_path))
 
 
-@pytest.mark.parametrize("method", ["gptq", "awq", "fp8"])
-def test_weights_that_are_stored_quantised_are_said(method, command: Command, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": {"quant_method": method}}))
-    words = ["plan", "--config", LORA, "--hardware", "1xH100", f"model.name={tmp_path}"]
-    code, said = command(*words)
-    assert code == 0
-    assert f"are stored quantised ({method}), which training refuses" in said
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    assert "stored quantised" not in command(*words)[1]
+STORED = [
+    *[({"quant_method": method}, "qlora", f"({method})") for method in ("gptq", "awq", "fp8", "mxfp4", "hqq", "bitnet")],
+    ({"bits": 4}, "qlora", "(unknown method)"),
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "lora", "(bitsandbytes)"),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "qlora", "(bitsandbytes, 8 bits)"),
+    ({"quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False}, "qlora", None),
+    ({"load_in_4bit": True}, "qlora", None),
+    (None, "lora", None),
+]
+
+
+@pytest.mark.parametrize("place", ["outside", "text_config"])
+@pytest.mark.parametrize(("stored", "mode", "said"), STORED)
+def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
+    stored, mode, said, place, command: Command, tmp_path: Path
+):
+    from sft_play.planner.precision import choose_precision
+    from sft_play.training.model_spec import build_model_spec
+
+    fields = {**LLAMA, "quantization_config": stored}
+    if place == "text_config":
+        fields = {"model_type": "gemma3", "text_config": {**LLAMA, "model_type": "gemma3_text", "head_dim": 16}}
+        fields["text_config"]["quantization_config"] = stored
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    settings = [f"model.name={tmp_path}", f"tuning.mode={mode}", "data.packing=none"]
+    code, printed = command("plan", "--config", LORA, "--hardware", "1xH100", *settings)
+    run = load_config(Path(LORA), overrides=settings).config
+    precision = choose_precision(run, named("1xH100"), shape_of(str(tmp_path)))
+    if said is None:
+        assert (code, "quantised (" in printed) == (0, False), printed
+        assert build_model_spec(run, precision, tokenizer_size=100).vocab_size == 1000
+        return
+    assert code == 2
+    assert f"already quantised {said}" in printed
+    assert "Launch" not in printed
+    with pytest.raises(ModelError) as refused:
+        build_model_spec(run, precision, tokenizer_size=100)
+    assert str(refused.value) in " ".join(printed.split())
+
+
+@pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b", "deepseek-ai/DeepSeek-V3"])
+def test_a_known_model_with_quantised_weights_is_refused_and_never_proposed(name, command: Command, monkeypatch):
+    words = ["plan", "--config", LORA, "model.max_seq_len=512"]
+    for mode in ("lora", "qlora"):
+        code, printed = command(*words, "--hardware", "8xH200", f"model.name={name}", f"tuning.mode={mode}")
+        assert (code, "already quantised" in printed, "Launch" in printed) == (2, True, False)
+    monkeypatch.setattr(largest, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
+    request = PlanRequest(config("model.max_seq_len=512"), shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
+    assert largest_that_fits("model", request).value == "Qwen/Qwen2.5-0.5B"
 
 
 def test_the_words_fit_the_numbers():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import os
 import re
 import shlex
@@ -17,12 +16,11 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.overrides import split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
-from sft_play.facts.architecture import config_json
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import missing_kernels
 from sft_play.launch.device import machine_for, say_unseen
 from sft_play.launch.given_value import DEFAULT_PORT
-from sft_play.log import escape_control, one_line
+from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.whatif import Largest, Question, grid, question
@@ -33,8 +31,6 @@ from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.over_ranks import common_layout, refuse_strategy
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for
 from sft_play.starting.row_survey import count_if_quick, known_rows
-
-logger = logging.getLogger(__name__)
 
 HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}
 FIRST_NODE = "NODE0"
@@ -53,7 +49,6 @@ def run(request: Request) -> Answer:
     for cell in asked_cells:
         with _in_cell(cell):
             configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
-    _warn_if_quantised(loaded.config)
     strategy = request.options.strategy
     only = (strategy,) if strategy else LAYOUT_NAMES
     base = loaded.config
@@ -160,15 +155,6 @@ def _in_cell(cell: tuple[str, ...]) -> Iterator[None]:
         yield
     except SftPlayError as error:
         raise type(error)(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
-
-
-def _warn_if_quantised(config: RunConfig) -> None:
-    """Warn where the stored weights are quantised in a way that a run would refuse to load."""
-    stored = config_json(config.model.name, revision=config.model.revision).get("quantization_config")
-    method = stored.get("quant_method", "unknown method") if isinstance(stored, dict) else None
-    if method is not None and not (method == "bitsandbytes" and config.tuning.mode == "qlora"):
-        logger.warning("the weights of %s are stored quantised (%s), which training refuses; this is the plan of the "
-                       "unquantised model", config.model.name, one_line(str(method)))  # fmt: skip
 
 
 def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:

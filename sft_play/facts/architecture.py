@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,6 +32,7 @@ __all__ = [
     "hub_answers",
     "local_folder",
     "parse_config",
+    "refuse_quantised",
     "refuse_remote_code",
     "shape_of",
 ]
@@ -59,6 +61,30 @@ def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
             f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
             "you have read it and set model.trust_remote_code=true"
         )
+
+
+def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
+    """Raises ModelError where the stored weights are quantised in a way that `tuning.mode` does not train.
+
+    Only bitsandbytes' 4 bits are trained as they are stored, by qlora.
+    """
+    parts = [config, config.get("text_config")]  # an image-text model's config has it in either
+    stored = next((part["quantization_config"] for part in parts if _is_given(part, "quantization_config")), None)
+    if stored is None:
+        return
+    fields = stored if isinstance(stored, Mapping) else {}
+    four_bit, eight_bit = (any(fields.get(f"{at}load_in_{bits}bit") for at in ("", "_")) for bits in (4, 8))
+    method = fields.get("quant_method") or ("bitsandbytes" if four_bit or eight_bit else "unknown method")
+    if method != "bitsandbytes" or eight_bit or mode != "qlora":
+        bits = ", 8 bits" if eight_bit else ""
+        raise ModelError(
+            f"the weights of {one_line(name)} are already quantised ({one_line(str(method))}{bits}); take the "
+            "unquantised model: tuning.mode=qlora quantises it while loading"
+        )
+
+
+def _is_given(part: object, key: str) -> bool:
+    return isinstance(part, Mapping) and part.get(key) is not None
 
 
 def _is_native(model_type: str) -> bool:
@@ -123,13 +149,20 @@ def _read_config(folder: Path, name: str) -> Config:
         hint = "; it holds an adapter: give the folder of the base model" if is_adapter else ""
         raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
     except (ValueError, RecursionError) as error:  # not text, not JSON, or a number with thousands of digits
         raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from None
     refuse_other_models(config, name=name)
     return dict(config)
+
+
+def _untagged(value: Config) -> Any:
+    """A number that JSON lacks, from the tag that transformers writes for it (`_encode_special_floats`, 5.23); any
+    other object as it is."""
+    tag = value.get("__float__")
+    return float(tag) if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN") else value
 
 
 def _fetch_config(name: str, revision: str | None) -> Config:

@@ -1,7 +1,7 @@
 """Shapes of the models in the shipped configs and of the most used others: they can be planned without a network.
 
-Each row holds the part of the published config.json that determines sizes, where it was read, and the published number
-of parameters where that was read too. Models of the same shape (base, instruct, successors) share a row.
+Each row holds the part of the published config.json that determines sizes, how the weights are stored where they are
+quantised, where it was read, and the published number of parameters where that was read too. Models of the same shape (base, instruct, successors) share a row.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _olmo2(*sizes: int) -> Config:
 def _gpt_oss(layers: int, experts: int) -> Config:
     return {"model_type": "gpt_oss", **_sizes(2880, 2880, layers, 64, 8, 201_088, 131_072), "head_dim": 64,
             "num_local_experts": experts, "num_experts_per_tok": 4, "sliding_window": 128,
-            "attention_bias": True}  # fmt: skip
+            "attention_bias": True, "quantization_config": {"quant_method": "mxfp4"}}  # fmt: skip
 
 
 def _deepseek_v3() -> Config:
@@ -133,6 +133,7 @@ def _deepseek_v3() -> Config:
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
+        "quantization_config": {"quant_method": "fp8"},
     }
 
 

@@ -9,7 +9,14 @@ from collections.abc import Callable
 from sft_play.config.schema import RunConfig
 from sft_play.data.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
-from sft_play.facts.architecture import ModelShape, UnknownArchitecture, config_json, shape_of
+from sft_play.facts.architecture import (
+    ModelShape,
+    UnknownArchitecture,
+    config_json,
+    parse_config,
+    refuse_quantised,
+    refuse_remote_code,
+)
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries, missing_kernels
 from sft_play.launch.device import machine_for
@@ -26,19 +33,22 @@ logger = logging.getLogger(__name__)
 
 
 def shape_for(config: RunConfig) -> ModelShape:
-    """The model's shapes; for a class that the tables lack they are measured on the meta device."""
+    """The model's shapes; for a class that the tables lack they are measured on the meta device.
+
+    Raises:
+        ModelError: it is no model that a run with this config trains.
+    """
     model = config.model
+    fields = config_json(model.name, revision=model.revision)
+    refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
+    refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     try:
-        return shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        return parse_config(fields, name=model.name)
     except UnknownArchitecture as error:
         logger.info("%s; its class is measured on the meta device", error)
         from sft_play.trace.remembered import cached_shape
 
-        return cached_shape(
-            config_json(model.name, revision=model.revision),
-            name=model.name,
-            trust_remote_code=model.trust_remote_code,
-        )
+        return cached_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
 
 
 def has_eval(config: RunConfig) -> bool:

@@ -19,7 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sft_play.config.schema import RunConfig
 from sft_play.data.packing import wants_packing
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.architecture import local_folder, refuse_quantised
 from sft_play.log import one_line
 from sft_play.planner.experts import Experts
 from sft_play.planner.layout import SINGLE, Layout
@@ -89,6 +89,7 @@ def build_model_spec(
         ConfigError: packing is on, and the class does not keep the chats of a row apart.
     """
     whole = _whole_config(config)
+    refuse_quantised(whole.to_dict(), name=config.model.name, mode=config.tuning.mode)
     hf_config = whole.get_text_config()
     is_text_tower = hf_config is not whole
     notes = []
@@ -206,19 +207,12 @@ def _model_class(hf_config: Any, config: RunConfig) -> Any:
     """The class that the model is built from; `nn.Module` for code that comes with the model.
 
     Raises:
-        ModelError: it is an encoder or a classifier, its weights are already quantised in another way, or the class is
-            unknown.
+        ModelError: it is an encoder or a classifier, or the class is unknown.
     """
     others = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     other = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(others)), None)
     if other is not None:
         raise ModelError(f"{config.model.name} is a {other}, not a causal language model; take the language model")
-    method = (getattr(hf_config, "quantization_config", None) or {}).get("quant_method")
-    if method is not None and not (method == "bitsandbytes" and config.tuning.mode == "qlora"):
-        raise ModelError(
-            f"the weights of {config.model.name} are already quantised ({one_line(str(method))}); take the unquantised "
-            "model: tuning.mode=qlora quantises it while loading"
-        )
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):

@@ -9,7 +9,7 @@ import dataclasses
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.architecture import ModelShape, shape_of
+from sft_play.facts.architecture import ModelShape, config_json, refuse_quantised, shape_of
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.planner.advice.whatif import LONGEST, SEQ_STEP, Largest, Question, largest
 from sft_play.planner.batching import BatchPlan, effective_batch
@@ -100,9 +100,10 @@ def _model(request: PlanRequest) -> Largest:
     for name in KNOWN_MODELS:
         try:
             shape = shape_of(name)
+            refuse_quantised(config_json(name), name=name, mode=config.tuning.mode)
             check_targets(config, shape)
             choose_precision(config, request.hardware, shape)
-        except SftPlayError:  # adapters on layers that this model does not have, or values beyond fp16's range
+        except SftPlayError:  # quantised weights, targets that it does not have, values beyond fp16's range
             continue
         if (shape.max_positions or LONGEST) >= config.model.max_seq_len:
             shapes.setdefault(shape.params, shape)  # models of the same size share a row: the first name stands
