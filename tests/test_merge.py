@@ -55,6 +55,45 @@ def gemma3_with_images():
     return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
 
 
+def qwen3_moe(**changes):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **changes}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, vocab_size=400, **experts))
+
+
+def qwen3_5_moe_with_images():
+    from transformers import Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration
+
+    torch.manual_seed(0)
+    text = {
+        **SMALL, "vocab_size": 400, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    }  # fmt: skip
+    vision = {"hidden_size": 32, "intermediate_size": 64, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+    return Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeConfig(text_config=text, vision_config=vision))
+
+
+def one_by_one(base: Path) -> Path:
+    """The base with each expert's projections as tensors of their own, as such models are published."""
+    (file,) = base.glob("*.safetensors")
+    tensors = {}
+    for name, tensor in load_file(file).items():
+        place, _, leaf = name.rpartition(".experts.")
+        if place and leaf in ("gate_up_proj", "down_proj"):
+            for expert, weight in enumerate(tensor):
+                halves = weight.chunk(2) if leaf == "gate_up_proj" else [weight]
+                for part, half in zip(leaf.removesuffix("_proj").split("_"), halves, strict=True):
+                    tensors[f"{place}.experts.{expert}.{part}_proj.weight"] = half.contiguous()
+        else:
+            tensors[name] = tensor
+    assert any(name.endswith((".experts.3.up_proj.weight", ".experts.3.w1.weight")) for name in tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+    return base
+
+
 def ids() -> torch.Tensor:
     return torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(3))
 
@@ -79,7 +118,9 @@ BASES = {
         lambda: llama(vocab_size=300, tie_word_embeddings=True), {"modules_to_save": ["embed_tokens", "lm_head"]},
     ),
     "experts": (mixtral, {}),
+    "a file for each expert": (qwen3_moe, {}),
     "text tower": (gemma3_with_images, {}),
+    "text tower with experts": (qwen3_5_moe_with_images, {}),
 }  # fmt: skip
 
 
@@ -87,7 +128,9 @@ BASES = {
 @pytest.mark.parametrize("kind", BASES)
 def test_the_merged_model_is_base_and_adapter(tmp_path, kind):
     build, lora = BASES[kind]
-    base = make_base(tmp_path / "base", build(), max_shard_size="100KB")
+    base = make_base(tmp_path / "base", build(), max_shard_size="1GB" if "expert" in kind else "100KB")
+    if "expert" in kind:
+        one_by_one(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
     merged = merge_run(run, file_bytes=100_000)
     assert merged.is_streamed
@@ -116,7 +159,9 @@ def test_trained_embeddings_are_saved_once(tmp_path, kind):
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-@pytest.mark.parametrize("kind", ["llama", "tied, trained embeddings", "tied, trained head", "text tower"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "tied, trained embeddings", "tied, trained head", "text tower", "text tower with experts"]
+)
 def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
     """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
     names = merged_weights._target_names
@@ -124,6 +169,8 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
     monkeypatch.setattr(merged_weights, "_target_names", converted)
     build, lora = BASES[kind]
     base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)
+    if "expert" in kind:
+        one_by_one(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
     merged = merge_run(run, dtype="fp32")
     assert not merged.is_streamed
@@ -136,6 +183,41 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
     assert streamed.is_streamed
     torch.testing.assert_close(logits(load_folder(streamed.path)), logits(whole), rtol=0, atol=0)
     assert merged.is_untied == streamed.is_untied == ("tied" in kind)
+
+
+def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypatch, caplog):
+    """As a layout of experts would be for which there is no rule: merged in RAM, where transformers names them."""
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
+    one_name = lambda self, key: key.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router.")  # noqa: E731
+    monkeypatch.setattr(merged_weights.MergedWeights, "_out_name", one_name)
+    merged = merge_run(run)
+    assert not merged.is_streamed
+    assert "whole model is loaded into RAM" in caplog.text
+    torch.testing.assert_close(logits(load_folder(merged.path)), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        (lambda name, tensor: None if "q_proj" in name else tensor, "2 are missing, such as model.layers.0.self_attn"),
+        (lambda name, tensor: tensor[:8].clone() if "v_proj" in name else tensor, "2 have another shape, such as "),
+        (lambda name, tensor: None if ".experts.2.up" in name else tensor, "conversion of the weights"),
+    ],
+)
+def test_a_merge_whose_files_are_not_the_classes_is_refused(tmp_path, monkeypatch, lost, message):
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", make_base(tmp_path / "base", qwen3_moe()))))
+    write = merged_weights.stream.write
+
+    def spoilt(folder, *args, **options):
+        write(folder, *args, **options)
+        file = folder / "model.safetensors"
+        kept = {name: lost(name, tensor) for name, tensor in load_file(file).items()}
+        save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, file, {"format": "pt"})
+
+    monkeypatch.setattr(merged_weights.stream, "write", spoilt)
+    with pytest.raises(ModelError, match=message):
+        merge_run(run)
+    assert not (run.folder.path / "merged").exists()
 
 
 @pytest.mark.parametrize(

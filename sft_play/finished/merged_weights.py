@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import logging
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,8 +17,10 @@ from torch import nn
 from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.adapted_model import AdaptedModel
 from sft_play.finished.run import tensor_shapes
+from sft_play.log import one_line
 from sft_play.training import stream
-from sft_play.training.model_loading import DTYPES, TEXT_TOWER_KEYS, read_model
+from sft_play.training.full_state_dict import tied_names
+from sft_play.training.model_loading import DTYPES, TEXT_TOWER_KEYS, no_load_report, read_model
 from sft_play.training.model_saving import saved_dtypes, write_weights
 from sft_play.units import gib
 
@@ -40,7 +45,7 @@ class MergedWeights:
         # files hold a tied tensor once, under its source's name
         trained_whole = (name for name in adapted.whole if name not in adapted.untied and name not in adapted.tied)
         wanted = {*adapted.layers, *trained_whole, *adapted.quantized}
-        self.is_streamed = wanted <= there
+        self.is_streamed = wanted <= there and self._misfit(self._shapes()) is None
         """Whether no more than an output file was ever in RAM."""
 
     def _dtype_of_files(self) -> torch.dtype:
@@ -61,25 +66,60 @@ class MergedWeights:
         return int(numbers * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
-        """Write the weights into a folder."""
-        if not self.is_streamed:
+        """Write the weights into a folder.
+
+        Raises:
+            ModelError: the files are not the class's, by names and shapes.
+        """
+        if self.is_streamed:
+            shapes, tensors = dict(self._shapes()), self._merged_tensors()
+            stream.write(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
+        else:
             self._write_through_model(folder)
-            return
-        shapes = dict(self._shapes())
-        stream.write(folder, self._merged_tensors(), shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
+        misfit = self._misfit((name, shape) for name, (_, shape, _) in tensor_shapes(folder).items())
+        if misfit is not None:
+            raise ModelError(f"the merged weights are not those of a {type(self._adapted.plain).__name__}: {misfit}")
+
+    def _misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
+        """What the class would miss or find too much or of another shape in these tensors, as transformers loads them;
+        None if nothing."""
+        adapted, tensors = self._adapted, dict[str, torch.Tensor]()
+        for name, shape in shapes:
+            if name in tensors:
+                return f"two tensors would be {name}"
+            tensors[name] = torch.empty(shape, device="meta")
+        own, extra = type(adapted.plain), set(tensors) - set(self._tensors)
+        config = copy.deepcopy(adapted.plain.config)
+        config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied
+        try:
+            with no_load_report():
+                model, found = own.from_pretrained(
+                    None, config=config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )  # fmt: skip
+        except (RuntimeError, ValueError) as error:  # experts of different numbers cannot be joined
+            return one_line(str(error), limit=300)
+        kinds = {
+            "are missing": set(found["missing_keys"]) - tied_names(model),
+            "have another shape": {str(item[0]) for item in found["mismatched_keys"]},
+            "are unknown to it": set(found["unexpected_keys"]) & extra,  # the base's own unused ones are kept
+        }
+        return next((f"{len(names)} {what}, such as {min(names)}" for what, names in kinds.items() if names), None)
 
     def _out_name(self, key: str) -> str | None:
         """The name of a base's tensor in the result; None where it has no place there.
 
         The base's own names are kept, so that other engines read the result as they read the base. A text tower's
-        become those of its class.
+        become those of its class; of one that is joined with others when it is loaded, only what precedes the tower.
         """
         target, is_converted = self._targets[key]
         if target in self._adapted.tied or target in self._adapted.untied:
             return None
         if not self._adapted.model_spec.is_text_tower:
             return key
-        return target if is_converted or target in self._adapted.names else None
+        if target not in self._adapted.names:
+            return None
+        return functools.reduce(_renamed, TEXT_TOWER_KEYS.items(), key) if is_converted else target
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for key, (_, shape, _) in self._tensors.items():
@@ -142,6 +182,10 @@ class MergedWeights:
             for name, parameter in model.named_parameters(remove_duplicate=True):
                 parameter.data = adapted.tensor(name, parameter.data).to(parameter.dtype)
         write_weights(model, folder, native_names=adapted.model_spec.is_text_tower, dtype=self.dtype)
+
+
+def _renamed(name: str, rule: tuple[str, str]) -> str:
+    return re.sub(*rule, name)
 
 
 def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tuple[str, bool]]:

@@ -92,7 +92,7 @@ def read_model(
         chosen["key_mapping"] = TEXT_TOWER_KEYS
     where = location(config)
     try:
-        with _no_load_report():
+        with no_load_report():
             model, info = AutoModelForCausalLM.from_pretrained(where, **chosen)
     except torch.OutOfMemoryError:  # a RuntimeError that `out_of_memory_explained` words
         raise
@@ -117,7 +117,7 @@ def read_model(
 
 
 @contextlib.contextmanager
-def _no_load_report() -> Iterator[None]:
+def no_load_report() -> Iterator[None]:
     """transformers' table of missing and unused tensors switched off: both are checked and reported here."""
     table = logging.getLogger("transformers.modeling_utils")
     level = table.level
