@@ -20,8 +20,8 @@ from sft_play.errors import ModelError
 from sft_play.facts.families import TENSOR_PARALLEL
 from sft_play.planner.layout import Layout
 from sft_play.training import context_parallel, tensor_parallel
+from sft_play.training.adapter_trial import linear_layers
 from sft_play.training.collate import Collator
-from sft_play.training.lora_config import linear_layers
 from tests.ranks import write_found
 
 RANKS = 2

@@ -112,7 +112,12 @@ def test_a_config_json_that_is_none_says_so(tmp_path, content, message):
 def test_numbers_that_json_lacks_are_read_as_transformers_writes_them(tmp_path):
     """`{"__float__": "Infinity"}`; an object that is no such tag stays as it is."""
     tags = {"limit": [0.0, {"__float__": "Infinity"}], "low": {"__float__": "-Infinity"}, "gap": {"__float__": "NaN"}}
-    others = {"a": {"__float__": "x"}, "b": {"__float__": 1.0}, "c": {"__float__": "NaN", "d": 1}, "e": {"__float__": []}}
+    others = {
+        "a": {"__float__": "x"},
+        "b": {"__float__": 1.0},
+        "c": {"__float__": "NaN", "d": 1},
+        "e": {"__float__": []},
+    }
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bamba", **tags, "others": others}))
     found = config_json(str(tmp_path))
     assert (found["limit"], found["low"], found["others"]) == ([0.0, math.inf], -math.inf, others)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import UnknownArchitecture, config_json, parse_config
-from sft_play.trace import remembered
 from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.remembered import cached_shape
@@ -62,7 +60,7 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
             cached_shape({**config, **changed}, name="m", folder=tmp_path, measure=again, **options)
     file.write_text('{"name": "m"}')
     assert cached_shape(config, name="m", folder=tmp_path) == first
-    monkeypatch.setattr(remembered, "version_of", lambda library: "99")
+    monkeypatch.setattr("sft_play.facts.remembered.version_of", lambda library: "99")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         cached_shape(config, name="m", folder=tmp_path, measure=again)
 

@@ -268,7 +268,10 @@ def test_a_number_of_thousands_of_digits_is_no_config(tmp_path: Path):
 
 
 STORED = [
-    *[({"quant_method": method}, "qlora", f"({method})") for method in ("gptq", "awq", "fp8", "mxfp4", "hqq", "bitnet")],
+    *[
+        ({"quant_method": method}, "qlora", f"({method})")
+        for method in ("gptq", "awq", "fp8", "mxfp4", "hqq", "bitnet")
+    ],
     ({"bits": 4}, "qlora", "(unknown method)"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "lora", "(bitsandbytes)"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "qlora", "(bitsandbytes, 8 bits)"),

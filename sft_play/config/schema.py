@@ -101,7 +101,8 @@ class LoraConfig(Section):
     target_modules: Literal["auto"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf(
         "auto", owner="training.lora_config"
     )
-    """Modules that get an adapter; auto means every linear layer of the language model, never lm_head."""
+    """Modules that get an adapter; auto means every linear layer of the language model that takes one, never
+    lm_head."""
 
     modules_to_save: tuple[Name, ...] = leaf((), owner="training.lora_config")
     """Modules that are fully trained and saved with the adapter."""

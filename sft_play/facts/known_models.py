@@ -1,7 +1,8 @@
 """Shapes of the models in the shipped configs and of the most used others: they can be planned without a network.
 
 Each row holds the part of the published config.json that determines sizes, how the weights are stored where they are
-quantised, where it was read, and the published number of parameters where that was read too. Models of the same shape (base, instruct, successors) share a row.
+quantised, where it was read, and the published number of parameters where that was read too. Models of the same shape
+(base, instruct, successors) share a row.
 """
 
 from __future__ import annotations

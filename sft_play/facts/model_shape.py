@@ -30,7 +30,7 @@ class Linear:
     outputs: int
     bias: bool = False
     adaptable: bool = True
-    """Whether an adapter on it stays there: PEFT moves some to routed experts (`families.MOVED_BY_PEFT`)."""
+    """Whether it takes an adapter (`families.why_no_adapter`, `training/adapter_trial`)."""
 
     @property
     def name(self) -> str:
@@ -50,6 +50,46 @@ class Linear:
     def matches(self, target: str) -> bool:
         """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`, `attn.c_proj`)."""
         return self.path == target or self.path.endswith(f".{target}")
+
+
+@dataclass(frozen=True)
+class AdapterPlaces:
+    """Where adapters go in a class that the table of families does not have."""
+
+    targets: tuple[str, ...]
+    """What `target_modules: auto` gives to PEFT: ends of the names of layers."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """Linear layers that get none, by full names with * for numbers, and why."""
+    untried: str = ""
+    """Why no small model of the class could be tried; then every linear layer gets one."""
+
+    def given(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
+        """PEFT's targets for those of the YAML: where one would match a layer that is left out too, the others that it
+        matches."""
+        if targets == "auto":
+            return list(self.targets)
+        found: dict[str, None] = {}
+        for target in targets:
+            is_clean = not any(f".{path}".endswith(f".{target}") for path, _ in self.left_out)
+            found |= dict.fromkeys(
+                [target] if is_clean else [one for one in self.targets if f".{one}".endswith(f".{target}")]
+            )
+        return list(found)
+
+    @property
+    def words(self) -> list[str]:
+        """What is left out, and why."""
+        whys = dict.fromkeys(why for _, why in self.left_out)
+        lines = [
+            f"none on {', '.join(sorted({_in_block(path) for path, why in self.left_out if why == one}))} ({one})"
+            for one in whys
+        ]
+        return [*lines, *([f"on every linear layer: {self.untried}"] if self.untried else [])]
+
+
+def _in_block(path: str) -> str:
+    """A layer's name inside its block."""
+    return path.partition(".*.")[2] or path
 
 
 @dataclass(frozen=True)
@@ -176,6 +216,8 @@ class ModelShape:
     """Dtype of the weights in the model's files as its config.json says; None where it does not."""
     note: str = ""
     """What is only approximate in this description; empty if nothing is."""
+    adapters: AdapterPlaces | None = None
+    """Where adapters go; None for a type of the table, whose `linears` tell."""
 
     @cached_property
     def common(self) -> LayerKind:

@@ -6,7 +6,7 @@ import difflib
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.families import MOVED_WORDS, takes_adapter
+from sft_play.facts.families import why_no_adapter
 from sft_play.facts.model_shape import ModelShape
 from sft_play.log import one_line
 
@@ -25,12 +25,22 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
     for target in targets:
         if target in OUTPUT_HEADS:
             problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
-        elif not takes_adapter(shape.model_type, target.rpartition(".")[2]):
-            problems.append(f"{one_line(target)}: {MOVED_WORDS}")
-        elif not any(linear.matches(target) for linear in layers):
+        elif any(linear.matches(target) for linear in layers):
+            continue
+        elif why := _why_none(target, shape):
+            problems.append(f"{one_line(target)}: {why}")
+        else:
             near = difflib.get_close_matches(target, names, n=1, cutoff=0.6)
             hint = f" (did you mean {near[0]}?)" if near else ""
             problems.append(f"{one_line(target)} matches nothing{hint}")
     if problems:
-        listed = f"The linear layers are: {', '.join(names)}; auto takes them all"
+        listed = f"The linear layers are: {', '.join(names)}; auto takes these"
         raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
+
+
+def _why_none(target: str, shape: ModelShape) -> str | None:
+    """Why the linear layers of this name get no adapter; None where there are none."""
+    if shape.adapters is not None:
+        return next((why for path, why in shape.adapters.left_out if f".{path}".endswith(f".{target}")), None)
+    has_one = any(linear.matches(target) for linear, _ in shape.linears)
+    return why_no_adapter(shape.model_type, target.rpartition(".")[2]) if has_one else None

@@ -54,6 +54,7 @@ def reasons_of(
         chosen.precision.reason,
         *shortened,
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
+        *_adapter_words(job),
         *_batch_words(job, candidates, chosen),
         _row_words(job, chosen),
         *_loading_words(job, chosen),
@@ -84,6 +85,13 @@ def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -
     need = counted.plain_bytes
     otherwise = f"; the plain ones, which run otherwise, would need {need / GIB:.1f} GiB" if need is not None else ""
     return [f"{planned.reason}{otherwise}"]
+
+
+def _adapter_words(job: Job) -> list[str]:
+    """Where a class that the table does not have gets no adapters."""
+    if job.config.tuning.mode == "full" or job.shape.adapters is None:
+        return []
+    return [f"adapters: {words}" for words in job.shape.adapters.words]
 
 
 def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:

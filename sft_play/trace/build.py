@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_play.errors import ModelError
+from sft_play.log import one_line
 from sft_play.trace import fakes, kernels, older, routed
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
 
@@ -25,6 +27,7 @@ def skeleton(settings: StepSettings) -> Any:
 
     Raises:
         TraceUnavailable: the config names no causal language model that the libraries know.
+        ModelError: PEFT refuses the adapters.
     """
     from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
     from transformers.integrations.flash_attention import flash_attention_forward
@@ -209,7 +212,10 @@ def peft_config_of(plain: Mapping[str, Any]) -> Any:
 
 def _with_adapters(model: Any, settings: StepSettings) -> Any:
     assert settings.peft is not None
-    model = importlib.import_module("peft").get_peft_model(model, peft_config_of(settings.peft))
+    try:
+        model = importlib.import_module("peft").get_peft_model(model, peft_config_of(settings.peft))
+    except ValueError as error:  # no run with these adapters starts
+        raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:
         importlib.import_module("sft_play.training.adapter_inputs").cast_outside_autocast(model)
     dtype = adapter_dtype(settings)

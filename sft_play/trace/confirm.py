@@ -34,7 +34,11 @@ OPTIMIZERS = {
 def trace_candidate(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> Traced:
-    """What a trace of the candidate's step measures; `unavailable` says why there is none."""
+    """What a trace of the candidate's step measures; `unavailable` says why there is none.
+
+    Raises:
+        ModelError: PEFT refuses the adapters, as it would in a run.
+    """
     if not config.plan.trace:
         return Traced(unavailable="plan.trace is false")
     if not candidate.step.on_gpu:
@@ -128,10 +132,12 @@ def _row_mask(*, padded: bool, masks: bool) -> RowMask:
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     """PEFT's config of the run's adapters, as training/lora_config.py makes it."""
     lora = config.tuning.lora
-    every = sorted(
-        {linear.name for linear, _ in shape.linears if linear.adaptable}
-    )  # "all-linear" would name fused experts too
-    targets = every if lora.target_modules == "auto" else list(lora.target_modules)
+    if shape.adapters is not None:
+        targets = shape.adapters.given(lora.target_modules)
+    else:
+        every = sorted({linear.name for linear, _ in shape.linears if linear.adaptable})
+        # "all-linear" would name fused experts too
+        targets = every if lora.target_modules == "auto" else list(lora.target_modules)
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

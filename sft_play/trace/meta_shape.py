@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +22,11 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import refuse_remote_code
 from sft_play.facts.config_fields import refuse_absurd_sizes, refuse_other_models
-from sft_play.facts.families import marked
+from sft_play.facts.families import FAMILIES
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
+from sft_play.training.adapter_trial import adapter_places
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
@@ -73,7 +74,9 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
             f"model {one_line(name)}: transformers cannot build its class from config.json (model_type "
             f"{one_line(str(config.get('model_type')))}): {type(error).__name__}: {one_line(str(error))}"
         ) from None
-    return measure(model, hf_config, name=name)
+    places, lost = adapter_places(model, trust_remote_code=trust_remote_code)
+    shape = measure(model, hf_config, name=name, without_adapter=lost)
+    return shape if shape.model_type in FAMILIES else replace(shape, adapters=places)
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
@@ -91,8 +94,11 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
         ) from None
 
 
-def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
-    """The shapes of a causal language model (on any device), from its modules.
+def measure(
+    model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
+) -> ModelShape:
+    """The shapes of a causal language model (on any device), from its modules; `without_adapter`: full names of the
+    linear layers that get none.
 
     Raises:
         ModelError: it has no token embedding or no repeated blocks.
@@ -104,7 +110,10 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
     types, packages = _layer_types(hf_config, len(blocks)), _kernel_packages(model)
-    measured = _measured_blocks(blocks, types, hf_config, is_linear=LINEAR_ATTENTION in packages)
+    measured = [
+        _marked(kind, f"{path}.{place}.", without_adapter)
+        for place, kind in enumerate(_measured_blocks(blocks, types, hf_config, is_linear=LINEAR_ATTENTION in packages))
+    ]
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
     heads = _number(hf_config, "num_attention_heads") or 1
@@ -135,7 +144,7 @@ def measure(model: nn.Module, hf_config: Any, *, name: str) -> ModelShape:
         embedding_width=0 if width == hidden else width,
         position_rows=_learned_positions(model, hidden),
         outer_linears=tuple(
-            _linear(place.rpartition(".")[2], module)
+            replace(_linear(place.rpartition(".")[2], module), adaptable=place not in without_adapter)
             for place, module in model.named_modules()
             if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
         ),
@@ -151,9 +160,17 @@ def _measured_blocks(
     """Each block as its own kind; `is_linear`: some of them may have linear attention."""
     linear = _linear_attention(hf_config, len(blocks)) if is_linear else [False] * len(blocks)
     return [
-        marked(_measure_block(block, kind, is_linear=has_linear), str(hf_config.model_type))
+        _measure_block(block, kind, is_linear=has_linear)
         for block, kind, has_linear in zip(blocks, types, linear, strict=True)
     ]
+
+
+def _marked(kind: LayerKind, place: str, without_adapter: Container[str]) -> LayerKind:
+    """The same block, its linear layers marked that get no adapter; `place`: its own name, with a dot."""
+    return replace(
+        kind,
+        linears=tuple(replace(one, adaptable=f"{place}{one.path}" not in without_adapter) for one in kind.linears),
+    )
 
 
 def _norms(block: nn.Module, hidden: int) -> int:

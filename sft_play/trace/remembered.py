@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import logging
-import os
-import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from sft_play.cache import cache_dir
-from sft_play.facts.installed import version_of
 from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.remembered import keep, place_of
 from sft_play.heap import importing
 from sft_play.trace.settings import StepSettings, TracedPeak
 
@@ -29,9 +25,8 @@ logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 14
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 2
+SHAPE_VERSION = 4
 """The same for shapes."""
-LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
 _SHAPE = TypeAdapter(ModelShape)
 
 
@@ -55,7 +50,7 @@ def cached_trace(
     Raises:
         TraceUnavailable, SimulatedOutOfMemory: as `trace_step`.
     """
-    path = _place("traces", folder, {"settings": settings.as_json(), "trace": TRACE_VERSION})
+    path = place_of("traces", folder, {"settings": settings.as_json(), "trace": TRACE_VERSION})
     try:
         plain = json.loads(path.read_text(encoding="utf-8"))
         plain["phases"] = {name: tuple(pair) for name, pair in plain["phases"].items()}
@@ -63,7 +58,7 @@ def cached_trace(
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent or broken: traced again
     peak = measure(settings)
-    _keep(path, json.dumps(dataclasses.asdict(peak)))
+    keep(path, json.dumps(dataclasses.asdict(peak)))
     return peak
 
 
@@ -80,29 +75,11 @@ def cached_shape(
     Raises:
         ModelError: as `shape_on_meta`.
     """
-    path = _place("shapes", folder, {"config": config, "shape": SHAPE_VERSION})
+    path = place_of("shapes", folder, {"config": config, "shape": SHAPE_VERSION})
     if not trust_remote_code:
         with contextlib.suppress(OSError, ValidationError):
             return dataclasses.replace(_SHAPE.validate_json(path.read_bytes()), name=name)
     shape = measure(config, name=name, trust_remote_code=trust_remote_code)
     if not trust_remote_code:
-        _keep(path, _SHAPE.dump_json(shape).decode())
+        keep(path, _SHAPE.dump_json(shape).decode())
     return shape
-
-
-def _place(kind: str, folder: Path | None, decides: Mapping[str, Any]) -> Path:
-    """Where something is kept, by all that decides it."""
-    versions = {name: version_of(name) or "none" for name in LIBRARIES} | {"python": platform.python_version()}
-    text = json.dumps({**decides, "versions": versions}, sort_keys=True)
-    return (folder or cache_dir() / kind) / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-
-def _keep(path: Path, text: str) -> None:
-    """Write aside and rename: another process may read it meanwhile. A full disk costs the next start its time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.part")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
-    except OSError as error:
-        logger.debug("%s cannot be kept: %s", path, error)

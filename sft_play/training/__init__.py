@@ -5,8 +5,8 @@ Begin with `run`, the story of a run; `job` is what it was asked, `prepare` what
 - Preparing: `tokenizer`, `model_spec`, `lora_config`, `trainable`, `attention`, `experts`, `origin`, `backend`,
   `device_checks`, `agreement`, `run_folder`, `quiet`, `trl_template`, `starter_base`.
 - Measured on a small model of the class, in place of lists of names: `packable` (do chats of a row stay apart),
-  `unmasked` (does padding need a mask), `boundaries` and `varlen_proof` (attention by boundaries), `proof` with
-  `kernels` (Liger's) and `compiling` (torch.compile).
+  `unmasked` (does padding need a mask), `adapter_trial` (which layers take an adapter), `boundaries` and `varlen_proof`
+  (attention by boundaries), `proof` with `kernels` (Liger's) and `compiling` (torch.compile).
 - The model: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `repeated_keys`, `sdpa`, `varlen`,
   `context_parallel`, `tensor_parallel`, `fused_head`.
 - The loop: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,

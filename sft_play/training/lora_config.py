@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any
 
 from peft import LoraConfig as PeftLoraConfig
@@ -11,31 +12,34 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.families import MOVED_WORDS, takes_adapter
+from sft_play.facts.model_shape import AdapterPlaces
 from sft_play.log import one_line
+from sft_play.training.adapter_trial import adapter_places, linear_layers, output_head
 
 _SHOWN_NAMES = 24
 """Names of linear layers that an error lists at most."""
 
 
-def peft_config_of(config: RunConfig, skeleton: Any) -> PeftLoraConfig:
-    """PEFT's config for a model of this class, whose weights may be on the meta device.
+def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, list[str]]:
+    """PEFT's config for a model of this class, whose weights may be on the meta device, with notes on where adapters
+    are, and where they are not.
 
     Raises:
         ModelError: a target or a module to save matches nothing, or a module gets both.
     """
-    lora, kind = config.tuning.lora, str(skeleton.config.model_type)
-    layers = {
-        name: layer for name, layer in linear_layers(skeleton).items() if takes_adapter(kind, name.rpartition(".")[2])
-    }
-    if lora.target_modules == "auto":
-        targets = sorted({name.rpartition(".")[2] for name in layers})
-        if not targets:
-            raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
-    else:
-        targets = list(lora.target_modules)
-        _check_targets(targets, layers, skeleton)
+    lora = config.tuning.lora
+    places, lost = adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
+    layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}
+    if lora.target_modules != "auto":
+        _check_targets(lora.target_modules, layers, places, skeleton)
+    targets = places.given(lora.target_modules)
+    if not targets:
+        raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
     _check_saved(config, targets, skeleton)
+    notes = [f"Adapters: r {lora.r}, alpha {lora.alpha} on {', '.join(sorted(targets))}"]
+    if any(parameter.dim() == 3 for parameter in skeleton.parameters()):
+        notes.append("Adapters: the experts are one tensor per layer, not linear layers, and get none")
+    notes += [f"Adapters: {words}" for words in places.words]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
         r=lora.r,
@@ -46,52 +50,27 @@ def peft_config_of(config: RunConfig, skeleton: Any) -> PeftLoraConfig:
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
-    )
+    ), notes
 
 
-def adapter_notes(peft_config: PeftLoraConfig, skeleton: Any, hf_config: Any) -> list[str]:
-    """Where adapters are, and where they are not."""
-    targets = sorted(peft_config.target_modules or ())
-    notes = [f"Adapters: r {peft_config.r}, alpha {peft_config.lora_alpha} on {', '.join(targets)}"]
-    if any(parameter.dim() == 3 for parameter in skeleton.parameters()):
-        notes.append("Adapters: the experts are one tensor per layer, not linear layers, and get none")
-    names = {name.rpartition(".")[2] for name in linear_layers(skeleton)}
-    moved = sorted(name for name in names if not takes_adapter(hf_config.model_type, name))
-    if moved:
-        notes.append(f"Adapters: none on {', '.join(moved)}, which PEFT would put on the experts instead")
-    return notes
-
-
-def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear layer of the language model by its full name, without the output head."""
-    head = _output_head(model)
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
-    }
-
-
-def _output_head(model: Any) -> nn.Module | None:
-    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-
-
-def _check_targets(wanted: list[str], layers: dict[str, nn.Module], model: Any) -> None:
+def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: AdapterPlaces, model: Any) -> None:
     """Raises ModelError naming every target that matches no linear layer, with the names that exist."""
-    head = _output_head(model)
+    head = output_head(model)
     head_names = [name for name, module in model.named_modules() if module is head]
     problems = []
     for target in wanted:
         if any(_matches(target, name) for name in head_names):
             problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
-        elif not takes_adapter(str(model.config.model_type), target.rpartition(".")[2]):
-            problems.append(f"{one_line(target)}: {MOVED_WORDS}")
-        elif not any(_matches(target, name) for name in layers):
+        elif any(_matches(target, name) for name in layers):
+            continue
+        elif why := next((why for path, why in places.left_out if _matches(target, path)), None):
+            problems.append(f"{one_line(target)}: {why}")
+        else:
             problems.append(f"{one_line(target)} matches nothing{_nearest(target, layers)}")
     if problems:
         names = ", ".join(sorted({name.rpartition(".")[2] for name in layers})[:_SHOWN_NAMES])
         raise ModelError(
-            f"tuning.lora.target_modules: {'; '.join(problems)}. The linear layers are: {names}; auto takes them all"
+            f"tuning.lora.target_modules: {'; '.join(problems)}. The linear layers are: {names}; auto takes these"
         )
 
 

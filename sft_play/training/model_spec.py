@@ -27,7 +27,7 @@ from sft_play.planner.precision import Precision
 from sft_play.training import experts, tensor_parallel
 from sft_play.training.attention import Attention, choose_attention
 from sft_play.training.boundaries import boundaries_of
-from sft_play.training.lora_config import adapter_notes, peft_config_of
+from sft_play.training.lora_config import peft_config_of
 from sft_play.training.packable import require_packable
 from sft_play.training.tensor_parallel import Style
 from sft_play.training.unmasked import padding_of
@@ -105,9 +105,10 @@ def build_model_spec(
     chosen = _experts(config, hf_config, skeleton, precision)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     resize_to = _resize(config, vocab_size, tokenizer_size)
-    peft_config = None if config.tuning.mode == "full" else peft_config_of(config, skeleton)
-    if peft_config is not None:
-        notes += adapter_notes(peft_config, skeleton, hf_config)
+    peft_config = None
+    if config.tuning.mode != "full":
+        peft_config, on_adapters = peft_config_of(config, skeleton)
+        notes += on_adapters
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")

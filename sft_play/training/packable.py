@@ -43,9 +43,9 @@ _NARROW = {
     "hidden_size": 64, "intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 256, "intermediate_size_mlp": 64,
     "word_embed_proj_dim": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "num_attention_heads": 4, "head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16, "v_head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 16,
-    "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
-    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rotary_dim": 16,
+    "qk_nope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16, "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rotary_dim": 16,
 }  # fmt: skip
 """Sizes by their names in transformers' configs; those that a config lacks, or that are null, stay so."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -133,19 +133,20 @@ def on_small_model(
     *,
     trust_remote_code: bool = False,
     most: int = MOST_PARAMETERS,
+    whole_depth: bool = False,
     **options: Any,
 ) -> tuple[Found | None, str]:
     """What `look(config, trust_remote_code=..., **options)` finds with the config of a small model of the class: few
     narrow layers of every kind, at full width where the class refuses the narrow sizes. None where no such model of at
-    most `most` parameters computes, and why.
+    most `most` parameters computes, and why. `whole_depth`: all layers are tried first, narrow.
 
     It is looked at once a process: the stages of a job ask again.
     """
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
-    key = look, type(hf_config), settings, most, tuple(sorted(options.items()))
+    key = look, type(hf_config), settings, most, whole_depth, tuple(sorted(options.items()))
     if key not in _looked_at:
-        _looked_at[key] = _look(hf_config, look, most, options)
+        _looked_at[key] = _look(hf_config, look, most, options, whole_depth)
     found: tuple[Found | None, str] = _looked_at[key]
     return found
 
@@ -153,11 +154,13 @@ def on_small_model(
 _looked_at: dict[Hashable, Any] = {}
 
 
-def _look(hf_config: Any, look: Callable[..., Any], most: int, options: dict[str, Any]) -> tuple[Any, str]:
+def _look(
+    hf_config: Any, look: Callable[..., Any], most: int, options: dict[str, Any], whole_depth: bool
+) -> tuple[Any, str]:
     problem = "no small model of its class computes"
-    for is_narrow in (True, False):
+    for is_whole, is_narrow in [(True, True)] * whole_depth + [(False, True), (False, False)]:
         try:
-            small = _short(hf_config)
+            small = _short(hf_config, is_whole=is_whole)
             if is_narrow:
                 _narrow(small)
             _require_small(small, options["trust_remote_code"], most)
@@ -253,14 +256,15 @@ def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
         raise ValueError(f"its smallest model here has {parameters:,} parameters, too many to try")
 
 
-def _short(hf_config: Any) -> Any:
-    """The config with a small vocabulary, short windows, and enough of its first layers to have one of every kind."""
+def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
+    """The config with a small vocabulary, short windows, and enough of its first layers to have one of every kind, or
+    all of them."""
     small = copy.deepcopy(hf_config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
     _set(small, {"vocab_size": VOCABULARY, **_SPECIAL})
     layers = int(getattr(small, "num_hidden_layers", 0) or 0)
-    if layers:
+    if layers and not is_whole:
         _cut_layers(small, layers)
     for name in _WINDOWS:
         value = _get(small, name)
@@ -303,13 +307,36 @@ def _narrow(small: Any) -> None:
     chosen = _get(small, "num_experts_per_tok")
     if isinstance(chosen, int):
         sizes["num_experts_per_tok"] = min(chosen, 4)
-    _set(small, sizes)
+    _set(small, {**sizes, **_states(small)})
+    for part in vars(small).values():  # Kimi Linear's sizes of linear attention are a mapping
+        if isinstance(part, dict) and {"num_heads", "head_dim"} <= set(part):
+            part |= {"num_heads": 4, "head_dim": 16}
     rotation = getattr(small, "rope_parameters", None)
     if isinstance(rotation, dict):
         turned = int(sizes["head_dim"] * float(rotation.get("partial_rotary_factor", None) or 1.0)) // 2
         for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
             if isinstance(rotation.get(name), list):
                 rotation[name] = rotation[name][:turned]
+
+
+def _states(small: Any) -> dict[str, int]:
+    """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
+    times = next((value for name in ("mamba_expand", "expand") if isinstance(value := _get(small, name), int)), 2)
+    inner = times * _NARROW["hidden_size"]
+    sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8)
+    sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner // 8)
+    sizes |= dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16)
+    sizes |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16) | {"mamba_d_ssm": inner}
+    sizes |= dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4)
+    sizes |= {"attention_hidden_size": 128, "attention_head_dim": 32}  # Zamba's: of twice the hidden width
+    for name in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
+        value = _get(small, name)
+        sizes |= {name: min(value, 2)} if isinstance(value, int) else {}
+    if _get(small, "num_attention_heads") is None and isinstance(_get(small, "state_size"), int):
+        sizes["intermediate_size"] = inner  # of mamba itself, all of whose heads are states
+        if isinstance(_get(small, "num_heads"), int):
+            sizes |= {"num_heads": 8, "head_dim": inner // 8}
+    return sizes
 
 
 def _set(small: Any, sizes: dict[str, int]) -> None:

@@ -1,0 +1,265 @@
+"""Where adapters go: each class's own answer, tried by a step, for the plan, the trace and the run alike."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from sft_play.config.load import load_config
+from sft_play.errors import ConfigError, ModelError
+from sft_play.facts.families import FAMILIES, REFUSED_NAMES
+from sft_play.facts.model_shape import AdapterPlaces
+from sft_play.planner.lora_targets import check_targets
+from sft_play.planner.precision import Precision
+from sft_play.starting.plan_run import shape_for
+from sft_play.trace.confirm import _adapter
+from sft_play.training import adapter_trial, packable
+from tests.conftest import ROOT, Command
+from tests.test_architecture import file_of
+
+pytestmark = pytest.mark.build
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+MLA = {
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+    "topk_group": 1, "first_k_dense_replace": 1, "index_n_heads": 4, "index_head_dim": 32, "index_topk": 8,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 16}
+NAMED = {
+    "llama4_text": ({"num_local_experts": 4, "head_dim": 16, "intermediate_size_mlp": 96}, {"router"}),
+    "phimoe": ({"num_local_experts": 4}, {"router"}),
+    "deepseek_v4": ({"num_hidden_layers": 6}, {"o_a_proj", "weights_proj"}),
+    "falcon_h1": ({**STATES, "mamba_d_ssm": 128, "mamba_n_groups": 1}, {"out_proj"}),
+    "mamba2": ({"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "chunk_size": 16}, {"out_proj"}),
+    "gemma3n_text": (
+        {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 256, "intermediate_size": [96] * 4, "head_dim": 16,
+         "hidden_size_per_layer_input": 16, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
+        {"correction_coefs"},
+    ),
+    "deepseek_v32": (MLA, {"wk", "wq_b", "weights_proj"}),
+    "glm_moe_dsa": (MLA, {"wk", "wq_b", "weights_proj"}),
+    "jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "num_experts": 4,
+               "mamba_dt_rank": 4}, {"dt_proj"}),
+    "bamba": ({**STATES, "mamba_n_groups": 1, "attn_layer_indices": [1, 3]}, {"out_proj"}),
+    "granitemoehybrid": ({"mamba_n_heads": 8, "layers_block_type": ["mamba", "attention"] * 2}, {"out_proj"}),
+    "gemma4_text": ({"head_dim": 16, "vocab_size_per_layer_input": 256}, set()),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv", "full_attention"]}, set()),
+}  # fmt: skip
+"""Tiny configs, with the names of layers that must get no adapter."""
+WHOLE = ("deepseek_v4",)
+"""Those whose own sizes belong together; all are made narrow at once."""
+
+
+def small_of(kind: str):
+    """The class's config of tiny sizes."""
+    from transformers import AutoConfig
+
+    changes = NAMED[kind][0]
+    if kind in WHOLE:
+        return packable.small_config(AutoConfig.for_model(kind, **changes))
+    return AutoConfig.for_model(kind, **{**SIZES, **changes})
+
+
+def run_with(folder: Path, *overrides: str):
+    config = ROOT / "configs" / "run_lora.yaml"
+    return load_config(config, overrides=(f"model.name={folder}", "data.packing=none", *overrides)).config
+
+
+def learns(model, dtype: torch.dtype) -> list[str]:
+    """Adapter tensors without a gradient after a step in autocast's dtype."""
+    ids = torch.randint(3, 120, (2, 24), generator=torch.Generator().manual_seed(5))
+    model.train()
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    assert len(named) > 1
+    return [name for name, one in named if one.grad is None or not one.grad.any()]
+
+
+@pytest.mark.parametrize("kind", sorted(NAMED))
+def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
+    """The classes that a run with `target_modules: auto` died on, and others beside them."""
+    from peft import get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from sft_play.training.model_spec import build_model_spec
+
+    small_of(kind).save_pretrained(tmp_path)
+    config = run_with(tmp_path)
+    precision = Precision("float32", "float32", "float32", "for this test")
+    spec = build_model_spec(config, precision, tokenizer_size=100)
+    targets, shape = set(spec.peft_config.target_modules), shape_for(config)
+    assert set(_adapter(config, shape)["target_modules"]) == targets
+    places = shape.adapters
+    if kind not in FAMILIES:
+        assert places.untried == ""
+        assert set(places.targets) == targets
+    counted = sum(count for one, count in shape.linears if one.adaptable)
+    with torch.device("meta"):
+        real = get_peft_model(AutoModelForCausalLM.from_config(spec.hf_config), copy.deepcopy(spec.peft_config))
+    assert sum(name.endswith("lora_A.default.weight") for name, _ in real.named_parameters()) == counted
+    for base, dtype in ((torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(spec.hf_config), dtype=base)
+        adapted = get_peft_model(model, copy.deepcopy(spec.peft_config))
+        with torch.no_grad():
+            for parameter in adapted.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        adapters = [name for name, one in adapted.named_parameters() if one.requires_grad]
+        assert not {name.partition(".lora_")[0].rpartition(".")[2] for name in adapters} & NAMED[kind][1]
+        assert learns(adapted, dtype) == []
+    for name in NAMED[kind][1]:
+        chosen = run_with(tmp_path, f"tuning.lora.target_modules=[{name}]")
+        with pytest.raises(ModelError, match=f"{name}: (an adapter there|it gets no|the class reads)") as run:
+            build_model_spec(chosen, precision, tokenizer_size=100)
+        with pytest.raises(ConfigError) as plan:
+            check_targets(chosen, shape)
+        assert str(plan.value).partition(". ")[0] == str(run.value).partition(". ")[0]
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
+    from transformers import AutoConfig
+
+    heads = (
+        {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1} if FAMILIES[kind].mla else {}
+    )  # as their own files say
+    config = AutoConfig.for_model(**file_of(kind, **heads))
+    failed, problem = packable.on_small_model(config, adapter_trial.try_out, whole_depth=True)
+    assert failed is not None, problem
+    assert {pattern.rpartition(".")[2] for pattern in failed} == set(REFUSED_NAMES.get(kind, ()))
+
+
+def test_a_plan_never_says_that_adapters_fit_which_peft_refuses(command: Command, tmp_path, monkeypatch):
+    small_of("falcon_h1").save_pretrained(tmp_path)
+    words = ["plan", "--config", str(ROOT / "configs" / "run_lora.yaml"), "--hardware", "1xH100", "data.packing=none"]
+    words += [f"model.name={tmp_path}", "model.max_seq_len=32"]
+    code, printed = command(*words)
+    assert (code, "none on mamba.out_proj (the class reads" in printed) == (0, True), printed
+    code, printed = command(*words, "tuning.lora.target_modules=[in_proj, out_proj]")
+    assert (code, "out_proj: the class reads its weight past the adapter" in printed) == (2, True)
+    # as if a later PEFT refused what was tried with this one
+    monkeypatch.setattr(AdapterPlaces, "given", lambda self, targets: ["in_proj", "out_proj"])
+    code, printed = command(*words, "--trace")
+    assert (code, "PEFT refuses the adapters: " in printed, "Launch" in printed) == (2, True, False), printed
+
+
+class Odd(nn.Module):
+    """A language model whose layers fail in each of the ways that a trial tells apart."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(packable.VOCABULARY, 8)
+        self.good, self.zero, self.past, self.lost = (nn.Linear(8, 8) for _ in range(4))
+        self.tuple_ = Pair(8, 8)
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8)]) for _ in range(3))
+        self.head = nn.Linear(8, packable.VOCABULARY)
+
+    def prepare_inputs_for_generation(self):  # PEFT keeps it
+        raise NotImplementedError
+
+    def get_output_embeddings(self):
+        return self.head
+
+    def forward(self, input_ids, labels, **_):
+        hidden = self.embed(input_ids)
+        hidden = hidden + self.good(hidden) + nn.functional.linear(hidden, self.past.weight) + self.tuple_(hidden)[0]
+        hidden = hidden + self.zero(hidden).detach()
+        for block in self.blocks[:2]:  # the last one never runs
+            hidden = hidden + block[0](hidden)
+        logits = self.head(hidden)
+        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+class Pair(nn.Linear):
+    def forward(self, hidden):
+        return super().forward(hidden), None
+
+
+def test_each_way_to_fail_is_told_and_the_rest_gets_adapters(monkeypatch):
+    build = lambda config, **options: Odd(config)  # noqa: E731
+    monkeypatch.setattr(adapter_trial.AutoModelForCausalLM, "from_config", build)
+    state = torch.random.get_rng_state()
+    failed = adapter_trial.try_out(SimpleNamespace(model_type="odd"))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert failed.pop("tuple_").startswith("an adapter there fails: ")
+    nothing = adapter_trial.LEARNS_NOTHING
+    assert failed == {"past": adapter_trial.PAST_ADAPTER, "zero": nothing, "lost": nothing, "blocks.*.*": nothing}
+
+
+def test_a_class_that_cannot_be_tried_says_so_and_leaves_out_what_its_source_shows(monkeypatch):
+    monkeypatch.setattr(adapter_trial, "on_small_model", lambda *args, **options: (None, "it is too large"))
+    config = SimpleNamespace(model_type="odd", to_dict=lambda: {"model_type": "odd"})
+    places, lost = adapter_trial.adapter_places(Odd(config))
+    assert lost == {"past"}
+    assert set(places.targets) == {"0.0", "1.0", "2.0", "good", "lost", "tuple_", "zero"}
+    assert places.words == [
+        f"none on past ({adapter_trial.PAST_ADAPTER})",
+        "on every linear layer: odd could not be tried: it is too large",
+    ]  # fmt: skip
+
+
+def test_a_trial_is_remembered_unless_the_code_is_the_models_own(monkeypatch):
+    tried = Counter()
+
+    def once(*args, **options):
+        tried["small"] += 1
+        return {"good": "why"}, ""
+
+    monkeypatch.setattr(adapter_trial, "on_small_model", once)
+    fields = {"model_type": "odd", "vocab_size": random.random()}
+    model = Odd(SimpleNamespace(model_type="odd", to_dict=lambda: dict(fields)))
+    first = adapter_trial.adapter_places(model)
+    fields["_name_or_path"] = "elsewhere"  # says nothing of the class
+    assert adapter_trial.adapter_places(model) == first
+    assert tried["small"] == 1
+    adapter_trial.adapter_places(model, trust_remote_code=True)
+    fields["vocab_size"] = 3
+    adapter_trial.adapter_places(model)
+    assert tried["small"] == 3
+    place = adapter_trial.place_of("adapters", None, {
+        "config": json.loads(json.dumps({"model_type": "odd", "vocab_size": 3})), "version": adapter_trial.VERSION,
+    })  # fmt: skip
+    place.write_text("{")
+    assert adapter_trial.adapter_places(model) == first
+    assert tried["small"] == 4
+
+
+def test_targets_match_the_chosen_layers_and_no_others():
+    chance = random.Random(4)
+    for _ in range(300):
+        words = ["a", "b", "c", "0", "1"]
+        modules = sorted(
+            {".".join(["model", *chance.choices(words, k=chance.randint(1, 4))]) for _ in range(chance.randint(1, 30))}
+        )
+        wanted = [name for name in modules if chance.random() < 0.5]
+        targets = adapter_trial.shortest(wanted, modules)
+        # as PEFT compares: the whole name, or its end behind a dot
+        matched = {name for name in modules if any(name == one or name.endswith(f".{one}") for one in targets)}
+        assert matched == set(wanted), (wanted, modules)
+
+
+def test_a_given_target_matches_what_it_names_and_nothing_that_is_left_out():
+    places = AdapterPlaces(
+        ("down_proj", "self_attn.kv_proj", "x.self_attn.q_proj"),
+        (("model.layers.*.compressor.kv_proj", "why"), ("model.layers.*.self_attn.q_proj", "why")),
+    )
+    assert places.given("auto") == list(places.targets)
+    assert places.given(("down_proj", "mlp.down_proj")) == ["down_proj", "mlp.down_proj"]
+    assert places.given(("kv_proj", "self_attn.kv_proj")) == ["self_attn.kv_proj"]
+    assert places.given(("q_proj",)) == ["x.self_attn.q_proj"]
+    assert places.given(("compressor.kv_proj",)) == []
