@@ -22,7 +22,8 @@ from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.confirm import _adapter
 from sft_play.training import adapter_trial, packable
-from tests.conftest import ROOT, Command
+from tests.conftest import ROOT, Command, chat
+from tests.models import make_tokenizer
 from tests.test_architecture import file_of
 
 pytestmark = pytest.mark.build
@@ -128,6 +129,38 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
         with pytest.raises(ConfigError) as plan:
             check_targets(chosen, shape)
         assert str(plan.value).partition(". ")[0] == str(run.value).partition(". ")[0]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", sorted(NAMED))
+def test_a_run_of_each_class_trains_every_adapter(kind, precision, command: Command, tmp_path):
+    """With TRL's loss and its balance loss; the run itself stops where a tensor has no gradient."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    small = small_of(kind)
+    small.vocab_size = small.vocab_size_per_layer_input = 400
+    make_tokenizer(tmp_path / "base")
+    base = AutoModelForCausalLM.from_config(small)
+    with torch.no_grad():
+        for parameter in base.parameters():  # some begin at zero, as no trained ones are
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    base.save_pretrained(tmp_path / "base")
+    rows = [chat(f"what is {n} + {n}?", f"it is {2 * n}.") for n in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {tmp_path}/base, max_seq_len: 64}}\n"
+        f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.25,\n"
+        "       packing: none}\n"
+        "tuning: {mode: lora, lora: {r: 4, dropout: 0.0}}\n"
+        f"train: {{effective_batch_size: 4, max_steps: 3, report_to: [], bf16: {str(precision == 'bf16').lower()}}}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    code, printed = command("train", "--config", str(tmp_path / "run.yaml"))
+    assert code == 0, printed
+    metrics = [json.loads(line) for line in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [one for one in metrics if "eval_loss" in one]
+    assert any("aux_loss" in one for one in metrics) == (kind in ("phimoe", "deepseek_v4", "granitemoehybrid", "jamba"))
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))

@@ -256,7 +256,7 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     assert trained
     assert not any(".experts." in name for name in trained)
     assert sum(one.numel() for one in trained.values()) == adapter_params(shape_of(str(folder)), 16)
-    says = any("which PEFT would put on the experts" in note for note in spec.notes)
+    says = any("PEFT would put its adapter on this model's routed experts" in note for note in spec.notes)
     assert says == (kind in ("qwen3_moe", "deepseek_v3"))
 
 
@@ -379,3 +379,69 @@ def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     traced = trace_step(settings).allocated
     closed = estimate(run, shape, precision, planned).allocated
     assert closed / traced == pytest.approx(1, abs=0.04)
+
+
+BALANCED = {
+    "mixtral": True, "granitemoe": True, "granitemoeshared": True, "granitemoehybrid": True, "granitemoe_swa": True,
+    "phimoe": True, "deepseek_v4": True, "ernie4_5_moe": True, "jamba": True, "llama4_text": False, "doge": False,
+}  # fmt: skip
+"""Classes whose config has a balance loss with a weight, and whether they compute one."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", BALANCED)
+def test_the_balance_loss_is_the_classes_own(kind, dtype):
+    """TRL looks for `num_experts` in the config, which some call otherwise; a class that computes none has none."""
+    from transformers import AutoConfig
+
+    from sft_play.training.experts import balance_coefficient, fit_balance_loss
+    from sft_play.training.fused_head import fused_head
+    from sft_play.training.packable import small_config
+
+    small = small_config(AutoConfig.for_model(kind))
+    assert balance_coefficient(small) > 0
+    fit_balance_loss(small)
+    assert (balance_coefficient(small) > 0) == BALANCED[kind]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(small, dtype=dtype).eval()
+    ids = torch.randint(3, 100, (2, 16), generator=torch.Generator().manual_seed(0))
+    options = {"output_router_logits": True} if balance_coefficient(small) else {}
+    with torch.no_grad():
+        own = model(input_ids=ids, labels=ids, use_cache=False, **options)
+        with fused_head(model):
+            fused = model(input_ids=ids, labels=ids, use_cache=False, fused_lm_head=True, **options)
+    torch.testing.assert_close(
+        fused.loss.float(), own.loss.float(), rtol=1e-5 if dtype == torch.float32 else 2e-2, atol=0
+    )
+    if BALANCED[kind]:
+        torch.testing.assert_close(fused.aux_loss, own.aux_loss)
+        assert own.aux_loss > 0.5
+    else:
+        assert getattr(own, "aux_loss", None) is None
+
+
+def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch):
+    from transformers import AutoConfig
+
+    from sft_play.training import experts as module
+
+    config = AutoConfig.for_model("mixtral")
+    monkeypatch.setattr(module, "on_small_model", lambda *args, **options: (None, "too large"))
+    module.fit_balance_loss(config)
+    assert module.balance_coefficient(config) == config.router_aux_loss_coef > 0
+
+
+def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
+    from transformers import AutoConfig
+
+    from sft_play.training.fused_head import name_backbone
+    from sft_play.training.packable import small_config
+
+    model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
+    assert model.base_model is model
+    name_backbone(model)
+    assert model.base_model is model.model
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)

@@ -34,7 +34,7 @@ ALIASES = {
 }
 """Other names of the same sizes in some model types (attribute_map of transformers' config classes)."""
 
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TASK_HEADS = (
     "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
     "ForImageClassification", "ForMaskGeneration",
@@ -197,7 +197,7 @@ def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
         if given is not None and usual not in config:
             renamed[usual] = config[given]
     # defaults and files may use different names for it: under all of them the file's value wins
-    given = next((key for key in _EXPERT_COUNTS if key in config), None)
+    given = next((key for key in EXPERT_COUNTS if key in config), None)
     if given is not None:
-        renamed |= dict.fromkeys(_EXPERT_COUNTS, config[given])
+        renamed |= dict.fromkeys(EXPERT_COUNTS, config[given])
     return renamed

@@ -17,6 +17,7 @@ from datasets import Dataset
 
 from sft_play.finished.run import FinishedRun
 from sft_play.training.collate import Collator
+from sft_play.training.experts import balance_coefficient
 from sft_play.training.fused_head import fused_head
 from sft_play.training.model_loading import DTYPES
 from sft_play.training.rows import lengths_of
@@ -118,7 +119,7 @@ def _scored(
 def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None) -> list[RowScore]:
     batch = Collator(pad_id=0)(tables)  # padding is masked: which token it is does not matter
     dtype = compute or next(model.parameters()).dtype
-    coefficient = _balance_coefficient(model)
+    coefficient = balance_coefficient(model.config.get_text_config())
     # without it the class computes no balance loss, which the trainer's eval_loss has in it
     options = {"output_router_logits": True} if coefficient else {}
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
@@ -133,10 +134,3 @@ def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dt
         RowScore(nll, tokens, round(correct), balance * tokens)
         for nll, tokens, correct in zip(nll_B.tolist(), tokens_B.tolist(), correct_B.tolist(), strict=True)
     ]
-
-
-def _balance_coefficient(model: Any) -> float:
-    """The weight of the experts' balance loss, by TRL's rule: 0 where the class has none."""
-    config = model.config.get_text_config()
-    has_one = hasattr(config, "output_router_logits")
-    return float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0) if has_one else 0.0

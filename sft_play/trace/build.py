@@ -251,6 +251,7 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
     if settings.loss in ("logits_float", "logits_shifted_float"):
         base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
     if settings.loss == "chunked":
+        importlib.import_module("sft_play.training.fused_head").name_backbone(base)
         importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
 
 

@@ -11,8 +11,10 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sft_play.config.schema import RunConfig
+from sft_play.facts.config_fields import ALIASES, EXPERT_COUNTS
 from sft_play.planner.experts import Experts, experts_of, refuse_without_experts
 from sft_play.planner.precision import Precision
+from sft_play.training.packable import on_small_model, small_model
 
 CASTING = "sft_play_grouped_mm"
 """The name under which `grouped_mm_in_autocast` is registered in transformers."""
@@ -72,6 +74,39 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
     return experts_of(
         config, has_own_code=not through_transformers, widths=sorted(sides), precision=precision
     )  # fmt: skip
+
+
+def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> None:
+    """Make TRL's balance loss that of the class: its names for the numbers of experts, and a weight of 0 where a class
+    whose config has one computes none (Llama 4, Doge without experts).
+
+    TRL 1.16 reads `num_experts` and `num_experts_per_tok`; configs that call them otherwise have an `attribute_map`.
+    """
+    if not balance_coefficient(hf_config):
+        return
+    kind = type(hf_config)
+    for name, others in (("num_experts", EXPERT_COUNTS), ("num_experts_per_tok", ALIASES["num_experts_per_tok"])):
+        given = next((other for other in others if isinstance(getattr(hf_config, other, None), int)), None)
+        if not hasattr(hf_config, name) and given is not None:
+            kind.attribute_map = {**kind.attribute_map, name: kind.attribute_map.get(given, given)}
+    has_one, _ = on_small_model(hf_config, _computes_balance, trust_remote_code=trust_remote_code)
+    if has_one is False:
+        hf_config.router_aux_loss_coef = 0.0
+
+
+def balance_coefficient(hf_config: Any) -> float:
+    """The weight of the experts' balance loss, by TRL's rule: 0 where the config has none."""
+    has_one = hasattr(hf_config, "output_router_logits")
+    return float(getattr(hf_config, "router_aux_loss_coef", 0.0) or 0.0) if has_one else 0.0
+
+
+def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether a model of this config returns a balance loss where it is asked for."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = small_model(small, "eager", trust_remote_code)
+        ids = torch.arange(3, 19)[None]
+        output = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
+    return isinstance(getattr(output, "aux_loss", None), torch.Tensor)
 
 
 def has_own_experts(skeleton: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from sft_play.training.compiling import compile_blocks
 from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import configured_stops, stop_ids
 from sft_play.training.full_state_dict import fill_adapter
+from sft_play.training.fused_head import name_backbone
 from sft_play.training.job import Job
 from sft_play.training.kernels import take_kernels
 from sft_play.training.loop import PlannedLoop
@@ -53,6 +54,7 @@ def load_trainer(
     engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
     context_parallel.join_group(plan.choice.layout, arguments.device)
     model, source = _model(job, model_spec, begins_from)
+    name_backbone(model)
     # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
     taken = take_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it

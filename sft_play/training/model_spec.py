@@ -101,6 +101,7 @@ def build_model_spec(
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
+    experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _skeleton(hf_config, config)
     chosen = _experts(config, hf_config, skeleton, precision)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]

@@ -267,7 +267,7 @@ def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
     if layers and not is_whole:
         _cut_layers(small, layers)
     for name in _WINDOWS:
-        value = _get(small, name)
+        value = field_of(small, name)
         if isinstance(value, int) and not isinstance(value, bool):
             setattr(small, name, min(value, _WINDOW))
     return small
@@ -293,18 +293,18 @@ def _cut_layers(small: Any, layers: int) -> None:
 def _narrow(small: Any) -> None:
     """Give the config small widths. The kind of attention (one, some or all key heads) stays; absent sizes stay
     absent."""
-    heads = _get(small, "num_attention_heads")
-    groups = _get(small, "num_key_value_heads") or _get(small, "num_kv_heads")
+    heads = field_of(small, "num_attention_heads")
+    groups = field_of(small, "num_key_value_heads") or field_of(small, "num_kv_heads")
     sizes = dict(_NARROW)
     if isinstance(heads, int) and isinstance(groups, int):
         sizes |= dict.fromkeys(
             ("num_key_value_heads", "num_kv_heads"), 4 if groups == heads else 1 if groups == 1 else 2
         )
     for name in _EXPERTS:
-        value = _get(small, name)
+        value = field_of(small, name)
         if isinstance(value, int) and value:
             sizes[name] = min(value, 8 * int(getattr(small, "n_group", None) or 1))
-    chosen = _get(small, "num_experts_per_tok")
+    chosen = field_of(small, "num_experts_per_tok")
     if isinstance(chosen, int):
         sizes["num_experts_per_tok"] = min(chosen, 4)
     _set(small, {**sizes, **_states(small)})
@@ -321,7 +321,7 @@ def _narrow(small: Any) -> None:
 
 def _states(small: Any) -> dict[str, int]:
     """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
-    times = next((value for name in ("mamba_expand", "expand") if isinstance(value := _get(small, name), int)), 2)
+    times = next((value for name in ("mamba_expand", "expand") if isinstance(value := field_of(small, name), int)), 2)
     inner = times * _NARROW["hidden_size"]
     sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8)
     sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner // 8)
@@ -330,11 +330,11 @@ def _states(small: Any) -> dict[str, int]:
     sizes |= dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4)
     sizes |= {"attention_hidden_size": 128, "attention_head_dim": 32}  # Zamba's: of twice the hidden width
     for name in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
-        value = _get(small, name)
+        value = field_of(small, name)
         sizes |= {name: min(value, 2)} if isinstance(value, int) else {}
-    if _get(small, "num_attention_heads") is None and isinstance(_get(small, "state_size"), int):
+    if field_of(small, "num_attention_heads") is None and isinstance(field_of(small, "state_size"), int):
         sizes["intermediate_size"] = inner  # of mamba itself, all of whose heads are states
-        if isinstance(_get(small, "num_heads"), int):
+        if isinstance(field_of(small, "num_heads"), int):
             sizes |= {"num_heads": 8, "head_dim": inner // 8}
     return sizes
 
@@ -342,14 +342,14 @@ def _states(small: Any) -> dict[str, int]:
 def _set(small: Any, sizes: dict[str, int]) -> None:
     """Set the sizes that the config has; one that is a list per layer becomes the same in all layers."""
     for name, size in sizes.items():
-        value = _get(small, name)
+        value = field_of(small, name)
         if value is None and name not in _SPECIAL:
             continue
         with contextlib.suppress(AttributeError):  # a property computed from other fields
             setattr(small, name, [size] * len(value) if isinstance(value, list) else size)
 
 
-def _get(config: Any, name: str) -> Any:
+def field_of(config: Any, name: str) -> Any:
     """A field of the config; None where it is missing, or differs by layer."""
     try:
         return getattr(config, name, None)

@@ -90,11 +90,13 @@ def _call_of(hf_config: Any, *, masked: bool, half: bool) -> SdpaCall | None:
     heads = getattr(text, "num_attention_heads", None)
     if not isinstance(heads, int) or not heads:
         return None
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    value = width
-    if getattr(text, "kv_lora_rank", None):  # latent attention
-        width, value = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-    grouped = (getattr(text, "num_key_value_heads", None) or heads) != heads
+    try:
+        width = value = getattr(text, "head_dim", None) or text.hidden_size // heads
+        if getattr(text, "kv_lora_rank", None):  # latent attention
+            width, value = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
+        grouped = (getattr(text, "num_key_value_heads", None) or heads) != heads
+    except RuntimeError:  # transformers' own, for sizes that differ by layer (Gemma 4): its layers ask for several
+        return None
     # transformers repeats grouped heads wherever there is a mask, and this toolkit where no kernel takes them
     grouped = grouped and not masked and width == value and not repeated_keys.in_use()
     return SdpaCall(width, value, grouped=grouped, masked=masked, half=half)

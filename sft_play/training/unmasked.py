@@ -16,6 +16,7 @@ import torch
 
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.training.collate import COUNTS, Collator
+from sft_play.training.experts import balance_coefficient
 from sft_play.training.packable import MOST_TRAINED, TELLING, VOCABULARY, kind_of, on_small_model, small_model
 
 LENGTHS = (42, 19)
@@ -135,8 +136,7 @@ def _pass(model: Any, rows: list[dict[str, Any]], *, masks: bool) -> _Pass:
     """A forward and backward pass as in training, with the experts' balance loss where TRL adds it."""
     batch = Collator(pad_id=0, masks=masks)(rows)
     inputs = {name: value for name, value in batch.items() if name not in COUNTS}
-    config = model.config.get_text_config()
-    if hasattr(config, "output_router_logits") and getattr(config, "router_aux_loss_coef", None):
+    if balance_coefficient(model.config.get_text_config()):
         inputs["output_router_logits"] = True
     model.zero_grad(set_to_none=True)
     output = model(**inputs, use_cache=False)
