@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
+from sft_play.errors import ModelError
 from sft_play.facts.installed import version_of
 from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
-from sft_play.trace import build, fakes, kernels, patches, ranks, remembered, replacements, step
+from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.remembered import cached_trace
 from sft_play.trace.replay import BIRTH, DEATH, MARK, USED, WAIT, replay
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
@@ -562,12 +563,17 @@ def test_settings_move_the_peak_the_way_they_must():
         ({"model": {"model_type": "t5"}}, "causal language model"),
         ({"optimizer": "adam_of_tomorrow"}, "adam_of_tomorrow"),
         ({"mode": "lora", "peft": {"peft_type": "MAGIC"}}, "MAGIC"),
-        ({"mode": "lora", "peft": {**LORA, "target_modules": ["no_such_layer"]}}, "no_such_layer"),
     ],
 )
 def test_what_cannot_be_traced_says_why(changes, words):
     with pytest.raises(TraceUnavailable, match=words):
         step.trace_step(dataclasses.replace(SMALL, **changes))
+
+
+def test_adapters_that_peft_refuses_are_an_error_and_no_missing_trace():
+    refused = dataclasses.replace(SMALL, mode="lora", peft={**LORA, "target_modules": ["no_such_layer"]})
+    with pytest.raises(ModelError, match=r"PEFT refuses the adapters: .*no_such_layer"):
+        step.trace_step(refused)
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch):
@@ -591,7 +597,7 @@ def test_a_trace_is_remembered_by_settings_and_versions(tmp_path, monkeypatch):
     file.write_text("{")
     assert cached_trace(SMALL, folder=tmp_path, measure=changed).allocated == 1
     assert cached_trace(SMALL, folder=tmp_path, measure=again).allocated == 1
-    monkeypatch.setattr(remembered, "version_of", lambda library: "99")
+    monkeypatch.setattr("sft_play.facts.remembered.version_of", lambda library: "99")
     assert cached_trace(SMALL, folder=tmp_path, measure=lambda settings: first).allocated == first.allocated != 1
 
 
