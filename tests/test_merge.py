@@ -145,7 +145,35 @@ def test_the_merged_model_is_base_and_adapter(tmp_path, kind):
     assert {file.stat().st_mode & 0o777 for file in files} == {0o644}  # another user may serve them
     config = json.loads((merged.path / "config.json").read_text())
     assert config["dtype"] == "float32"
+    is_tower = "tower" in kind
+    assert [line.startswith("Class: only the language model") for line in merged.notes] == [True] * is_tower
+    assert (*merged.notes,) == tuple(line for line in merged.lines() if line.startswith("Class: "))
     assert type(whole).__name__ == type(trained.get_base_model()).__name__
+
+
+def test_plan_run_merge_and_export_say_once_that_only_the_text_class_is_trained(tmp_path, command):
+    """An adapter of its language model changes nothing of an image-text model, and a merged one is another class."""
+    from peft import PeftModel
+    from transformers import AutoModelForImageTextToText
+
+    from sft_play.finished.export import export_run
+
+    words = "only the language model of this gemma3 is trained, as a class of its own"
+    base = make_base(tmp_path / "base", gemma3_with_images())
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
+    whole = AutoModelForImageTextToText.from_pretrained(base).eval()
+    before = logits(whole)
+    with pytest.warns(UserWarning, match="missing adapter keys"):
+        opened = PeftModel.from_pretrained(whole, run.weights)
+    torch.testing.assert_close(logits(opened), before, rtol=0, atol=0)
+    merged = merge_run(run)
+    exported = export_run(run, "vllm")
+    for said in (merged.lines(), exported.lines()):
+        assert sum(words in line for line in said) == 1
+    yaml = str(tmp_path / "run.yaml")
+    for verb, more in (("plan", ["--hardware", "1xH100"]), ("train", ["output.name=again", "train.max_steps=1"])):
+        code, printed = command(verb, "--config", yaml, *more)
+        assert (code, printed.count(words)) == (0, 1), printed
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")

@@ -35,6 +35,7 @@ __all__ = [
     "refuse_quantised",
     "refuse_remote_code",
     "shape_of",
+    "text_only",
 ]
 
 _CONNECT_TIMEOUT_S = 10.0
@@ -61,6 +62,18 @@ def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
             f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
             "you have read it and set model.trust_remote_code=true"
         )
+
+
+def text_only(config: Mapping[str, Any]) -> str:
+    """What is to be said of a model with parts beside its language model, which alone is trained; empty for others."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping) or not inner:
+        return ""
+    kind = one_line(str(config.get("model_type")))
+    return (
+        f"only the language model of this {kind} is trained, as a class of its own: the adapter does nothing on the "
+        f"class of {kind} itself, and neither a merged nor a fully trained model can be opened as that class"
+    )
 
 
 def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:

@@ -216,6 +216,8 @@ class ModelShape:
     """Dtype of the weights in the model's files as its config.json says; None where it does not."""
     note: str = ""
     """What is only approximate in this description; empty if nothing is."""
+    text_only: str = ""
+    """What is to be said where only the language model of a larger class is trained."""
     adapters: AdapterPlaces | None = None
     """Where adapters go; None for a type of the table, whose `linears` tell."""
 

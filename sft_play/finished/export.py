@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace as with_changes
 from pathlib import Path
 
 from sft_play.errors import RunFolderError
@@ -12,7 +13,7 @@ from sft_play.finished.exported import EXPORT, RECORD, Exported, Format, Quant
 from sft_play.finished.llama_cpp import find_converter
 from sft_play.finished.merge import whole_model
 from sft_play.finished.merge_record import record_of, told
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, text_only_of
 from sft_play.finished.writing import built_folder
 from sft_play.runs.files import write_json
 from sft_play.training.quiet import quiet_libraries
@@ -56,6 +57,7 @@ def export_run(
             written = write_gguf(run, model, building, target, converter, quant=quant, format=format)
         merged = record_of(model)  # what the weights are made of travels with them
         write_json(building / RECORD, {**written.record, **({"merge": merged} if merged else {})})
+    written = with_changes(written, notes=(*text_only_of(run), *written.notes))
     seconds = time.monotonic() - started
     return Exported(
         run.folder.path, format, target, written, is_adapter=run.is_adapter, seconds=seconds, merge=told(model)

@@ -23,7 +23,7 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.adapted_model import AdaptedModel, Base, Sizes
 from sft_play.finished.merge_record import is_of, refuse_another_model, write_record
 from sft_play.finished.merged_weights import MergedWeights
-from sft_play.finished.run import FinishedRun, base_folder, next_line
+from sft_play.finished.run import FinishedRun, base_folder, next_line, text_only_of
 from sft_play.finished.saved_configs import card_facts, write_configs
 from sft_play.finished.writing import built_folder, require_space
 from sft_play.planner.memory.saving import FILE_BYTES
@@ -62,6 +62,7 @@ class Merged:
     bytes: int
     is_streamed: bool
     seconds: float
+    notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -84,6 +85,7 @@ class Merged:
             "bytes": self.bytes,
             "streamed": self.is_streamed,
             "wall_s": round(self.seconds, 2),
+            "notes": list(self.notes),
         }
 
     def lines(self) -> list[str]:
@@ -101,6 +103,7 @@ class Merged:
                 f"Base: {self.base}, {chosen}: NF4 rounds these weights by {rounding:.2%}, which the adapter was "
                 "trained on"
             )
+        lines += self.notes
         if self.is_untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
         lines.append(f"Written to: {self.path} ({self.dtype}, {gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)")
@@ -148,7 +151,7 @@ def merge_run(
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     return Merged(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
-        adapted.sizes, size, weights.is_streamed, time.monotonic() - started,
+        adapted.sizes, size, weights.is_streamed, time.monotonic() - started, text_only_of(run),
     )  # fmt: skip
 
 

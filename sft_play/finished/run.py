@@ -12,7 +12,7 @@ from sft_play.config.adapter import LAST
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, RunFolderError
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.architecture import config_json, local_folder, text_only
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
@@ -137,6 +137,16 @@ def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
             f"the weights in {run.config.model.name} are not those that {run.folder.path} was trained on (their digest "
             f"is {str(now)[:12]}, the run's manifest has {str(recorded['sha256'])[:12]}): put the base back"
         )
+
+
+def text_only_of(run: FinishedRun) -> tuple[str, ...]:
+    """A line on a run that trained the language model of a larger class; none for others."""
+    model = run.config.model
+    try:
+        said = text_only(config_json(model.name, revision=model.revision))
+    except ModelError:  # the base is gone: a fully trained model needs it no more
+        return ()
+    return (f"Class: {said}",) if said else ()
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:

@@ -55,6 +55,7 @@ def reasons_of(
         *shortened,
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_adapter_words(job),
+        *([job.shape.text_only] if job.shape.text_only else []),
         *_batch_words(job, candidates, chosen),
         _row_words(job, chosen),
         *_loading_words(job, chosen),

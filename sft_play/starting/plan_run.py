@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.size import rough_size
@@ -16,6 +17,7 @@ from sft_play.facts.architecture import (
     parse_config,
     refuse_quantised,
     refuse_remote_code,
+    text_only,
 )
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries, missing_kernels
@@ -43,12 +45,13 @@ def shape_for(config: RunConfig) -> ModelShape:
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     try:
-        return parse_config(fields, name=model.name)
+        shape = parse_config(fields, name=model.name)
     except UnknownArchitecture as error:
         logger.info("%s; its class is measured on the meta device", error)
         from sft_play.trace.remembered import cached_shape
 
-        return cached_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+        shape = cached_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+    return replace(shape, text_only=text_only(fields))
 
 
 def has_eval(config: RunConfig) -> bool:

@@ -93,11 +93,6 @@ def build_model_spec(
     hf_config = whole.get_text_config()
     is_text_tower = hf_config is not whole
     notes = []
-    if is_text_tower:
-        notes.append(
-            f"Model: the text tower of {type(whole).__name__} is trained, as a causal language model; its adapter "
-            "belongs to that class"
-        )
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
