@@ -82,7 +82,8 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
     Only bitsandbytes' 4 bits are trained as they are stored, by qlora.
     """
     parts = [config, config.get("text_config")]  # an image-text model's config has it in either
-    stored = next((part["quantization_config"] for part in parts if _is_given(part, "quantization_config")), None)
+    given = (part.get("quantization_config") for part in parts if isinstance(part, Mapping))
+    stored = next((one for one in given if one is not None), None)
     if stored is None:
         return
     fields = stored if isinstance(stored, Mapping) else {}
@@ -94,10 +95,6 @@ def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None
             f"the weights of {one_line(name)} are already quantised ({one_line(str(method))}{bits}); take the "
             "unquantised model: tuning.mode=qlora quantises it while loading"
         )
-
-
-def _is_given(part: object, key: str) -> bool:
-    return isinstance(part, Mapping) and part.get(key) is not None
 
 
 def _is_native(model_type: str) -> bool:

@@ -55,7 +55,7 @@ def output_head(model: Any) -> nn.Module | None:
 def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlaces, frozenset[str]]:
     """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none."""
     kind, layers = str(model.config.model_type), list(linear_layers(model))
-    failed, untried = {}, ""
+    failed, untried = dict[str, str](), ""
     if kind not in FAMILIES:
         failed, untried = _remembered(model, trust_remote_code)
     recorded = {_pattern(layer): why_no_adapter(kind, layer.rpartition(".")[2]) for layer in layers}
