@@ -58,6 +58,9 @@ def _gpu_lines(seen: Seen) -> list[str]:
     for gpu in seen.gpus:
         if gpu.unified:
             page.append(f"GPU {gpu.index} shares the machine's memory")
+        if gpu.withheld and not gpu.trouble:
+            told = ", ".join(f"{what} ({one_line(why)})" for what, why in gpu.withheld.items())
+            page.append(f"GPU {gpu.index}: {seen.source} does not tell its {told}")
         for item in gpu.instances:
             sizes = f"{gib(item.total_bytes)} GiB, {gib(item.free_bytes)} free"
             page.append(f"GPU {gpu.index} instance {known(item.profile)}: {sizes}, {known(item.uuid)}")

@@ -79,6 +79,9 @@ def check_health(states: Sequence[GpuState], *, gpus: int) -> list[Finding]:
     findings = [*_fabric(states), *_errors(states), *_modes(states), *_busy(states)]
     if not any(item.name == "GPU health" for item in findings):
         findings.insert(0, passed("GPU health", f"{len(states)} GPU{'s' if len(states) > 1 else ''} without errors"))
+    if len(states) < gpus:
+        told = listed(state.index for state in states)
+        findings.append(skipped("GPU health", f"NVML tells the state of GPU {told} only, not of all {gpus}"))
     return findings
 
 

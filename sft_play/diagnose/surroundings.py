@@ -56,6 +56,12 @@ class GpuState:
     nvlinks: int = 0
     translated: bool | None = None
 
+    @property
+    def is_told(self) -> bool:
+        """Whether the driver reports anything of its health to this user."""
+        told = (self.compute_mode, self.uncorrected_errors, self.remap_failed, self.fabric, self.pcie_lanes)
+        return bool(self.others) or any(value is not None for value in told)
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -182,18 +188,20 @@ def _bitsandbytes_for(kind: str, version: str) -> tuple[tuple[int, int], ...]:
 
 
 def _driver(gpus: tuple[Gpu, ...]) -> tuple[str | None, tuple[int, int] | None, tuple[GpuState, ...]]:
-    """The driver's version, the newest CUDA it can run, and the state of each GPU; None without NVML."""
+    """The driver's version, the newest CUDA it can run, and the states of those GPUs that it tells anything of; None
+    without NVML."""
     if not gpus:
         return None, None, ()
     try:
         with nvml.opened() as library:
-            return *nvml.driver(library), tuple(_state(library, gpu) for gpu in gpus)
+            states = (_state(library, gpu) for gpu in gpus)
+            return *nvml.driver(library), tuple(state for state in states if state.is_told)
     except Exception:  # NVML raises its own exceptions, which differ between platforms
         return None, None, ()
 
 
 def _state(library: Any, gpu: Gpu) -> GpuState:
-    handle = library.nvmlDeviceGetHandleByIndex(gpu.index)
+    handle = nvml.ask(library, "nvmlDeviceGetHandleByIndex", gpu.index)
 
     def ask(name: str, *arguments: Any) -> Any:
         return nvml.ask(library, name, handle, *arguments)

@@ -10,7 +10,8 @@ from sft_play.facts.gpu_catalog import AMD_BF16, BF16_CAPABILITY
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None when named.
+    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None when named, or
+    where the driver does not tell it.
 
     `total_bytes` is what the driver reports of a GPU that was found, and what torch could use of one that is named.
     `bandwidth` is bytes per second; rates are dense operations per second with 32-bit accumulation; None: not known,

@@ -267,6 +267,7 @@ def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
     """With the catalogue's rates; an instance has its share of them, by slices of seven and by memory."""
     if entry is None:
         return gpu
+    gpu = replace(gpu, capability=gpu.capability or entry.capability)  # where the driver does not tell it
     if gpu.mig is None:
         return _rated(gpu, entry)
     # 3g.20gb: three of seven slices; 1c.3g.20gb: a compute instance with one of those three, and the memory of all

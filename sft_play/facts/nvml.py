@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 
+from sft_play.facts.gpu_catalog import find
 from sft_play.facts.seen import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, abilities, matrix, process_name
 from sft_play.log import one_line
 
@@ -24,10 +25,16 @@ _P2P_READ = 0
 _P2P_OK = 0
 _LINK_TO_SWITCH = 2
 _SWITCH = "switch"
+_MOST_GPUS = 64
+"""Handles that are tried where the driver does not say how many GPUs there are."""
+_MOST_INSTANCES = 7
+"""Of one GPU (NVIDIA Multi-Instance GPU user guide, "Supported Profiles")."""
+_NOTHING_THERE = ("NotSupported", "NotFound", "InvalidArgument")
+"""Errors that mean that a GPU has no such thing; others mean that the answer is withheld."""
 
 
 class NvmlUnavailable(Exception):
-    """NVML's package or the driver is missing; the text is NVML's own message."""
+    """NVML's package or the driver is missing, or it shows no GPU at all; the text is NVML's own message."""
 
 
 @contextlib.contextmanager
@@ -52,11 +59,26 @@ def opened() -> Iterator[Any]:
 
 def ask(nvml: Any, name: str, *arguments: Any, **named: Any) -> Any:
     """The answer to one question; None where this driver, this GPU or this user gets none."""
+    return _tried(nvml, name, *arguments, **named)[0]
+
+
+def _tried(nvml: Any, name: str, *arguments: Any, **named: Any) -> tuple[Any, Exception | None]:
+    """The answer to one question, or the error in its place."""
     try:
-        return getattr(nvml, name)(*arguments, **named)
+        return getattr(nvml, name)(*arguments, **named), None
     # each driver and GPU lacks other functions, and pynvml raises for each in its own way
-    except Exception:
-        return None
+    except Exception as error:
+        return None, error
+
+
+def _is(nvml: Any, error: Exception | None, *kinds: str) -> bool:
+    """Whether an error is one of NVML's own, such as `NotSupported`."""
+    classes = tuple(getattr(nvml, f"NVMLError_{kind}", ()) for kind in kinds)
+    return isinstance(error, classes) or type(error).__name__.removeprefix("NVMLError_") in kinds
+
+
+def _is_gone(nvml: Any, error: Exception) -> bool:
+    return _is(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
 
 
 def text(value: str | bytes | None) -> str | None:
@@ -82,23 +104,33 @@ def see(*, details: bool = True, topology: bool = True) -> Seen | None:
     """
     try:
         with opened() as nvml:
-            return _see(nvml, details=details, topology=topology)
+            return see_through(nvml, details=details, topology=topology)
     except Exception:  # also from an old library, which lacks a function that every GPU is asked by
         return None
 
 
-def _see(nvml: Any, *, details: bool, topology: bool) -> Seen:
+def see_through(nvml: Any, *, details: bool, topology: bool) -> Seen:
+    """The same through an opened library.
+
+    Raises:
+        NvmlUnavailable: it shows no GPU, and does not say that there is none.
+    """
     handles: dict[int, Any] = {}
     gpus: list[SeenGpu] = []
     links: dict[int, Counter[str]] = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
-        try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        except Exception as error:  # lost, or not for this user
+    count, withheld = _tried(nvml, "nvmlDeviceGetCount")
+    for index in range(_MOST_GPUS if count is None else count):
+        handle, error = _tried(nvml, "nvmlDeviceGetHandleByIndex", index)
+        if handle is None and count is None:
+            break
+        if handle is None:  # lost, or not for this user
             gpus.append(SeenGpu(index, None, VENDOR, trouble=_words(error)))
             continue
-        handles[index], links[index] = handle, _nvlinks(nvml, handle)
-        gpus.append(_gpu(nvml, index, handle, links[index], details=details))
+        joined = _nvlinks(nvml, handle)
+        handles[index], links[index] = handle, joined or Counter()
+        gpus.append(_gpu(nvml, index, handle, joined, details=details))
+    if count is None and not gpus:
+        raise NvmlUnavailable(_words(withheld))
     version, cuda = driver(nvml)
     return Seen(
         gpus=tuple(gpus),
@@ -109,30 +141,44 @@ def _see(nvml: Any, *, details: bool, topology: bool) -> Seen:
     )
 
 
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
+def _words(error: Exception | None) -> str:
+    return "no answer" if error is None else one_line(str(error)) or type(error).__name__
 
 
-def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str], *, details: bool) -> SeenGpu:
-    trouble = name = uuid = None
-    try:
-        name, uuid = text(nvml.nvmlDeviceGetName(handle)), text(nvml.nvmlDeviceGetUUID(handle))
-    except Exception as error:
-        trouble = _words(error)
+def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, details: bool) -> SeenGpu:
+    names = {"name": "nvmlDeviceGetName", "UUID": "nvmlDeviceGetUUID", "memory": "nvmlDeviceGetMemoryInfo",
+             "compute capability": "nvmlDeviceGetCudaComputeCapability"}  # fmt: skip
+    answers = {what: _tried(nvml, name, handle) for what, name in names.items()}
+    errors = {what: error for what, (answer, error) in answers.items() if answer is None}
+    name, uuid = text(answers["name"][0]), text(answers["UUID"][0])
+    memory = _memory(nvml, handle)
+    no_memory = _is(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(names)
+    # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
+    if not memory and no_memory and not find(name or ""):
+        memory = _hosts_memory()
+    if memory:
+        errors.pop("memory", None)
     mode = ask(nvml, "nvmlDeviceGetMigMode", handle)  # not supported: most GPUs, and old drivers
-    capability = ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle)
+    instances, withheld = ((), None) if mode and not mode[0] else _instances(nvml, handle)
+    if mode and mode[0] and not instances and withheld is not None:
+        errors["MIG instances"] = withheld
+    gone = [error for error in errors.values() if error is not None and _is_gone(nvml, error)]
+    if not gone and not instances and errors.keys() >= names.keys():
+        gone = [error for error in errors.values() if error is not None] or [NvmlUnavailable("no answer")]
+    capability = answers["compute capability"][0]
     return SeenGpu(
         index=index,
         name=name,
         vendor=VENDOR,
         uuid=uuid,
         bus_id=text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None)),
-        nvlinks=links.total() if hasattr(nvml, "NVML_NVLINK_MAX_LINKS") else None,
-        mig_enabled=bool(mode[0]) if mode else None,
+        nvlinks=links.total() if links is not None else None,
+        mig_enabled=bool(mode[0]) if mode else True if instances else None,
         mig_pending=bool(mode[1]) if mode else None,
-        instances=_instances(nvml, handle) if mode and mode[0] else (),
-        trouble=trouble,
-        **_memory(nvml, handle, alone=trouble is None),
+        instances=instances,
+        trouble=_words(gone[0]) if gone else None,
+        withheld={what: _words(error) for what, error in errors.items()},
+        **memory,
         **abilities((int(capability[0]), int(capability[1])) if capability else None),
         **(_details(nvml, handle) if details else {}),
     )
@@ -155,37 +201,24 @@ def _details(nvml: Any, handle: Any) -> dict[str, Any]:
     }
 
 
-def _memory(nvml: Any, handle: Any, *, alone: bool) -> dict[str, Any]:
+def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
     """Memory as fields of `SeenGpu`: the second version of NVML's function reports the driver's own share apart."""
     version = getattr(nvml, "nvmlMemory_v2", None)
     memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version=version) if version else None
     memory = memory or ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     if memory is None:
-        if not alone or not _is_unified(nvml, handle):
-            return {}
-        host = psutil.virtual_memory()
-        free = int(host.available)
-        return {
-            "total_bytes": int(host.total),
-            "used_bytes": int(host.total) - free,
-            "free_bytes": free,
-            "unified": True,
-        }
+        return {}
     total, free = int(memory.total), int(memory.free)
     reserved = getattr(memory, "reserved", None)
     used = getattr(memory, "used", total - free - (reserved or 0))
     return {"total_bytes": total, "used_bytes": int(used), "free_bytes": free, "reserved_bytes": reserved}
 
 
-def _is_unified(nvml: Any, handle: Any) -> bool:
-    """Whether the GPU has no memory of its own: NVML does not support the question, while the GPU itself answers."""
-    try:
-        nvml.nvmlDeviceGetMemoryInfo(handle)
-    except getattr(nvml, "NVMLError_NotSupported", ()):
-        return True
-    except Exception:
-        return False
-    return False
+def _hosts_memory() -> dict[str, Any]:
+    """The memory of a GPU that has none of its own."""
+    host = psutil.virtual_memory()
+    total, free = int(host.total), int(host.available)
+    return {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
@@ -209,26 +242,32 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     return tuple(processes)
 
 
-def _instances(nvml: Any, handle: Any) -> tuple[Instance, ...]:
+def _instances(nvml: Any, handle: Any) -> tuple[tuple[Instance, ...], Exception | None]:
+    """The instances of a GPU, and why others may be missing; a container sees those that it was given."""
     instances = []
-    for place in range(ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-        instance = ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, place)
-        if instance is None:  # no instance at that place
-            continue
-        name = text(ask(nvml, "nvmlDeviceGetName", instance)) or ""
-        memory = _memory(nvml, instance, alone=False)
-        instances.append(
-            Instance(
-                uuid=text(ask(nvml, "nvmlDeviceGetUUID", instance)) or "",
-                profile=name.partition(" MIG ")[2],
-                total_bytes=memory.get("total_bytes"),
-                used_bytes=memory.get("used_bytes"),
-                free_bytes=memory.get("free_bytes"),
-                processes=_processes(nvml, instance),
-                place=_place(nvml, instance),
-            )
-        )
-    return tuple(instances)
+    count, withheld = _tried(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)
+    for place in range(_MOST_INSTANCES if count is None else count):
+        instance, error = _tried(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, place)
+        if instance is not None:
+            instances.append(_instance(nvml, instance))
+        elif error is not None and not _is(nvml, error, *_NOTHING_THERE):
+            withheld = error
+    return tuple(instances), withheld
+
+
+def _instance(nvml: Any, instance: Any) -> Instance:
+    card, _, profile = (text(ask(nvml, "nvmlDeviceGetName", instance)) or "").partition(" MIG ")
+    memory = _memory(nvml, instance)
+    return Instance(
+        uuid=text(ask(nvml, "nvmlDeviceGetUUID", instance)) or "",
+        profile=profile,
+        total_bytes=memory.get("total_bytes"),
+        used_bytes=memory.get("used_bytes"),
+        free_bytes=memory.get("free_bytes"),
+        processes=_processes(nvml, instance),
+        place=_place(nvml, instance),
+        card=card or None,
+    )
 
 
 def _place(nvml: Any, instance: Any) -> str | None:
@@ -261,11 +300,16 @@ def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]
     return matrix(indices, link, peer)
 
 
-def _nvlinks(nvml: Any, handle: Any) -> Counter[str]:
-    """Active NVLinks of a GPU by the bus of what they lead to; those to a switch together."""
+def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
+    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None where they are not
+    told."""
     links: Counter[str] = Counter()
-    for link in range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 0)):
-        state = ask(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+    if not hasattr(nvml, "NVML_NVLINK_MAX_LINKS"):
+        return None
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        state, error = _tried(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        if state is None and link == 0 and not _is(nvml, error, *_NOTHING_THERE):
+            return None
         if state is None:  # beyond the last link, or a GPU without any
             break
         if not state:

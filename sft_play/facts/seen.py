@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -47,6 +47,8 @@ class Instance:
     processes: tuple[GpuProcess, ...] | None = None
     place: str | None = None
     """`7/0`: the numbers of its GPU instance and compute instance."""
+    card: str | None = None
+    """The name of its GPU."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class SeenGpu:
     trouble: str | None = None
     nvlinks: int | None = None
     """Active NVLinks; 0 where it has none."""
+    withheld: Mapping[str, str] = field(default_factory=dict)
+    """What a plan needs of it and the driver does not tell (`memory`, `MIG instances`, …), in its own words."""
 
     @property
     def all_processes(self) -> tuple[GpuProcess, ...]:

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from sft_play.facts.ask import text_of
 from sft_play.facts.installed import torch_cuda, torch_hip, torch_xpu, version_of
-from sft_play.facts.nvml import driver, opened
+from sft_play.facts.nvml import driver, opened, see_through
+from sft_play.facts.visible_gpus import obstacle
 from sft_play.log import one_line
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
@@ -51,6 +52,8 @@ class Nvml:
     driver: str | None = None
     cuda: tuple[int, int] | None = None
     """The newest CUDA that the driver runs."""
+    obstacles: tuple[str, ...] = ()
+    """Why GPUs cannot be used, one sentence for each that cannot."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +153,16 @@ def _nvidia(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
     if not (devices.nodes or devices.driver or cards or devices.wsl or devices.nvml.gpus):
         return None
     what = _nvidia_words(devices, cards)
-    if devices.nvml.gpus and "CUDA_VISIBLE_DEVICES" in hiding:
+    obstacles = devices.nvml.obstacles
+    if devices.nvml.gpus > len(obstacles) and "CUDA_VISIBLE_DEVICES" in hiding:
         return Unseen(f"{what}, and CUDA_VISIBLE_DEVICES={one_line(hiding['CUDA_VISIBLE_DEVICES'])} names none of them",
                       "unset it, or name GPUs that nvidia-smi -L shows")  # fmt: skip
     if devices.nvml.gpus:
+        why = "; ".join(obstacles) or "in MIG mode without an instance, or it does not answer"
         return Unseen(
-            f"{what}, and none that can be used: in MIG mode without an instance, or it does not answer",
-            "nvidia-smi shows which; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off",
+            f"{what}, and none that can be used: {one_line(why, limit=400)}",
+            "nvidia-smi -L shows what there is; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off; "
+            "a container is given an instance by its UUID (NVIDIA_VISIBLE_DEVICES=MIG-...)",
         )
     why, remedy = _nvidia_cause(devices)
     if devices.torch.version and devices.torch.cuda is None:
@@ -305,7 +311,8 @@ def _pci(folder: Path) -> tuple[PciDevice, ...]:
 def _ask_nvml() -> Nvml:
     try:
         with opened() as library:
-            return Nvml(int(library.nvmlDeviceGetCount()), None, *driver(library))
+            gpus = see_through(library, details=False, topology=False).gpus
+            return Nvml(len(gpus), None, *driver(library), tuple(filter(None, map(obstacle, gpus))))
     except Exception as error:  # NVML raises its own exceptions, which differ between platforms
         return Nvml(error=one_line(str(error)) or type(error).__name__)
 
