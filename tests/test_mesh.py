@@ -23,6 +23,7 @@ from sft_play.facts.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware, named
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
 from sft_play.launch.accelerate.reading import mesh_in, read_accelerate_file
+from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
@@ -430,6 +431,42 @@ def test_a_mesh_that_does_not_match_its_launch_is_one_message(world):
         assert answer.returncode == 2, answer.stdout + answer.stderr
         assert said in answer.stdout + answer.stderr
     assert not (world / "outputs" / "never").exists()
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_a_mesh_that_does_not_fit_is_answered_with_changes_that_plan_as_they_say(mode):
+    """A change that the mesh refuses is offered without the mesh, never raised."""
+    chance = random.Random(f"34 {mode}")
+    name, kinds = "meta-llama/Llama-3.3-70B-Instruct", set()
+    for _ in range(4):
+        sizes = [[1, 2], ["fsdp", "tp"]], [[2, 2], ["fsdp", "tp"]], [[1, 4], ["fsdp", "cp"]], [[4], ["fsdp"]]
+        mesh = chance.choice(sizes[2:] if mode == "qlora" else sizes)
+        optim = chance.choice(["adamw_torch_fused", "adafactor"]) if "tp" not in mesh[1] else "adamw_torch_fused"
+        options = {"mode": mode, "train__optim": optim, "model__max_seq_len": chance.choice([2048, 8192])}
+        machine = named(f"{math.prod(mesh[0])}x{chance.choice(['RTX3060', 'RTX3070'])}")
+        plan = make_advised_plan(PlanRequest(run(mesh, name=name, **options), shape_of(name), machine))
+        assert plan.fits or plan.suggestions
+        for way in (*plan.suggestions, *plan.not_enough):
+            words = (way.setting or "").split()
+            keys = [word.partition("=")[0] for word in words]
+            assert len(set(keys)) == len(keys), way
+            if way.hardware or "model.name" in keys:
+                continue
+            changed = config_from_text(
+                json.dumps(run(mesh, name=name, **options).model_dump(mode="json", exclude_unset=True)),
+                name="x", overrides=words,
+            )  # fmt: skip
+            again = make_advised_plan(PlanRequest(changed, shape_of(name), machine))
+            assert (again.fits, again.memory.required) == (way.fits, way.required) or not way.fits, way
+            kinds.add("without the mesh" if "model.mesh_shape" in keys else "with it")
+    assert "with it" in kinds
+    assert "without the mesh" in kinds or mode == "qlora"
+
+
+def test_the_largest_model_of_a_mesh_is_one_that_it_can_run():
+    """Classes that tensor-parallel ranks cannot divide are passed over."""
+    found = largest_that_fits("model", PlanRequest(run([1, 4]), shape_of(LLAMA), named("4xH100,ram=1TiB")))
+    assert shape_of(str(found.value)).model_type in TENSOR_PARALLEL
 
 
 def test_meshes_of_every_size_are_planned_or_refused_in_one_line():

@@ -112,7 +112,11 @@ def _model(request: PlanRequest) -> Largest:
         shape = shapes[params]
         named = config.model_copy(update={"model": config.model.model_copy(update={"name": shape.name})})
         of_model = dataclasses.replace(request, config=named, shape=shape)
-        job, layouts = job_of(of_model, masters=False), _layouts(of_model)
+        try:
+            job, layouts = job_of(of_model, masters=False), _layouts(of_model)
+        except ConfigError as error:  # the user's mesh cannot run it
+            how = f"not {shape.name}: {error}"
+            continue
         if not layouts:
             how = _none_of(of_model)
             continue

@@ -6,6 +6,7 @@ are only named: nothing was measured there, and layouts that offload count only 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -31,6 +32,7 @@ MORE_GPUS = (2, 4, 8, 16, 32, 64)
 NODE_GPUS = 8
 """GPUs per node when more are suggested than the present nodes have."""
 SMALL_RANK = 8
+WITHOUT_MESH = "model.mesh_shape=null"
 RAM_STEP = 16 * GIB
 """RAM is suggested in steps of this many bytes."""
 
@@ -64,35 +66,40 @@ def _on(request: PlanRequest, machine: Hardware) -> PlanRequest:
     """The request for another machine, in any layout: runs of the present machine are no evidence for it, and the
     user's mesh was not meant for another number of GPUs."""
     same_ranks = machine.ranks == request.hardware.ranks
-    config = request.config if same_ranks else _with(request.config, ("model", "mesh_shape"), None)
+    config = request.config if same_ranks else _apply(request.config, WITHOUT_MESH)
     return replace(request, config=config, hardware=machine, only=LAYOUT_NAMES, earlier=())
 
 
 def look(request: PlanRequest) -> Candidate | None:
-    """The thriftiest candidate: far fewer are evaluated than for a plan. None where the batch does not split over the
-    GPUs."""
-    possible, _ = layouts_for(request.config, request.shape, request.hardware)
-    layouts = [layout for layout in possible if layout.name in request.only] or list(possible[:1])
-    try:
-        candidates = thriftiest(job_of(request, masters=False), layouts)
-    except ConfigError:  # the given batch does not split over that many GPUs
-        return None
-    return first_that_fits(candidates)  # those that offload come last
+    """The thriftiest candidate: far fewer are evaluated than for a plan. None where the machine or the settings are
+    refused: the batch does not split over the GPUs, the user's mesh cannot run them."""
+    with contextlib.suppress(ConfigError):
+        possible, _ = layouts_for(request.config, request.shape, request.hardware)
+        layouts = [layout for layout in possible if layout.name in request.only] or list(possible[:1])
+        return first_that_fits(thriftiest(job_of(request, masters=False), layouts))  # those that offload come last
+    return None
 
 
 def _choice(request: PlanRequest) -> Candidate | None:
-    """What a plan would choose where something fits, else the thriftiest candidate."""
+    """What a plan would choose where something fits, else the thriftiest candidate; None where a plan is refused."""
     best = look(request)
     # a whole plan weighs hundreds of candidates, and says more than the thriftiest one only where something fits
-    return make_plan(request).choice if best is not None and best.fits else best
+    if best is None or not best.fits:
+        return best
+    with contextlib.suppress(ConfigError):
+        return make_plan(request).choice
+    return None
 
 
 def _by_settings(request: PlanRequest) -> Iterator[Suggestion]:
     """Changed settings one at a time, and all so far together as long as none is enough."""
     fitted, together, settings = False, request.config, dict[str, str]()
     present = _choice(request)
-    for setting in _changes(request):
-        candidate = _choice(replace(request, config=_apply(request.config, setting)))
+    for change in _changes(request):
+        setting, candidate = change, _choice(replace(request, config=_apply(request.config, change)))
+        if candidate is None and request.config.model.mesh_shape is not None:  # which may be what refuses the change
+            setting = f"{change} {WITHOUT_MESH}"
+            candidate = _choice(replace(request, config=_apply(request.config, setting)))
         if candidate is None:
             continue
         if not candidate.fits and present is not None and candidate.overload > present.overload:
@@ -100,7 +107,7 @@ def _by_settings(request: PlanRequest) -> Iterator[Suggestion]:
         yield _way(setting, candidate, setting=setting)
         fitted = fitted or candidate.fits
         together = _apply(together, setting)
-        settings[setting.partition("=")[0]] = setting
+        settings |= {word.partition("=")[0]: word for word in setting.split()}
         # each change alone is not enough so far: all of them up to here
         if not fitted and len(settings) > 1:
             both = _choice(replace(request, config=together))
@@ -111,7 +118,12 @@ def _by_settings(request: PlanRequest) -> Iterator[Suggestion]:
 
 
 def _by_layout(request: PlanRequest) -> Iterator[Suggestion]:
-    """The best of all layouts, where STRATEGY= excluded some."""
+    """The best of all layouts, where a mesh or STRATEGY= excluded some."""
+    if request.config.model.mesh_shape is not None:
+        candidate = _choice(replace(request, config=_apply(request.config, WITHOUT_MESH)))
+        if candidate is not None and candidate.fits:
+            yield _way(f"{WITHOUT_MESH} ({candidate.layout.name})", candidate, setting=WITHOUT_MESH)
+        return
     if set(LAYOUT_NAMES) <= set(request.only):
         return
     candidate = _choice(replace(request, only=LAYOUT_NAMES))
@@ -180,6 +192,8 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
     if train.effective_follows:
         rows = int(train.batch_size) * int(train.grad_accum)
         return [f"train.batch_size=1 train.grad_accum={rows}"] if train.batch_size != 1 else []
+    if "auto" not in (train.batch_size, train.grad_accum):  # of three numbers that agree no one can change alone
+        return ["train.batch_size=1 train.grad_accum=auto"] if train.batch_size != 1 else []
     return [
         *(["train.batch_size=1"] if train.batch_size not in ("auto", 1) else []),
         *(["train.grad_accum=auto"] if train.grad_accum != "auto" else []),
@@ -202,7 +216,7 @@ def _apply(config: RunConfig, setting: str) -> RunConfig:
     changed: RunConfig = config
     for word in setting.split():
         path, _, text = word.partition("=")
-        value: Any = {"true": True, "auto": "auto"}.get(text, int(text) if text.isdigit() else text)
+        value: Any = {"true": True, "null": None}.get(text, int(text) if text.isdigit() else text)
         changed = _with(changed, path.split("."), value)
     return changed
 
