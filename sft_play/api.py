@@ -18,6 +18,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch.device import machine_for
+from sft_play.launch.resolve_options import machine_of_mesh
 from sft_play.planner.plan import Plan
 from sft_play.runs.creation import is_finished, new_folder, resumes
 from sft_play.starting.one_process import start_here
@@ -44,7 +45,8 @@ def plan(run: LoadedConfig, *, hardware: str | Hardware | None = None, trace: bo
         ModelError: the model's config.json cannot be read.
     """
     machine = detect() if hardware is None else named(hardware) if isinstance(hardware, str) else hardware
-    return plan_for(run.longest, machine_for(run.longest, machine), trace=trace)
+    machine = machine_of_mesh(run.longest, machine_for(run.longest, machine))
+    return plan_for(run.longest, machine, trace=trace)
 
 
 def train(run: LoadedConfig) -> dict[str, Any]:

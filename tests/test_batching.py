@@ -15,6 +15,7 @@ from sft_play.config.resolved import resolved
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named
+from sft_play.launch.deepspeed.run_settings import with_batch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.suggestions import suggestions
@@ -53,6 +54,8 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
         wanted = micro * accum * ranks if follows else effective or 32
         assert effective_batch(train, ranks=ranks) == wanted
         assert train.effective_follows == follows
+        if effective is not None and "auto" not in (micro, accum) and micro * accum == effective:
+            continue  # agrees on one rank: the next test
         fits = wanted % ((1 if micro == "auto" else micro) * (1 if accum == "auto" else accum) * ranks) == 0
         if not fits or ("auto" not in (micro, accum) and micro * accum * ranks != wanted):
             with pytest.raises(ConfigError, match=rf"train\.effective_batch_size={wanted} "):
@@ -72,6 +75,38 @@ def test_the_product_of_both_factors_and_the_ranks_is_the_effective_batch_that_n
             assert "was not given" not in arithmetic(train, found[0])
         kinds.add("follows" if follows else "given")
     assert kinds == {"follows", "given", "refused"}
+
+
+def test_three_numbers_that_agree_on_one_rank_keep_the_effective_batch_over_any_that_divide_it():
+    """By a second rule: of all splits, the one with the most rows a pass that are no more than were given."""
+    draw, kinds = random.Random(36), set()
+    for _ in range(400):
+        micro, accum, ranks = draw.randint(1, 12), draw.randint(1, 12), draw.randint(1, 9)
+        effective = micro * accum
+        given = {"batch_size": micro, "grad_accum": accum, "effective_batch_size": effective}
+        train = written(*(f"train.{name}={value}" for name, value in given.items())).train
+        every = [(rows, passes) for rows in range(1, micro + 1) for passes in range(1, effective + 1)
+                 if rows * passes * ranks == effective]  # fmt: skip
+        if not every:
+            with pytest.raises(ConfigError, match=rf"={effective} does not split over {ranks} ranks; it does over 1\b"):
+                splits(train, ranks=ranks)
+            kinds.add("refused")
+            continue
+        rows, passes = max(every)
+        assert splits(train, ranks=ranks) == [BatchPlan(rows, passes, ranks)]
+        said = arithmetic(train, BatchPlan(rows, passes, ranks))
+        assert (f"train.grad_accum={accum} becomes {passes}" in said) == (passes != accum)
+        assert (f"train.batch_size={micro} becomes {rows}" in said) == (rows != micro)
+        assert "\n" not in said
+        kinds.add("passes" if rows == micro else "rows")
+    assert kinds == {"passes", "rows", "refused"}
+
+
+def test_a_deepspeed_files_batch_of_all_ranks_goes_with_three_numbers_of_one():
+    train = written("train.batch_size=2", "train.grad_accum=4", "train.effective_batch_size=8").train
+    assert with_batch(train, {"train_batch_size": 8}, ranks=2)[0] == train
+    with pytest.raises(ConfigError, match="is not train.batch_size=2"):
+        with_batch(train, {"train_batch_size": 8, "gradient_accumulation_steps": 4}, ranks=2)
 
 
 @pytest.mark.parametrize("machine", ["cpu,ram=64GiB", "1xRTX4090", "2xRTX4090", "4xRTX4090", "2x8xH100"])
@@ -97,7 +132,7 @@ def test_the_resolved_config_holds_the_batch_of_the_plan_and_can_be_given_back()
     assert effective_batch(again.train, ranks=2) == 8
     assert splits(again.train, ranks=2) == [BatchPlan(2, 2, 2)]
     with pytest.raises(ConfigError, match=r"train\.effective_batch_size=8 is not .* x 4 ranks = 16"):
-        splits(again.train, ranks=4)
+        splits(again.train, ranks=4)  # it agreed over two
     plain = written()
     assert resolved(plain, effective_batch=8)["train"]["effective_batch_size"] == 32  # as the plan splits it
 

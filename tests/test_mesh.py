@@ -17,18 +17,21 @@ from hypothesis import strategies as st
 
 from benchmarks.long_rows import LONG_ROWS, long_rows
 from sft_play.config.load import config_from_text, load_config
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.architecture import shape_of
 from sft_play.facts.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware, named
+from sft_play.launch import machine as of_ranks
+from sft_play.launch import resolve_options
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
 from sft_play.launch.accelerate.reading import mesh_in, read_accelerate_file
+from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of
-from sft_play.planner.plan import PlanRequest, job_of, plan_from_json
+from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.training.engine_check import WRAPPED_CLASS
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
@@ -417,6 +420,59 @@ def test_a_mesh_in_bf16_is_resumed_by_one_process(world, mode, mesh):
     assert whole.returncode == 0, whole.stdout + whole.stderr
     found, wanted = (losses(world / "outputs" / folder) for folder in (name, f"{name}-fsdp"))
     assert found == pytest.approx(wanted, rel=2**-6)
+
+
+def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, tmp_path, command):
+    """On random machines: what the launch would use is what is planned; too few GPUs are refused with what it takes."""
+    draw, kinds = random.Random(35), set()
+    for _ in range(200):
+        count, (fsdp, tp) = draw.choice([0, 1, 2, 4, 8]), (draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 4]))
+        machine = cpu(1) if count == 0 else replace(named(f"{count}xH100"), named=False)
+        config = run([fsdp, tp], train__effective_batch_size=24)
+        for module in (resolve_options, of_ranks):
+            monkeypatch.setattr(module, "detect", lambda machine=machine: machine)
+        planned = resolve_options.machine_of_mesh(config, machine)
+        try:
+            started = of_ranks.machine_of(resolve_options.as_the_mesh_says(LaunchOptions(), config))
+        except HardwareError:
+            with pytest.raises(ConfigError, match=rf"start {fsdp * tp} \(one for each GPU: "):
+                make_plan(PlanRequest(config, shape_of(LLAMA), planned))
+            kinds.add("too few")
+            continue
+        assert (planned.ranks, planned.gpus) == (started.ranks, started.gpus)
+        make_plan(PlanRequest(config, shape_of(LLAMA), planned))
+        kinds.add("cpu" if count == 0 else "fewer" if planned.ranks < count else "all")
+    assert kinds == {"too few", "cpu", "fewer", "all"}
+
+
+@pytest.mark.parametrize(("mesh", "layout"), [("[2,1]", "fsdp"), ("[[2],[dp]]", "ddp")])
+def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(
+    mesh, layout, tmp_path, tiny_llama, monkeypatch, command
+):
+    words = ["--config", str(uneven_run(tmp_path, tiny_llama)), "tuning.mode=lora", f"model.mesh_shape={mesh}"]
+    monkeypatch.setattr("sft_play.commands.machine.detect", lambda: cpu(1))
+    code, said = command("plan", "--json", *words)
+    assert code == 0, said
+    plan = json.loads(said.splitlines()[0])
+    assert (plan["ranks"], plan["layout"]) == (2, layout)
+    code, said = command("check", *words)
+    assert code == 0, said
+    assert f"{layout} on the CPU" in said
+
+
+@pytest.mark.parametrize(
+    ("machine", "how"),
+    [
+        ("2x4xH100", "start 16 (one for each GPU: 4 nodes of 4, NNODES=4), or give a mesh of 8"),
+        ("4x8xH100", "start 16 (make train-distributed NPROC=4 on each node), or give a mesh of 32"),
+        ("3x8xH100", "start 16 (one for each GPU: 2 nodes of 8, NNODES=2), or give a mesh of 24"),
+        ("1xH100", "start 16 (one for each GPU: a machine with 16), or give a mesh of 1"),
+        ("32xH100", "start 16 (make train-distributed NPROC=16 on one node), or give a mesh of 32"),
+    ],
+)
+def test_a_mesh_of_another_size_is_refused_with_what_that_machine_can_do(machine, how):
+    with pytest.raises(ConfigError, match=rf"{re.escape(how)}$"):
+        make_plan(PlanRequest(run([16]), shape_of(LLAMA), named(machine)))
 
 
 @pytest.mark.build

@@ -14,6 +14,7 @@ from sft_play.diagnose.check_report import Report
 from sft_play.diagnose.doctor import Planned
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding
+from sft_play.launch.resolve_options import machine_of_mesh
 from sft_play.starting.plan_run import plan_for, shape_for
 from sft_play.starting.row_survey import has_own_lengths
 
@@ -40,4 +41,4 @@ def check(
 
 def _planned(config: RunConfig, hardware: Hardware, lengths: run_check.Lengths) -> Planned:
     rows = lengths() if has_own_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
-    return Planned(config, shape_for(config), plan_for(config, hardware, rows=rows))
+    return Planned(config, shape_for(config), plan_for(config, machine_of_mesh(config, hardware), rows=rows))

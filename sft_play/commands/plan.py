@@ -20,7 +20,8 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import missing_kernels
 from sft_play.launch.device import machine_for, say_unseen
 from sft_play.launch.given_value import DEFAULT_PORT
-from sft_play.log import escape_control
+from sft_play.launch.resolve_options import machine_of_mesh
+from sft_play.log import escape_control, one_line
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.whatif import Largest, Question, grid, question
@@ -43,7 +44,8 @@ def run(request: Request) -> Answer:
     # read first: a wrong word in WHATIF or MAX costs no planning
     asked_cells, asked_largest = _cells(request.whatif), question(request.max) if request.max else None
     loaded = load_config(request.config, overrides=request.overrides)
-    hardware = machine_for(loaded.config, asked_machine(request))
+    whole = machine_for(loaded.config, asked_machine(request))
+    hardware = machine_of_mesh(loaded.config, whole)
     say_unseen(loaded.config, hardware, os.environ)
     configs = []
     for cell in asked_cells:
@@ -55,7 +57,7 @@ def run(request: Request) -> Answer:
     absent = count_if_quick(loaded)
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
-        hardware = cheapest_machine(budget) or hardware
+        hardware = whole = cheapest_machine(budget) or hardware
     refuse_strategy(loaded.config, hardware, strategy)
     stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
     if stages:
@@ -68,7 +70,8 @@ def run(request: Request) -> Answer:
     for cell, config in configs:
         with _in_cell(cell):
             rows = _rows_of(config, base)
-            cells.append((cell, plan_for(config, hardware, with_suggestions=False, rows=rows)))
+            machine = machine_of_mesh(config, whole)
+            cells.append((cell, plan_for(config, machine, with_suggestions=False, rows=rows)))
     largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
     data = plan.as_json()
     if stages:

@@ -9,7 +9,7 @@ import os
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.hardware import detect
+from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
 from sft_play.launch.accelerate.overridden import overridden_lines
 from sft_play.launch.accelerate.places import find_accelerate_file
@@ -80,6 +80,19 @@ def with_mesh_of(accelerate: AccelerateConfig, loaded: LoadedConfig) -> LoadedCo
         return loaded
     logger.info("%s: its parallelism_config is model.mesh_shape=%s", name, accelerate.mesh)
     return load_config(loaded.path, overrides=(*loaded.overrides, f"model.mesh_shape={accelerate.mesh}"))
+
+
+def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
+    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or as many of its GPUs.
+
+    GPUs that are only named are all used, and too few stay too few: the plan says what the mesh would take.
+    """
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is None:
+        return hardware
+    if not hardware.gpus:
+        return dataclasses.replace(hardware, cpu_ranks=mesh.ranks)
+    return hardware if hardware.named or mesh.ranks >= hardware.ranks else hardware.first(mesh.ranks)
 
 
 def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions:

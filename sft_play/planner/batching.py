@@ -57,6 +57,10 @@ def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) ->
             )
         return [fixed]
     effective = effective_batch(train, ranks=ranks)
+    if is_of_one_rank(train) and effective % ranks == 0:
+        share = effective // ranks
+        size = max(size for size in divisors(share) if size <= int(train.batch_size))
+        return [BatchPlan(size, share // size, ranks)]
     micro = train.batch_size if train.batch_size != "auto" else 1
     accum = train.grad_accum if train.grad_accum != "auto" else 1
     unit = micro * accum * ranks  # what the effective batch must be a multiple of
@@ -73,6 +77,14 @@ def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) ->
     return [BatchPlan(size, per_rank // size, ranks) for size in sizes]
 
 
+def is_of_one_rank(train: TrainConfig) -> bool:
+    """Whether all three numbers are given and agree on one rank: over several the effective batch is kept, by fewer
+    passes and then by fewer rows in each."""
+    if "auto" in (train.batch_size, train.grad_accum):
+        return False
+    return not train.effective_follows and int(train.batch_size) * int(train.grad_accum) == train.effective_batch_size
+
+
 def arithmetic(train: TrainConfig, batch: BatchPlan, *, is_fixed: bool = False) -> str:
     """The product, and which factors were given; `is_fixed`: a resumed run keeps it."""
     words = _product(batch)
@@ -81,11 +93,14 @@ def arithmetic(train: TrainConfig, batch: BatchPlan, *, is_fixed: bool = False) 
     if train.effective_follows:
         return f"effective batch {batch.effective_batch} = {words}: train.effective_batch_size was not given"
     product = f"{words} = {batch.effective_batch}"
-    given = [
-        name
-        for name, value in (("train.batch_size", train.batch_size), ("train.grad_accum", train.grad_accum))
-        if value != "auto"
-    ]
+    numbers = {"train.batch_size": batch.micro_batch, "train.grad_accum": batch.grad_accum}
+    wished = dict(zip(numbers, (train.batch_size, train.grad_accum), strict=True))
+    if is_of_one_rank(train) and wished != numbers:
+        changed = " and ".join(
+            f"{name}={wished[name]} becomes {now}" for name, now in numbers.items() if wished[name] != now
+        )
+        return f"{product}: the effective batch that was given for one rank is kept, {changed}"
+    given = [name for name, value in wished.items() if value != "auto"]
     return f"{product} ({' and '.join(given)} {'are' if len(given) > 1 else 'is'} given)" if given else product
 
 
@@ -101,6 +116,9 @@ def _refusal(train: TrainConfig, ranks: int, unit: int, both_given: bool) -> str
     if train.batch_size != "auto":
         parts.insert(0, f"train.batch_size={train.batch_size}")
     product = " x ".join(parts)
+    if is_of_one_rank(train):
+        fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
+        return f"train.effective_batch_size={effective} does not split over {ranks} ranks; it does over {fitting}"
     if both_given:
         rest, left = divmod(effective, ranks * int(train.batch_size))
         other = f" or train.grad_accum={rest}" if rest and not left else ""

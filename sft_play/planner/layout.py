@@ -195,9 +195,8 @@ def _checked_mesh(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Ha
     if mesh.ranks != hardware.ranks:
         needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
         raise ConfigError(
-            f"{where} is a mesh of {needed}, and this is a run of {present}: "
-            f"start {mesh.ranks} (make train-distributed NPROC={mesh.ranks} on one node), or give a mesh of "
-            f"{hardware.ranks}"
+            f"{where} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks} "
+            f"({_how_to_start(mesh.ranks, hardware)}), or give a mesh of {hardware.ranks}"
         )
     layout = _layout_of(mesh)
     because = _impossible(layout, config, shape, hardware)
@@ -205,6 +204,16 @@ def _checked_mesh(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Ha
         instead = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
         raise ConfigError(f"{where} cannot run this job: {because}; use {instead}, or null to let the plan choose")
     return layout
+
+
+def _how_to_start(ranks: int, hardware: Hardware) -> str:
+    """How as many ranks are started on a machine like this one, or what it would take."""
+    nodes, most = hardware.nodes, hardware.gpus_per_node
+    if ranks % nodes == 0 and (not hardware.gpus or ranks // nodes <= most):
+        return f"make train-distributed NPROC={ranks // nodes} on {'each node' if nodes > 1 else 'one node'}"
+    if ranks % most == 0 and most > 1:
+        return f"one for each GPU: {ranks // most} nodes of {most}, NNODES={ranks // most}"
+    return f"one for each GPU: a machine with {ranks}"
 
 
 def _layout_of(mesh: Mesh) -> Layout:

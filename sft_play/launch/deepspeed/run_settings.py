@@ -5,6 +5,7 @@ from __future__ import annotations
 from sft_play.config.schema import MixedPrecisionConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.tree import AUTO, Config, shown_value, value_at
+from sft_play.planner.batching import is_of_one_rank
 
 BATCH_KEYS = {
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -51,7 +52,9 @@ def with_batch(
             taken["effective_batch_size"] = micro * accum * ranks
             lines.append(f"train.effective_batch_size → {micro} × {accum} × {ranks} ranks = {micro * accum * ranks}, "
                          "which neither file gives")  # fmt: skip
-        problems += _not_a_product(train.model_copy(update=taken), sources, ranks)
+        # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
+        if not (is_of_one_rank(train) and given_batch.keys() == {"train_batch_size"}):
+            problems += _not_a_product(train.model_copy(update=taken), sources, ranks)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return train.model_copy(update=taken), tuple(lines)
