@@ -724,6 +724,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(hybrid, "distributed.shard_ranks", 2, "fsdp_hybrid", 2),
     one(over_ranks, "distributed.sync_gradients_every", "step", "fsdp", "step float32 float32 None"),
     one(over_ranks, "distributed.sync_gradients_every", "micro_batch", "ddp", "micro_batch float32 float32 None"),
+    one(over_ranks, "distributed.sync_gradients_every", 3, "ddp", "3 float32 float32 None"),
     one(over_ranks, "distributed.sync_gradients_every", 1, "ddp", "micro_batch float32 float32 None"),
     one(over_ranks, "distributed.find_unused_parameters", "true", "unused", True),
     one(over_ranks, "distributed.profile_communication", "true", "window", 3),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.leaves import leaves, sections
-from sft_play.config.schema import OWNER, RunConfig
+from sft_play.config.schema import DTYPES, OWNER, RunConfig
 
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
@@ -66,13 +66,17 @@ def json_schema() -> str:
     schema = RunConfig.model_json_schema()
     schema["$schema"] = "https://json-schema.org/draft/2020-12/schema"
     schema["title"] = "sft_play run YAML"
-    return json.dumps(_without_owners(schema), indent=2) + "\n"
+    return json.dumps(_published(schema), indent=2) + "\n"
 
 
-def _without_owners(value: Any) -> Any:
+def _published(value: Any) -> Any:
+    """Without owners, and with the short names of dtypes."""
     if isinstance(value, dict):
-        return {key: _without_owners(item) for key, item in value.items() if key != OWNER}
-    return [_without_owners(item) for item in value] if isinstance(value, list) else value
+        shown = {key: _published(item) for key, item in value.items() if key != OWNER}
+        if "bfloat16" in (names := shown.get("enum", ())):
+            shown["enum"] = [*names, *(short for short, name in DTYPES.items() if name in names)]
+        return shown
+    return [_published(item) for item in value] if isinstance(value, list) else value
 
 
 def write_generated(root: Path) -> list[Path]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 OWNER = "owner"
 """The name of the owner's entry in a key's JSON schema."""
@@ -42,6 +42,17 @@ class Section(BaseModel):
 
 Name = Annotated[str, Field(min_length=1)]
 
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Short names of dtypes, which keys take for torch's."""
+
+
+def _torch_name(given: Any) -> Any:
+    return DTYPES.get(given, given) if isinstance(given, str) else given
+
+
+TorchName = BeforeValidator(_torch_name)
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], TorchName]
+
 HUB_KERNEL = r"^[\w.-]+/[\w.-]*flash[\w.-]*@[0-9a-f]{40}$"
 """A flash attention kernel of the Hugging Face hub, pinned: what is fetched is code that the run executes."""
 
@@ -62,7 +73,7 @@ class ModelConfig(Section):
     max_seq_len: int = leaf(2048, owner="planner.plan", ge=8)
     """Longest training row in tokens; longer rows are cut or left out (data.truncate), and counted."""
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = leaf("auto", owner="planner.precision")
+    dtype: Dtype = leaf("auto", owner="planner.precision")
     """Dtype that the weights are loaded in; auto uses the compute precision."""
 
     attn_implementation: (
@@ -113,7 +124,7 @@ class LoraConfig(Section):
     use_dora: bool = leaf(False, owner="training.lora_config")
     """Weight-decomposed adapters (https://huggingface.co/papers/2402.09353)."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = leaf("auto", owner="planner.gradients")
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], TorchName] = leaf("auto", owner="planner.gradients")
     """Dtype of the adapters and their optimizer states; auto is float32. bfloat16 halves both, but loses updates that
     are smaller than 1/256 of a weight. Runs that do not compute in bf16 keep float32."""
 
@@ -414,7 +425,9 @@ class TrainConfig(Section):
     )
     """Optimizer, by its name in transformers."""
 
-    weight_updates: Literal["auto", "float32", "stochastic", "bfloat16"] = leaf("auto", owner="planner.precision")
+    weight_updates: Annotated[Literal["auto", "float32", "stochastic", "bfloat16"], TorchName] = leaf(
+        "auto", owner="planner.precision"
+    )
     """How weights are updated with tuning.mode=full in bf16 on one GPU and under DDP. auto: weights are held in float32
     if that fits, else in bf16 with stochastic rounding. bfloat16 rounds to nearest, which loses nearly all updates at
     usual learning rates. FSDP and DeepSpeed always keep float32 copies."""
@@ -536,9 +549,6 @@ class PlanConfig(Section):
     higher than the prediction, it counts."""
 
 
-Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-
-
 class MixedPrecisionConfig(Section):
     """Dtypes of communication between ranks; auto is the layout's default (compute dtype: train.bf16, train.fp16)."""
 
@@ -571,7 +581,7 @@ class DistributedConfig(Section):
     )
     """When ranks reduce their gradients: at the end of an optimizer step, or after every micro-batch. auto: step for
     DDP and ZeRO-1, micro_batch for FSDP2 (step keeps full gradients on every rank meanwhile) and for ZeRO-2 and -3. A
-    number of micro-batches can only be 1 or train.grad_accum."""
+    number, under DDP and FSDP2: after so many micro-batches, and at the end of the step."""
 
     find_unused_parameters: bool = leaf(False, owner="training.engines")
     """Under DDP, look after each forward pass for parameters that the loss does not use. Needed for models that skip

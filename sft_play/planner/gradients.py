@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError
 from sft_play.planner.precision import BYTES, DtypeName, Precision
 from sft_play.units import GIB
 
-Every = Literal["step", "micro_batch"]
+Every = Literal["step", "micro_batch"] | int
 
 DIVIDES_GRADIENTS = ("zero2", "zero3", "zero2_offload", "zero3_offload")
 """Layouts in which DeepSpeed partitions the gradients of every micro-batch at once, so that reducing cannot wait."""
-_MEANT = "write step (once per optimizer step), micro_batch (after every micro-batch) or auto"
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Gradients:
     """How a layout handles gradients, and the dtype of gathered weights."""
 
     every: Every
-    """When they are reduced over the ranks."""
+    """When they are reduced over the ranks; a number: after so many micro-batches, and at the end of the step."""
     computed: DtypeName
     """Dtype from the backward pass."""
     reduced: DtypeName
@@ -38,13 +36,13 @@ class Gradients:
         """Whether they are sent in another dtype than they are computed in."""
         return self.reduced != self.computed
 
+    def times(self, grad_accum: int) -> int:
+        """How often they are reduced in a step."""
+        return {"step": 1, "micro_batch": grad_accum}.get(self.every) or -(-grad_accum // int(self.every))
+
 
 def gradients_of(config: RunConfig, precision: Precision, layout: str) -> Gradients:
-    """What the run's keys mean under a layout that `refusal` accepts.
-
-    Raises:
-        ConfigError: `sync_gradients_every` is a number that no layout supports.
-    """
+    """What the run's keys mean under a layout that `refusal` accepts."""
     wish, mixed = _wanted_sync(config), config.distributed.mixed_precision
     gathered = precision.compute
     if _is_fsdp(layout) and mixed.param != "auto":
@@ -85,43 +83,29 @@ def _is_zero(layout: str) -> bool:
 
 
 def _wanted_sync(config: RunConfig) -> Every | None:
-    """What the run asks for; None where both are the same, or nothing is asked for.
-
-    Raises:
-        ConfigError: a number of micro-batches at which no engine adds gradients up.
-    """
+    """What the run asks for; None where nothing is, or a step has one micro-batch. As many micro-batches as a step has,
+    or more, are a step."""
     wish, accum = config.distributed.sync_gradients_every, config.train.grad_accum
-    if wish == "auto" or accum == 1:  # with one micro-batch a step, both are the same
-        if isinstance(wish, int) and wish > 1:
-            raise ConfigError(f"distributed.sync_gradients_every={wish}: a step has one micro-batch; {_MEANT}")
+    if wish == "auto" or accum == 1:
         return None
     if not isinstance(wish, int):
         return wish
     if wish == 1:
         return "micro_batch"
-    if wish == accum:
-        return "step"
-    passes = "as many as the plan takes (train.grad_accum=auto)" if accum == "auto" else f"train.grad_accum={accum}"
-    raise ConfigError(
-        f"distributed.sync_gradients_every={wish}: engines reduce gradients after every micro-batch or once per "
-        f"optimizer step, which has {passes} micro-batches; {_MEANT}"
-    )
+    return wish if accum == "auto" or wish < accum else "step"
 
 
 def refusal(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool = True) -> str | None:
-    """The run's settings that a layout does not support, and what to write instead; None where it supports all.
-
-    Raises:
-        ConfigError: `sync_gradients_every` is a number that no layout supports.
-    """
+    """The run's settings that a layout does not support, and what to write instead; None where it supports all."""
     wish = _wanted_sync(config)
     if layout == "single":
         return None  # nothing is sent; the same file must stay usable on more GPUs
     key, problems = f"distributed.sync_gradients_every={wish}", []
-    if wish == "step" and layout in DIVIDES_GRADIENTS:
+    if wish not in (None, "micro_batch") and layout in DIVIDES_GRADIENTS:
         problems.append(f"{key}: ZeRO-2 and -3 shard gradients after each micro-batch; auto, or ddp, fsdp, zero1")
-    if wish == "micro_batch" and layout == "zero1":
-        problems.append(f"{key}: ZeRO-1 reduces gradients once per step; auto, or zero2")
+    if wish not in (None, "step") and layout == "zero1":
+        others = "zero2" if wish == "micro_batch" else "ddp, fsdp"
+        problems.append(f"{key}: ZeRO-1 reduces gradients once per step; auto, or {others}")
     problems += _dtypes_refused(config, precision, layout, on_gpu=on_gpu)
     return "; ".join(problems) or None
 
@@ -191,7 +175,8 @@ def _sync_words(chosen: Gradients, layout: str, *, grad_accum: int, whole_bytes:
         return text + "after the only micro-batch of a step (distributed.sync_gradients_every)"
     if chosen.every == "micro_batch":
         return f"{text}after each of a step's {grad_accum} micro-batches (distributed.sync_gradients_every)"
-    text += f"once in a step of {grad_accum} micro-batches (distributed.sync_gradients_every)"
+    often = "once" if (times := chosen.times(grad_accum)) == 1 else f"{times} times"
+    text += f"{often} in a step of {grad_accum} micro-batches (distributed.sync_gradients_every)"
     if whole_bytes:
         text += f"; until then {layout} keeps {whole_bytes / GIB:.2f} GiB of full gradients on every rank"
     return text

@@ -378,13 +378,14 @@ def _communication(
     traffic = traffic_of(config, shape, precision, step)
     moved, exposed = traffic.sent(accum), 0.0
     if layout.gradient_ranks > 1:
-        each, last, after = (sum(_seconds(one, rates) for one in part)
-                             for part in (traffic.each, traffic.last, traffic.after))  # fmt: skip
-        # the last micro-batch hides its own collectives and those that are put off until then, such as DDP's
-        exposed = (accum - 1) * _exposed(each, hidden_s) + _exposed(each + last, hidden_s) + after
+        each, reduced, after = (sum(_seconds(one, rates) for one in part)
+                                for part in (traffic.each, traffic.reduced, traffic.after))  # fmt: skip
+        # a micro-batch hides its own collectives and those that are put off until then, such as DDP's in the last one
+        times = traffic.times(accum)
+        exposed = (accum - times) * _exposed(each, hidden_s) + times * _exposed(each + reduced, hidden_s) + after
         if not layout.shards_states:  # DDP
-            reduced = sum(one.bytes * times for one, times in traffic.in_step(accum))
-            exposed += BUCKET_COPIES * reduced / (rates.bandwidth * BANDWIDTH_SHARE)
+            whole = sum(one.bytes * count for one, count in traffic.in_step(accum))
+            exposed += BUCKET_COPIES * whole / (rates.bandwidth * BANDWIDTH_SHARE)
     if layout.offloads_params:
         # weights come from RAM for the forward and for the backward pass
         read = 2 * base_weights(config, shape, width) / layout.tensor_parallel

@@ -7,7 +7,7 @@ stands beside it in its folder. Tensor-parallel communication is not included.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,17 +55,19 @@ def sent_bytes(kind: str, whole: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Traffic:
-    """The collectives of a step: in each micro-batch, additionally in the last one, and after the optimizer's
-    update."""
+    """The collectives of a step: in each micro-batch, additionally where gradients are reduced (`times` in a step of
+    so many micro-batches), and after the optimizer's update."""
 
     each: tuple[Collective, ...] = ()
-    last: tuple[Collective, ...] = ()
+    reduced: tuple[Collective, ...] = ()
     after: tuple[Collective, ...] = ()
+    times: Callable[[int], int] = int
 
     def in_step(self, grad_accum: int) -> Iterator[tuple[Collective, int]]:
         """Each collective with its number of occurrences in a step."""
         yield from ((one, grad_accum) for one in self.each)
-        yield from ((one, 1) for one in (*self.last, *self.after))
+        yield from ((one, self.times(grad_accum)) for one in self.reduced)
+        yield from ((one, 1) for one in self.after)
 
     def sent(self, grad_accum: int) -> float:
         """Bytes that one rank sends in a step."""
@@ -97,10 +99,10 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
         reduced = (Collective("all_reduce", gradients, ranks, _buckets(gradients)),)
         updated = params * BYTES[precision.compute]
         after = (Collective("all_gather", updated, ranks, _buckets(updated)),)
-        return Traffic(each=reduced, after=after) if layout.shards_grads else Traffic(last=reduced, after=after)
+        return Traffic(reduced=reduced, after=after, times=chosen.times)
     if not layout.shards_params:
         reduced = (Collective("all_reduce", gradients, ranks, _buckets(gradients)),)
-        return Traffic(last=reduced) if chosen.every == "step" else Traffic(each=reduced)
+        return Traffic(reduced=reduced, times=chosen.times)
     calls = shape.num_layers + 1  # a unit per block, and the tail
     if layout.is_fsdp:
         # all units twice: the first block's backward pass prefetches the embedding, trained or not. Only the tail (last
@@ -117,9 +119,7 @@ def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step:
         back.append(
             Collective("all_reduce", gradients / layout.shard, ranks // layout.shard, calls, span=ranks * reach)
         )
-    if chosen.every == "step":
-        return Traffic(each=(weights,), last=tuple(back))
-    return Traffic(each=(weights, *back))
+    return Traffic(each=(weights,), reduced=tuple(back), times=chosen.times)
 
 
 def trained_params(config: RunConfig, shape: ModelShape) -> int:

@@ -34,8 +34,8 @@ def engine_arguments(
         if on_cpu:
             deepspeed_on_cpu()
         return {**arguments, "deepspeed": dict(deepspeed)}
-    if gradients_of(config, plan.precision, plan.layout).every == "micro_batch":
-        # else accelerate reduces gradients only in a step's last pass: FSDP2 keeps whole ones on every rank until then
+    if gradients_of(config, plan.precision, plan.layout).every != "step":
+        # else the Trainer reduces gradients only in a step's last pass: FSDP2 keeps whole ones on every rank until then
         arguments["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     if plan.choice.layout.is_fsdp:
         arguments["fsdp"] = True
@@ -120,8 +120,9 @@ def tell_accumulation(trainer: Any, plan: Plan) -> None:
         trainer.accelerator.gradient_accumulation_steps = plan.counted_batch.grad_accum
 
 
-def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:
-    """Give accelerate the dtypes of gathered weights and of reduced gradients, before it wraps the model.
+def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
+    """Tell the loop after how many passes ranks reduce gradients, and accelerate the dtypes of gathered weights and of
+    reduced gradients, before it wraps the model.
 
     transformers' arguments cannot express them; accelerate's own objects can: DDP's communication hook and FSDP2's
     mixed-precision policy. DeepSpeed reads them from its own configuration.
@@ -129,6 +130,7 @@ def set_dtypes(trainer: Any, plan: Plan, config: RunConfig) -> None:
     if plan.layout == "single":
         return
     chosen = gradients_of(config, plan.precision, plan.layout)
+    trainer.passes_reduced_together = chosen.every if isinstance(chosen.every, int) else 1
     if plan.layout == "ddp" and chosen.compressed:
         trainer.accelerator.ddp_handler.comm_hook = DDPCommunicationHookType(SHORT[chosen.reduced])
     is_own = chosen.compressed or chosen.gathered != plan.precision.compute

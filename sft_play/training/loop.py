@@ -80,6 +80,8 @@ class PlannedLoop(CheckpointedLoop):
     """What the model computes norms, gated activations and rotations with."""
     compiler: Compiler | None = None
     """Of compiled blocks; None for plain ones."""
+    passes_reduced_together = 1
+    """Passes after which ranks reduce gradients, where the Trainer would after each."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class PlannedLoop(CheckpointedLoop):
             self.order, lengths, cut,
             window=self._step_rows, rank=distributed.batch_rank(layout) // layout.context_parallel, ranks=ranks,
         )  # fmt: skip
-        self._passes = 1
+        self._passes, self._pass = 1, 0
         self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
         is_flat = not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION))
         pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
@@ -179,7 +181,7 @@ class PlannedLoop(CheckpointedLoop):
         with self._monitor.part("data"):
             batches = list(itertools.islice(epoch_iterator, num_batches))
             full = [batch for batch in batches if batch]
-            self._passes = len(full)
+            self._passes, self._pass = len(full), 0
             # the Trainer counts only where the first batch has labels, and StepBatches puts the empty ones first
             _, trained = super().get_batch_samples(iter(full), len(full), *args, **options)
         return batches, trained
@@ -236,7 +238,10 @@ class PlannedLoop(CheckpointedLoop):
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
         self._monitor.saw(inputs, masked=IGNORED)
         inputs = {name: value for name, value in inputs.items() if name not in COUNTS}  # no model takes them
-        with self._monitor.part("forward_backward"):
+        self._pass += 1
+        waits = self._pass % self.passes_reduced_together and self._pass < self._passes
+        together = self.accelerator.no_sync(model) if waits else contextlib.nullcontext()
+        with self._monitor.part("forward_backward"), together:
             loss = super().training_step(model, inputs, *args, **options)
         in_step = args[0] if args else options.get("num_items_in_batch")
         if in_step is not None:

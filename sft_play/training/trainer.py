@@ -281,7 +281,7 @@ def build_trainer(
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
     engines.tell_accumulation(trainer, plan)
-    engines.set_dtypes(trainer, plan, config)
+    engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
 

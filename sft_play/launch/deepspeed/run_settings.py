@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sft_play.config.schema import MixedPrecisionConfig, TrainConfig
+from sft_play.config.schema import DTYPES, MixedPrecisionConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.tree import AUTO, Config, shown_value, value_at
 from sft_play.planner.batching import is_of_one_rank
@@ -78,8 +78,7 @@ def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> l
 
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
 """DeepSpeed's keys and the run YAML's under distributed.mixed_precision."""
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-SHORT_DTYPES = {ours: theirs for theirs, ours in _DTYPES.items()}
+SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 """DeepSpeed's names for our dtypes."""
 
 
@@ -96,9 +95,9 @@ def with_dtypes(
         theirs, path = value_at(config, key), f"distributed.mixed_precision.{field}"
         if theirs in (None, AUTO):
             continue
-        ours, given = _DTYPES.get(str(theirs).lower()), getattr(mixed, field)
+        ours, given = DTYPES.get(str(theirs).lower()), getattr(mixed, field)
         if ours is None:
-            problems.append(f"{key}: {shown_value(theirs)} is not valid; expected {', '.join(_DTYPES)}")
+            problems.append(f"{key}: {shown_value(theirs)} is not valid; expected {', '.join(DTYPES)}")
         elif given not in (AUTO, ours):
             problems.append(f"{key}: {theirs} contradicts {path}={given}; keep one of them")
         elif given == AUTO:

@@ -129,7 +129,7 @@ class Walk:
         self.recomputed = step.recomputed(shape.num_layers)
         self.adds_up = step.grad_accum > 1
         # set_requires_gradient_sync(False): FSDP2 then keeps whole gradients, and not a shard of each
-        waits = layout.is_fsdp and self.synced.every == "step" and self.adds_up
+        waits = layout.is_fsdp and self.synced.every != "micro_batch" and self.adds_up
         self.whole_gradients = self.part.params * BYTES[self.synced.reduced] if waits else 0
         """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
         FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
