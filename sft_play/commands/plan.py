@@ -21,7 +21,7 @@ from sft_play.facts.installed import missing_kernels
 from sft_play.launch.device import machine_for, say_unseen
 from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.launch.resolve_options import machine_of_mesh
-from sft_play.log import escape_control, one_line
+from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.whatif import Largest, Question, grid, question

@@ -38,7 +38,9 @@ class Gradients:
 
     def times(self, grad_accum: int) -> int:
         """How often they are reduced in a step."""
-        return {"step": 1, "micro_batch": grad_accum}.get(self.every) or -(-grad_accum // int(self.every))
+        if isinstance(self.every, int):
+            return -(-grad_accum // self.every)
+        return {"step": 1, "micro_batch": grad_accum}[self.every]
 
 
 def gradients_of(config: RunConfig, precision: Precision, layout: str) -> Gradients:
