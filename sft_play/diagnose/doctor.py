@@ -20,6 +20,7 @@ from sft_play.facts.model_shape import ModelShape
 from sft_play.facts.space import free_at
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
+from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.node_rendezvous import Card, Met, meet
 from sft_play.log import one_line
@@ -232,9 +233,9 @@ def _together(
         return [*findings, skipped(ranks.NAME, "GPUs were requested, but there are none")]
     if "torch" not in around.versions:
         return [*findings, skipped(ranks.NAME, "torch is not installed")]
-    outcome = ranks.run_ranks(
-        around.hardware, options, limit_s=all_reduce_s(), environment={**environment, **variables}
-    )
+    given = {**environment, **variables}
+    without_bad_p2p(around.hardware, given)  # as a run's ranks communicate
+    outcome = ranks.run_ranks(around.hardware, options, limit_s=all_reduce_s(), environment=given)
     return [*findings, *ranks.judge(outcome, around, options.nodes)]
 
 

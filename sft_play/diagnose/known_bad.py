@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from packaging.version import InvalidVersion, Version
 
 from sft_play.findings import Finding, Verdict, passed
+from sft_play.launch.device import P2P_OFF, refuses_p2p
 
 NAME = "known bad pairs"
 
@@ -105,10 +106,8 @@ def _no_bitsandbytes_library(pairs: Pairs) -> bool:
 
 
 def _refused_by_accelerate(pairs: Pairs) -> bool:
-    """accelerate's own rule (utils/environment.py, state.py): several GPUs, a name with RTX 40, an older driver."""
-    is_off = {"NCCL_P2P_DISABLE", "NCCL_IB_DISABLE"} <= pairs.environment.keys()
-    is_series = any("RTX 40" in name for name in pairs.gpu_names)
-    return pairs.over_nccl and is_series and not is_off and _between(version_of(pairs.driver), None, "550.40.7")
+    is_off = P2P_OFF.keys() <= pairs.environment.keys()
+    return pairs.over_nccl and not is_off and refuses_p2p(pairs.gpu_names, pairs.driver)
 
 
 def _blackwell_desktop(pairs: Pairs) -> bool:
@@ -144,10 +143,12 @@ TABLE: tuple[KnownBad, ...] = (
         ("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1688",),
     ),
     KnownBad(
-        "several RTX 40 with driver {driver}: the driver offers a P2P that hangs, and accelerate refuses to start",
+        "several RTX 40 with driver {driver}: the driver offers a P2P that hangs, with which accelerate refuses to start; "
+        "runs switch it off (NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1)",
         _refused_by_accelerate,
-        "install driver 550.40.07 or newer, or export NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1",
+        "install driver 550.40.07 or newer, and ranks communicate faster",
         ("https://github.com/NVIDIA/nccl-tests/issues/117", "https://github.com/QwenLM/Qwen-VL/issues/447"),
+        "WARN",
     ),
     KnownBad(
         "driver {driver}: NCCL was seen to hang with P2P under 560, and no longer under 570",

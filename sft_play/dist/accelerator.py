@@ -18,9 +18,11 @@ from sft_play.dist.one_process import NoOpAccelerator
 from sft_play.dist.settings import DEFAULT_CONFIG, Asked, Device, DistConfig, asked
 from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import BackendError, ConfigError
+from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
 from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
 from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, drop_autos
+from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
 from sft_play.training.deepspeed_comm import init_deepspeed
@@ -48,6 +50,8 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     device = _device()
     if not device.is_gpu:
         deepspeed_on_cpu()
+    elif torch.version.hip is None:
+        without_bad_p2p(detect(), os.environ)
     wanted = asked(config, device=device, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
     for note in wanted.notes:
         logger.info("%s", note)

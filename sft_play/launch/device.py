@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import HardwareError
+from sft_play.facts import nvml
+from sft_play.facts.ask import answer_of
 from sft_play.facts.compiler import require_compiler, require_for_blocks
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.unseen import HIDING, ON_CPU, look, unseen
 from sft_play.log import one_line
 
 AOTRITON = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
+P2P_OFF = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+"""What accelerate asks for on several RTX 40 with an older driver than `_P2P_DRIVER`."""
+_P2P_DRIVER = [550, 40, 7]
 _RDNA = re.compile(r"gfx1[12]\d\d")
 
 logger = logging.getLogger(__name__)
@@ -48,6 +53,43 @@ def allow_fused_attention(hardware: Hardware, environment: MutableMapping[str, s
         environment[AOTRITON] = "1"
         logger.info("%s=1: the plan counts on torch's fused attention, which torch uses on %s only with this set",
                     AOTRITON, hardware.gpus[0].architecture)  # fmt: skip
+
+
+def without_bad_p2p(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
+    """Switch NCCL's P2P and InfiniBand off where accelerate would refuse to start: call it before accelerate's state
+    is made, for one process as well."""
+    if not hardware.gpus or P2P_OFF.keys() <= environment.keys():
+        return
+    names, driver = _cards()
+    if refuses_p2p(names, driver):
+        missing = {name: text for name, text in P2P_OFF.items() if name not in environment}
+        environment.update(missing)
+        logger.warning("%s: driver %s of several RTX 40 offers a P2P that hangs; driver 550.40.07 or newer does not",
+                       " ".join(f"{name}={text}" for name, text in missing.items()), driver)  # fmt: skip
+
+
+def refuses_p2p(names: Sequence[str], driver: str | None) -> bool:
+    """accelerate's own rule (utils/environment.py, `check_cuda_p2p_ib_support`): the machine has several GPUs, visible
+    or not, one of them an RTX 40, and an older driver; however many processes there are."""
+    version = [int(part) for part in re.findall(r"\d+", driver or "")]
+    return len(names) > 1 and any("RTX 40" in name for name in names) and bool(version) and version < _P2P_DRIVER
+
+
+def _cards() -> tuple[list[str], str | None]:
+    """The names of all GPUs of this machine, and its driver; nvidia-smi's, which accelerate asks, without NVML."""
+    seen = nvml.see(details=False, topology=False)
+    if seen is not None and seen.driver:
+        return [gpu.name or "" for gpu in seen.gpus], seen.driver
+    rows = answer_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    cells = [row.split(",") for row in rows if row.count(",") == 1]
+    return [name.strip() for name, _ in cells], next((driver.strip() for _, driver in cells), None)
+
+
+def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
+    """Let DeepSpeed train in fp16 on Pascal, the only 16 bits that it has: without the variable its engine refuses to
+    start on compute capability 6.x (accelerator/cuda_accelerator.py, `is_fp16_supported`)."""
+    if any(gpu.capability and gpu.capability[0] == 6 and not gpu.is_amd for gpu in hardware.gpus):
+        environment.setdefault("DS_ALLOW_DEPRECATED_FP16", "1")
 
 
 def require_machine(

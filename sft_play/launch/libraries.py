@@ -8,7 +8,7 @@ import os
 from sft_play.environment import deepspeed_on_cpu
 from sft_play.facts.architecture import hub_answers, local_folder
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.device import allow_fused_attention
+from sft_play.launch.device import allow_fp16, allow_fused_attention, without_bad_p2p
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +19,8 @@ def prepare_libraries(model: str, hardware: Hardware) -> None:
     if not hardware.gpus:
         deepspeed_on_cpu()
     allow_fused_attention(hardware, os.environ)
+    allow_fp16(hardware, os.environ)
+    without_bad_p2p(hardware, os.environ)
     offline_without_hub(model)
 
 

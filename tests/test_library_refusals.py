@@ -1,0 +1,134 @@
+"""What libraries refuse by a machine's GPUs and driver: their own checks, on pretended machines, for one and two ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sft_play.diagnose.known_bad import Pairs, find_known_bad
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.seen import Seen, SeenGpu
+from sft_play.launch import device
+from sft_play.units import GIB
+
+ADA, AMPERE, PASCAL = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090", "Tesla P100-PCIE-16GB"
+OLD, NEW = "535.183.01", "550.40.07"
+
+
+def gpus(*names: str, capability: tuple[int, int] = (8, 9)) -> Hardware:
+    found = tuple(Gpu(index, name, 24 * GIB, 24 * GIB, capability) for index, name in enumerate(names))
+    return Hardware(found, "CPU", 8, 64 * GIB, 64 * GIB)
+
+
+@pytest.fixture
+def cards(monkeypatch, tmp_path):
+    """A function that gives this machine these cards and this driver, for NVML and for nvidia-smi, which accelerate
+    asks."""
+
+    def install(names: list[str], driver: str, *, by_nvml: bool = True) -> None:
+        seen = Seen(tuple(SeenGpu(index, name, "NVIDIA") for index, name in enumerate(names)), "NVML", driver)
+        monkeypatch.setattr(device.nvml, "see", lambda **_: seen if by_nvml else None)
+        rows = {
+            "--query-gpu=count,name": "".join(f"{len(names)}, {name}\n" for name in names),
+            "--query-gpu=driver_version": f"{driver}\n" * len(names),
+            "--query-gpu=name,driver_version": "".join(f"{name}, {driver}\n" for name in names),
+        }
+        cases = "\n".join(f'"{words}") printf "{text}" ;;' for words, text in rows.items())
+        smi = tmp_path / "nvidia-smi"
+        smi.write_text(f'#!/bin/sh\ncase "$1" in\n{cases}\nesac\n')
+        smi.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+
+    for name in device.P2P_OFF:
+        monkeypatch.delenv(name, raising=False)
+    return install
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A function that makes accelerate's state as on a GPU, as its constructor does with a device that is given."""
+    from accelerate.state import PartialState
+
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda")
+    before = dict(PartialState._shared_state)
+
+    def make() -> None:
+        PartialState._shared_state.clear()
+        PartialState()
+
+    yield make
+    PartialState._shared_state.clear()
+    PartialState._shared_state.update(before)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("by_nvml", [True, False])
+@pytest.mark.parametrize("visible", [1, 2])
+@pytest.mark.parametrize("names", [[ADA, ADA], [AMPERE, ADA], [AMPERE, AMPERE], [ADA]])
+@pytest.mark.parametrize("driver", [OLD, NEW, "550.40.06", "570.1"])
+def test_accelerate_starts_on_every_pair_of_cards(cards, on_a_gpu, names, driver, visible, by_nvml):
+    from accelerate.utils.environment import check_cuda_p2p_ib_support
+
+    cards(names, driver, by_nvml=by_nvml)
+    hardware = gpus(*names[:visible])
+    assert device.refuses_p2p(names, driver) is not check_cuda_p2p_ib_support()
+    if not check_cuda_p2p_ib_support():  # without the variables it is the traceback
+        with pytest.raises(NotImplementedError, match="P2P or IB"):
+            on_a_gpu()
+    given = os.environ.copy()
+    try:
+        device.without_bad_p2p(hardware, os.environ)
+        on_a_gpu()
+        assert (set(device.P2P_OFF) <= os.environ.keys()) is device.refuses_p2p(names, driver)
+    finally:
+        os.environ.clear()
+        os.environ.update(given)
+
+
+def test_what_a_user_has_set_stays(cards):
+    cards([ADA, ADA], OLD)
+    given = {"NCCL_P2P_DISABLE": "0"}
+    device.without_bad_p2p(gpus(ADA), given)
+    assert given == {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "1"}
+    alone: dict[str, str] = {}
+    device.without_bad_p2p(gpus(), alone)  # on the CPU nothing communicates over NCCL
+    assert alone == {}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_doctor_says_what_a_run_does(ranks):
+    pairs = Pairs(gpu_names=(ADA, ADA), ranks=ranks, driver=OLD)
+    assert [item.verdict for item in find_known_bad(pairs)] == (["WARN"] if ranks > 1 else ["PASS"])
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(("major", "starts"), [(5, False), (6, True), (7, True), (9, True)])
+def test_deepspeed_takes_fp16_on_pascal(monkeypatch, major, starts):
+    import torch
+    from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+    monkeypatch.delenv("DS_ALLOW_DEPRECATED_FP16", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
+    given: dict[str, str] = {}
+    device.allow_fp16(gpus(PASCAL, capability=(major, 0)), given)
+    for name, text in given.items():
+        monkeypatch.setenv(name, text)
+    assert CUDA_Accelerator.is_fp16_supported(object()) is starts  # type: ignore[arg-type]
+    assert (given != {}) is (major == 6)
+
+
+@pytest.mark.build
+def test_every_place_of_accelerate_that_asks_for_the_cards_is_known():
+    import accelerate
+
+    root = Path(accelerate.__file__).parent
+    asks = {
+        str(path.relative_to(root)) for path in root.rglob("*.py")
+        if "check_cuda_p2p_ib_support()" in path.read_text(encoding="utf-8")
+    }  # fmt: skip
+    # its launchers set the variables, big_modeling warns; the state alone raises
+    assert asks == {"state.py", "launchers.py", "big_modeling.py", "commands/launch.py", "utils/environment.py"}
