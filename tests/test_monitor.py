@@ -44,6 +44,41 @@ def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
     assert again["samples_seen"] == 1
 
 
+def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
+    """The spans are those of the profiler: FSDP2, DDP and the optimizer annotate theirs (`record_function`), and each
+    comes back as an event of the GPU from its first kernel to its last, the collectives included."""
+    from types import SimpleNamespace
+
+    from torch.autograd import DeviceType
+
+    from sft_play.training.profile import exposed, spans_of
+
+    def event(name: str, start: float, end: float, *, annotation: bool = False, on_gpu: bool = True) -> SimpleNamespace:
+        return SimpleNamespace(
+            name=name, device_type=DeviceType.CUDA if on_gpu else DeviceType.CPU, is_user_annotation=annotation,
+            time_range=SimpleNamespace(start=start, end=end),
+        )  # fmt: skip
+
+    events = [
+        event("ProfilerStep#3", 0, 100, annotation=True),
+        event("FSDP::pre_forward (model.layers.0)", 0, 40, annotation=True),
+        event("FSDP::all_gather (model.layers.0)", 0, 30, annotation=True),
+        event("nccl:_all_gather_base", 0, 31, annotation=True),  # the process group's own span
+        event("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 0, 30),
+        event("ampere_bf16_s16816gemm_bf16_128x128", 20, 60),
+        event("DistributedDataParallel.forward", 0, 60, annotation=True),
+        event("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 60, 80),
+        event("Optimizer.step#AdamW.step", 60, 100, annotation=True),
+        event("void at::native::multi_tensor_apply_kernel", 80, 100),
+        event("aten::mm", 0, 100, on_gpu=False),
+    ]
+    communication, computation = spans_of(events, on_gpu=True)
+    assert (communication, computation) == ([(0, 30), (60, 80)], [(20, 60), (80, 100)])
+    assert exposed(communication, computation) == 40  # 0-20 and 60-80
+    gloo = [event("gloo:all_reduce", 0, 10, annotation=True, on_gpu=False), *events]
+    assert spans_of(gloo, on_gpu=False) == ([(0, 10)], [(0, 100)])
+
+
 def test_communication_is_exposed_where_nothing_is_computed():
     from sft_play.training.profile import exposed, merged
 

@@ -57,12 +57,16 @@ def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float
 
 
 def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[Span]]:
-    """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU."""
+    """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU.
+
+    What a library annotates (`record_function` of FSDP2, DDP, optimizers and the profiler's own steps) comes back as an
+    event of the GPU too, from its first kernel to its last, collectives included: it computes nothing.
+    """
     communication: list[Span] = []
     computation: list[Span] = []
     for event in events:
         is_kernel = event.device_type == DeviceType.CUDA
-        if is_kernel != on_gpu:
+        if is_kernel != on_gpu or (on_gpu and event.is_user_annotation):
             continue
         span = (event.time_range.start, event.time_range.end)
         if event.name.startswith(_COMMUNICATION):
