@@ -15,6 +15,7 @@ import itertools
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -24,11 +25,12 @@ from typing import Any
 
 from benchmarks.steps import material
 from benchmarks.steps.bench import compare
-from sft_play.errors import DoesNotFit, HardwareError, SftPlayError
+from sft_play.errors import DoesNotFit, HardwareError
 from sft_play.facts.hardware import detect
 from sft_play.facts.known_models import KNOWN_MODELS
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
+from sft_play.units import GIB
 
 MODELS = {"8b": "Qwen/Qwen3-8B", "4b": "Qwen/Qwen3-4B"}
 MODES, LENGTHS, KINDS = ("qlora", "lora", "full"), (2048, 8192), ("mixed", "blocks")
@@ -36,6 +38,8 @@ TOKENS_PER_STEP = 32_768
 """Of full rows: 16 rows of 2,048 tokens, 4 of 8,192."""
 STEPS, WARMUP = 5, 2
 ROWS = (STEPS + WARMUP) * 16
+ROOM = 2 * GIB
+"""Beside the weights, while they are made on the GPU."""
 LONGEST_S = 240.0
 """A trial is not begun with less time left than the longest so far took, or than this before the first has ended."""
 
@@ -68,24 +72,33 @@ def trials() -> list[Trial]:
     return [*first, *compiled, *(trial for trial in every if trial not in first)]
 
 
-def write_model(folder: Path, name: str) -> None:
-    """Random bf16 weights of a published shape, made on the GPU, with a small tokenizer of our own."""
+def write_model(place: Path, name: str) -> None:
+    """Random bf16 weights of a published shape, with a small tokenizer of our own; made on the GPU where it holds them,
+    else on the CPU, in minutes."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from sft_play.starter import language
     from sft_play.training.starter_base import make_tokenizer
 
+    folder = place.with_name(f"{place.name}.writing")  # a folder with a config and no weights would pass as made
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     tokenizer = make_tokenizer(language.corpus_documents(seed=material.SEED)[:400])
     tokenizer.save_pretrained(folder)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     (folder / "config.json").write_text(json.dumps({**KNOWN_MODELS[name].config, **ends}), encoding="utf-8")
     torch.manual_seed(material.SEED)
-    with torch.device("cuda"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    config = AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        size = 2 * AutoModelForCausalLM.from_config(config).num_parameters()
+    free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else 0
+    with torch.device("cuda" if free > size + ROOM else "cpu"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     del model
     torch.cuda.empty_cache()
+    folder.rename(place)
 
 
 def write_rows(folder: Path, length: int, kind: str) -> Path:
@@ -110,6 +123,8 @@ def measured(trial: Trial, folder: Path, *, tries: bool) -> dict[str, Any]:
     """A trial's figures, or why it has none."""
     began = time.monotonic()
     try:
+        if not (folder / trial.model / "config.json").is_file():
+            write_model(folder / trial.model, MODELS[trial.model])
         compared = compare(
             config_of(trial, folder), peer="trl", steps=STEPS, warmup=WARMUP, rounds=1, tries=tries, progress=_say
         )
@@ -117,8 +132,9 @@ def measured(trial: Trial, folder: Path, *, tries: bool) -> dict[str, Any]:
         _say("\n".join(compared.lines()))
     except DoesNotFit as error:
         result = {"status": "does not fit", "reason": str(error)}
-    except SftPlayError as error:
-        result = {"status": "failed", "reason": str(error)}
+    except Exception as error:  # one trial must not end the bench
+        logging.getLogger(__name__).warning("%s failed", trial.name, exc_info=True)
+        result = {"status": "failed", "reason": str(error) or type(error).__name__}
     return {**result, "seconds": round(time.monotonic() - began, 1)}
 
 
@@ -153,9 +169,6 @@ def main() -> int:
                 book["trials"][trial.name] = {"status": "not reached"}
             else:
                 _say(f"{trial.name}:")
-                if not (folder / trial.model / "config.json").is_file():
-                    (folder / trial.model).mkdir(exist_ok=True)
-                    write_model(folder / trial.model, MODELS[trial.model])
                 book["trials"][trial.name] = measured(trial, folder, tries=given.tries)
                 spent = [one["seconds"] for one in book["trials"].values() if "seconds" in one]
                 longest = max(spent)

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -407,3 +408,31 @@ def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
     for values in zip(*((one.model, one.mode, str(one.length), one.kind) for one in every[:6]), strict=True):
         assert all(values.count(value) >= 2 for value in set(values))
     assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}
+
+
+def test_a_model_that_cannot_be_made_ends_its_trial_and_not_the_gpu_bench(monkeypatch, tmp_path):
+    import torch
+
+    gpu = importlib.import_module("benchmarks.gpu_bench")
+
+    def fails(place, name):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(gpu, "write_model", fails)
+    result = gpu.measured(gpu.trials()[0], tmp_path, tries=False)
+    assert (result["status"], result["reason"]) == ("failed", "CUDA out of memory")
+
+
+def test_weights_are_made_on_the_cpu_where_the_gpu_does_not_hold_them(monkeypatch, tmp_path):
+    import torch
+
+    gpu = importlib.import_module("benchmarks.gpu_bench")
+    shape = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 128}  # fmt: skip
+    monkeypatch.setitem(gpu.KNOWN_MODELS, "small", SimpleNamespace(config=shape))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (gpu.ROOM, 2 * gpu.ROOM))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    gpu.write_model(tmp_path / "model", "small")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+    assert (tmp_path / "model" / "model.safetensors").is_file()
