@@ -327,7 +327,8 @@ class PlannedLoop(CheckpointedLoop):
         plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
         # blocks of text are not asked for answers, which have a new length for every token
         kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
-        with torch.random.fork_rng(), self._monitor.part("evaluation"), plain, kernel:
+        own = [torch.cuda.current_device()] if torch.cuda.is_available() else None  # not those of the other ranks
+        with torch.random.fork_rng(own), self._monitor.part("evaluation"), plain, kernel:
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch
             try:
