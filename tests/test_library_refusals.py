@@ -1,4 +1,4 @@
-"""What libraries refuse by a machine's GPUs and driver: their own checks, on pretended machines, for one and two ranks."""
+"""What libraries refuse by GPUs and driver: their own checks, on pretended machines, for one rank and for two."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ TABLE: tuple[KnownBad, ...] = (
         ("https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1688",),
     ),
     KnownBad(
-        "several RTX 40 with driver {driver}: the driver offers a P2P that hangs, with which accelerate refuses to start; "
+        "several RTX 40 with driver {driver}: the driver offers a P2P that hangs, and accelerate refuses to start; "
         "runs switch it off (NCCL_P2P_DISABLE=1 NCCL_IB_DISABLE=1)",
         _refused_by_accelerate,
         "install driver 550.40.07 or newer, and ranks communicate faster",
