@@ -131,6 +131,18 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
         assert str(plan.value).partition(". ")[0] == str(run.value).partition(". ")[0]
 
 
+@pytest.mark.parametrize("kind", ["kimi_linear", "recurrent_gemma", "zamba2"])
+def test_classes_of_other_sizes_are_tried_too(kind):
+    """Sizes under names of their own, or states that a model keeps."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+    places, lost = adapter_trial.adapter_places(model)
+    assert places.untried == ""
+    assert len(lost) < len(adapter_trial.linear_layers(model))
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("kind", sorted(NAMED))
 def test_a_run_of_each_class_trains_every_adapter(kind, precision, command: Command, tmp_path):

@@ -129,7 +129,7 @@ def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
         with torch.no_grad():
             for parameter in model.parameters():  # what begins at zero would pass no gradient on
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-        _step(model, 0)
+        _step(copy.deepcopy(model), 0)  # some keep their states, which cannot be copied
         failed = _read_past(model)
         groups: dict[str, list[str]] = {}
         for name in linear_layers(model):

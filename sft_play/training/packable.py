@@ -45,7 +45,8 @@ _NARROW = {
     "num_attention_heads": 4, "head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16, "global_head_dim": 16,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "rotary_dim": 16,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
+    "linear_head_dim": 16, "rotary_dim": 16,
 }  # fmt: skip
 """Sizes by their names in transformers' configs; those that a config lacks, or that are null, stay so."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
@@ -308,9 +309,6 @@ def _narrow(small: Any) -> None:
     if isinstance(chosen, int):
         sizes["num_experts_per_tok"] = min(chosen, 4)
     _set(small, {**sizes, **_states(small)})
-    for part in vars(small).values():  # Kimi Linear's sizes of linear attention are a mapping
-        if isinstance(part, dict) and {"num_heads", "head_dim"} <= set(part):
-            part |= {"num_heads": 4, "head_dim": 16}
     rotation = getattr(small, "rope_parameters", None)
     if isinstance(rotation, dict):
         turned = int(sizes["head_dim"] * float(rotation.get("partial_rotary_factor", None) or 1.0)) // 2
