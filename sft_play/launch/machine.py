@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import socket
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from sft_play.errors import HardwareError
+from sft_play.facts import nvml
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch.command import visible_only
 from sft_play.launch.launch_options import LaunchOptions
@@ -51,11 +54,44 @@ def machine_of(options: LaunchOptions) -> Hardware:
     return spread_over(machine, len(chosen) * options.nodes.count, options.nodes.count)
 
 
-def spread_over(hardware: Hardware, world: int, nodes: int) -> Hardware:
-    """The machine as `world` ranks on `nodes` nodes like this one use it."""
+def with_own_gpu(ranks: Ranks, hardware: Hardware, environment: MutableMapping[str, str]) -> Ranks:
+    """This rank's place, where its launcher shows it one GPU alone (Slurm's `--gpus-per-task=1`): device 0, whatever
+    its number on the node, which torch and accelerate read from `LOCAL_RANK`."""
+    if len(hardware.gpus) != 1 or ranks.local_world_size < 2:
+        return ranks
+    environment["LOCAL_RANK"] = "0"
+    return dataclasses.replace(ranks, local_rank=0)
+
+
+def name_of_gpu(ranks: Ranks, hardware: Hardware) -> str:
+    """This rank's GPU in one word that no other GPU has: host and UUID; empty where the driver does not tell it, or
+    there is none."""
+    index = hardware.gpus[ranks.local_rank].index if ranks.local_rank < len(hardware.gpus) else None
+    seen = nvml.see(details=False, topology=False) if index is not None else None
+    uuid = next((gpu.uuid or gpu.bus_id for gpu in seen.gpus if gpu.index == index), None) if seen else None
+    return f"{socket.gethostname()} {uuid}" if uuid else ""
+
+
+def require_own_gpus(names: Sequence[str]) -> None:
+    """Raises HardwareError where two ranks have the same GPU, which NCCL refuses; `names`: `name_of_gpu` of each."""
+    first: dict[str, int] = {}
+    for rank, name in enumerate(names):
+        other = first.setdefault(name, rank) if name else rank
+        if other != rank:
+            raise HardwareError(
+                f"ranks {other} and {rank} have the same GPU ({one_line(name)}): start one rank per GPU, and give "
+                "each its own (srun --gpus-per-task=1, or all GPUs of the node to every rank)"
+            )
+
+
+def spread_over(hardware: Hardware, world: int, nodes: int, *, is_own: bool = False) -> Hardware:
+    """The machine as `world` ranks on `nodes` nodes like this one use it; `is_own`: each rank sees only its own GPU,
+    and those of the others are like it."""
     if not hardware.gpus:
         return dataclasses.replace(hardware, cpu_ranks=world, nodes=nodes)
     here = world // nodes
+    if is_own and len(hardware.gpus) == 1:
+        hardware = dataclasses.replace(hardware, gpus=hardware.gpus * here)
     if here > len(hardware.gpus):
         raise HardwareError(f"{here} ranks on this node and {len(hardware.gpus)} GPUs: start at most one rank per GPU")
     # the GPUs of other nodes are not seen from here: they are taken to be like this node's

@@ -18,7 +18,7 @@ from sft_play.launch.exported import meeting_variables, rank_variables
 from sft_play.launch.handed import LAUNCH_FILE, Handed
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.libraries import prepare_libraries
-from sft_play.launch.machine import check_gpu, spread_over
+from sft_play.launch.machine import check_gpu, name_of_gpu, require_own_gpus, spread_over, with_own_gpu
 from sft_play.launch.network import choose_interface
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
@@ -57,6 +57,8 @@ def start_rank(
     hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
     os.environ.update(rank_variables(os.environ))  # other launchers' names as torchrun's, which torch reads
     os.environ.update(meeting_variables(os.environ, nodes=ranks.nodes))
+    if ranks.folder is None:  # another launcher may show each rank its own GPU alone
+        ranks = with_own_gpu(ranks, machine_for(loaded.config, detect()), os.environ)
     choices = take_choices()
     if choices is not None and ranks.folder is None:  # under a parent of ours they are left over from another launch
         options, loaded = with_choices(options, choices, loaded.config), with_mesh_of(choices, loaded)
@@ -98,13 +100,18 @@ def _receive(
     if ranks.folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
         return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
     with importing():
-        from sft_play.training.rendezvous import handed_over
+        from sft_play.training.rendezvous import gpus_of_all, handed_over, say_gpu
 
     # Another launcher, or several nodes: rank 0 plans, and the others wait for it in the store.
+    here = machine_for(loaded.config, detect())
+    say_gpu(name_of_gpu(ranks, here), ranks.rank)
     if not ranks.is_first:
         return Handed(**json.loads(handed_over(None)))
-    here = machine_for(loaded.config, detect())
-    hardware = spread_over(here, ranks.world_size, ranks.nodes)
+    sees_one = len(here.gpus) == 1 and ranks.local_world_size > 1
+    gpus = gpus_of_all(ranks.world_size) if sees_one else []
+    require_own_gpus(gpus)
+    # without a UUID of each, ranks that share one GPU by mistake look the same
+    hardware = spread_over(here, ranks.world_size, ranks.nodes, is_own=sees_one and all(gpus))
     require_usable(loaded.config, hardware)
     if hardware.gpus and ranks.local_world_size < len(here.gpus):
         logger.warning("%d of this node's %d GPUs are idle: start %d processes on it (--nproc-per-node) to use all",

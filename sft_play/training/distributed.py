@@ -31,6 +31,12 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def own_devices() -> list[int] | None:
+    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it; None
+    where torch's own choice is right."""
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else None
+
+
 def is_first() -> bool:
     """Whether this is rank 0, or the only process."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -33,6 +33,7 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.training import context_parallel, distributed, sdpa, varlen
 from sft_play.training.collate import COUNTS, Collator
 from sft_play.training.compiling import Compiler, plain_code
+from sft_play.training.distributed import own_devices
 from sft_play.training.exact_match import Answer, Question, answers
 from sft_play.training.kernels import Taken
 from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
@@ -327,8 +328,7 @@ class PlannedLoop(CheckpointedLoop):
         plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
         # blocks of text are not asked for answers, which have a new length for every token
         kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
-        own = [torch.cuda.current_device()] if torch.cuda.is_available() else None  # not those of the other ranks
-        with torch.random.fork_rng(own), self._monitor.part("evaluation"), plain, kernel:
+        with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation"), plain, kernel:
             # the Trainer has no argument for the batch size of one evaluation
             self.args.per_device_eval_batch_size = batch
             try:

@@ -25,6 +25,18 @@ def meeting_point(name: str) -> Any:
     return dist.PrefixStore(name, store)
 
 
+def say_gpu(name: str, rank: int) -> None:
+    """Tell rank 0 which GPU this rank has."""
+    meeting_point("sft_play_gpus").set(str(rank), name)
+
+
+def gpus_of_all(world: int) -> list[str]:
+    """What every rank says of its GPU, in their order: waits until all have."""
+    store, names = meeting_point("sft_play_gpus"), [str(number) for number in range(world)]
+    store.wait(names, _TIMEOUT)
+    return [str(store.get(name), "utf-8") for name in names]
+
+
 def handed_over(text: str | None) -> str:
     """Rank 0's text, on every rank: rank 0 passes it, the others pass None and wait for it."""
     store = meeting_point("sft_play")

@@ -1,0 +1,106 @@
+"""Ranks to which their launcher shows one GPU each: which device they take, and that no two have the same."""
+
+from __future__ import annotations
+
+import random
+import threading
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from sft_play.errors import HardwareError
+from sft_play.facts.gpu import Gpu
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.seen import Seen, SeenGpu
+from sft_play.launch import machine
+from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.units import GIB
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def node(*indices: int) -> Hardware:
+    gpus = tuple(Gpu(index, H100, 80 * GIB, 79 * GIB, (9, 0)) for index in indices)
+    return Hardware(gpus, "CPU", 64, 512 * GIB, 512 * GIB)
+
+
+@pytest.mark.parametrize("world", [2, 3, 5, 8])
+def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world):
+    for rank in range(world):
+        given = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        ranks = ranks_of(given)
+        assert ranks is not None
+        own = machine.with_own_gpu(ranks, node(0), given)
+        assert (own.rank, own.local_rank, own.local_world_size, given["LOCAL_RANK"]) == (rank, 0, world, "0")
+        whole = machine.with_own_gpu(ranks, node(*range(world)), given | {"LOCAL_RANK": str(rank)})
+        assert whole == ranks
+        assert machine.with_own_gpu(ranks, node(), dict(given)) == ranks  # CPU ranks
+    planned = machine.spread_over(node(0), 2 * world, 2, is_own=True)
+    assert (planned.ranks, planned.gpus_per_node, planned.nodes) == (2 * world, world, 2)
+    with pytest.raises(HardwareError, match=f"{world} ranks on this node and 1 GPUs"):
+        machine.spread_over(node(0), world, 1)
+
+
+def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch):
+    seen = Seen(tuple(SeenGpu(n, H100, "NVIDIA", uuid=f"GPU-{n}" if n else None, bus_id="00:17") for n in range(3)))
+    monkeypatch.setattr(machine.nvml, "see", lambda **_: seen)
+    place = Ranks(5, 0, 8, 4)
+    # hidden by CUDA_VISIBLE_DEVICES=2, the driver still lists them all
+    assert machine.name_of_gpu(place, node(2)).endswith(" GPU-2")
+    assert machine.name_of_gpu(place, node(0)).endswith(" 00:17")
+    assert machine.name_of_gpu(place, node()) == ""
+    monkeypatch.setattr(machine.nvml, "see", lambda **_: None)
+    assert machine.name_of_gpu(place, node(2)) == ""
+
+
+def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
+    chance = random.Random(0)
+    for _ in range(300):
+        names = [f"node{chance.randrange(2)} GPU-{chance.randrange(6)}" for _ in range(chance.randint(1, 7))]
+        names = [name if chance.random() < 0.9 else "" for name in names]
+        told = [name for name in names if name]
+        if len(set(told)) == len(told):
+            machine.require_own_gpus(names)
+        else:
+            with pytest.raises(HardwareError, match="have the same GPU"):
+                machine.require_own_gpus(names)
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("world", [2, 3, 7])
+def test_rank_0_hears_of_every_rank_in_their_order(monkeypatch, world):
+    import torch.distributed as dist
+
+    from sft_play.training import rendezvous
+
+    store = dist.HashStore()
+    monkeypatch.setattr(rendezvous, "meeting_point", lambda name: dist.PrefixStore(name, store))
+    told = [threading.Thread(target=rendezvous.say_gpu, args=(f"host GPU-{rank}", rank)) for rank in range(world)]
+    for one in reversed(told):
+        one.start()
+    assert rendezvous.gpus_of_all(world) == [f"host GPU-{rank}" for rank in range(world)]
+    for one in told:
+        one.join()
+
+
+@pytest.mark.build
+def test_the_random_state_of_this_ranks_gpu_alone_is_kept(monkeypatch):
+    """`fork_rng()` without devices keeps those of all GPUs of the node, and warns of it on every rank."""
+    import torch
+
+    from sft_play.training.distributed import own_devices
+
+    assert own_devices() is None
+    kept: list[int] = []
+    fake = SimpleNamespace(
+        device_count=lambda: 8, get_rng_state=lambda at: kept.append(at) or 0, set_rng_state=lambda *_: None,
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "get_device_module", lambda *_: fake)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with torch.random.fork_rng(own_devices()):
+            pass
+    assert kept == [3]
