@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from sft_play.errors import HardwareError
+from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.seen import Seen, SeenGpu
 from sft_play.launch import machine
+from sft_play.launch.exported import refuse_tasks
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.units import GIB
 
@@ -40,6 +41,24 @@ def test_a_rank_that_sees_one_gpu_takes_it_whatever_its_number(world):
     assert (planned.ranks, planned.gpus_per_node, planned.nodes) == (2 * world, world, 2)
     with pytest.raises(HardwareError, match=f"{world} ranks on this node and 1 GPUs"):
         machine.spread_over(node(0), world, 1)
+
+
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 2), (1, 3), (2, 4), (3, 5)])
+def test_tasks_that_srun_gives_gpus_are_ranks(nodes, per_node):
+    layout = f"{per_node}(x{nodes})" if nodes > 1 else str(per_node)
+    for task in range(nodes * per_node):
+        given = {
+            "SLURM_GPUS_PER_TASK": "1", "SLURM_PROCID": str(task), "SLURM_LOCALID": str(task % per_node),
+            "SLURM_STEP_NUM_TASKS": str(nodes * per_node), "SLURM_STEP_TASKS_PER_NODE": layout,
+        }  # fmt: skip
+        assert ranks_of(given) == Ranks(task, task % per_node, nodes * per_node, per_node)
+        refuse_tasks(given, nodes=1)
+        of_a_node = given | {"SLURM_GPUS_PER_TASK": ""}  # whole nodes, for which each task would be a run
+        assert ranks_of(of_a_node) is None
+        with pytest.raises(ConfigError, match="srun started this command"):
+            refuse_tasks(of_a_node, nodes=1)
+        assert ranks_of(given | {"SLURM_STEP_TASKS_PER_NODE": f"{per_node},1"}) is None
+        assert ranks_of(given | {"RANK": "0", "WORLD_SIZE": "2"}) is None  # a node's number
 
 
 def test_a_gpu_is_named_by_host_and_uuid_and_by_its_slot_without_one(monkeypatch):

@@ -7,6 +7,7 @@ PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod (https://github.c
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from sft_play.errors import ConfigError
@@ -44,7 +45,20 @@ def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
         if all(text.isdigit() for text in theirs[:3]) and int(theirs[1]) > 1:
             of_mpi = dict(zip(RANK_NAMES, theirs, strict=True))
             variables = {**{name: text for name, text in of_mpi.items() if text}, **variables}
-    return variables if "LOCAL_RANK" in variables else {}
+    return variables if "LOCAL_RANK" in variables else _of_slurm(environment) if "RANK" not in environment else {}
+
+
+def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    """The same of a task to which srun gave GPUs of its own (`--gpus-per-task`), as many on each node; else empty."""
+    if not any(environment.get(name) for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")):
+        return {}
+    # `4(x2)`: four on each of two nodes; `4,3`: not as many on each
+    per_node = re.fullmatch(r"(\d+)(?:\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+    theirs = [environment.get(name, "") for name in names]
+    if per_node is None or int(per_node[1]) < 2 or not all(text.isdigit() for text in theirs):
+        return {}
+    return dict(zip(RANK_NAMES, [*theirs, per_node[1]], strict=True))
 
 
 def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
