@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
 import pytest
 
+from sft_play.config.schema import RunConfig
 from sft_play.diagnose.known_bad import Pairs, find_known_bad
+from sft_play.errors import HardwareError
 from sft_play.facts.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.seen import Seen, SeenGpu
@@ -119,6 +122,18 @@ def test_deepspeed_takes_fp16_on_pascal(monkeypatch, major, starts):
         monkeypatch.setenv(name, text)
     assert CUDA_Accelerator.is_fp16_supported(object()) is starts  # type: ignore[arg-type]
     assert (given != {}) is (major == 6)
+
+
+@pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_flash_attention_on_an_older_gpu_is_refused_before_anything_loads(monkeypatch, ranks, capability, refused):
+    monkeypatch.setattr(device, "require_compiler", lambda *_: None)
+    config = RunConfig.model_validate(
+        {"model": {"name": "x", "attn_implementation": "flash_attention_2"}, "data": {"train_path": "y.jsonl"}}
+    )
+    machine = gpus(*["Tesla T4"] * ranks, capability=capability)
+    with pytest.raises(HardwareError, match="needs GPUs from Ampere on") if refused else contextlib.nullcontext():
+        device.require_machine(config, machine, {}, params=lambda: 0)
 
 
 @pytest.mark.build

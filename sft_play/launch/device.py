@@ -107,6 +107,7 @@ def require_machine(
     if config.train.compile:
         require_for_blocks(hardware, environment)
     if hardware.gpus:
+        _require_flash(config, hardware)
         return require_compiler(hardware, environment)
     if config.train.device == "cpu" or hardware.device == "mps":
         return None
@@ -122,6 +123,16 @@ def require_machine(
     if count > CPU_PARAMS:
         raise HardwareError(too_large(config.model.name, count))
     return None
+
+
+def _require_flash(config: RunConfig, hardware: Hardware) -> None:
+    """Raises HardwareError where flash-attn 2 has no kernels for a GPU: its first forward pass would fail."""
+    old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0) and not gpu.is_amd]
+    if config.model.attn_implementation == "flash_attention_2" and old:
+        raise HardwareError(
+            f"model.attn_implementation=flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and "
+            f"{old[0].name} has {'.'.join(map(str, old[0].capability or ()))}; use auto"
+        )
 
 
 def say_unseen(config: RunConfig, hardware: Hardware, environment: Mapping[str, str]) -> None:
