@@ -103,6 +103,9 @@ class LayerKind:
     """Width of the dense MLP; 0 in a block of experts."""
     num_experts: int = 0
     expert_width: int = 0
+    """Inner width of one expert; 0 where it cannot be told from the experts' tensors."""
+    gated_experts: bool = True
+    """Experts have a gate beside the up projection; else they have an activation between two matrices (Nemotron-H)."""
     expert_params: int = 0
     """Experts' weights and biases. transformers keeps them as one tensor per projection: not linear layers, so they get
     no LoRA adapter and stay as loaded."""

@@ -7,6 +7,8 @@ MLPs, so the shape carries a note that says what is approximate.
 from __future__ import annotations
 
 import inspect
+import itertools
+import math
 import re
 import sys
 from collections.abc import Container, Mapping, Sequence
@@ -21,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
 from sft_play.facts.architecture import refuse_remote_code
-from sft_play.facts.config_fields import refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.families import FAMILIES
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, ModelShape
@@ -44,6 +46,9 @@ _KERNELS = re.compile(r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["
 (integrations/hub_kernels.py)."""
 _DISTRIBUTIONS = {"fla": LINEAR_ATTENTION}
 """Distributions whose name differs from the module's by more than an underline."""
+
+_PER_TOKEN = ("num_experts_per_tok", *ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
+"""Names of the number of experts that a token passes."""
 
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
 """Names of the MLP's last linear layer."""
@@ -134,8 +139,8 @@ def measure(
         layers=tuple(replace(kind, count=measured.count(kind)) for kind in kinds),
         layer_order=tuple(kinds.index(block) for block in measured),
         window=_window(hf_config, types),
-        num_experts=common.num_experts,
-        experts_per_token=_number(hf_config, "num_experts_per_tok") or 0,
+        num_experts=max(kind.num_experts for kind in kinds),
+        experts_per_token=next((number for name in _PER_TOKEN if (number := _number(hf_config, name))), 0),
         own_experts=any(kind.num_experts for kind in kinds) and not _experts_dispatch(model),
         kernel_packages=packages,
         activation=_activation(hf_config),
@@ -288,12 +293,8 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
     """One block as its own kind (count 0, so that equal blocks compare equal)."""
     modules = dict(block.named_modules())
     linears = tuple(_linear(path, module) for path, module in modules.items() if _is_linear(module))
-    # one tensor per projection holds all experts of a block, and one per bias
-    experts = [
-        tensor
-        for path, tensor in block.named_parameters()
-        if "experts." in path and "shared" not in path and (tensor.dim() == 3 or path.endswith("_bias"))
-    ]
+    experts = _expert_tensors(block)
+    width, gated = _expert_width([tensor for tensor in experts if tensor.dim() == 3])
     mlp = next((linear.inputs for linear in linears if linear.name in _DOWN and not linear.is_attention), 0)
     kind = LayerKind(
         count=0,
@@ -301,7 +302,8 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         attention=attention,
         mlp_width=0 if experts else mlp,
         num_experts=experts[0].shape[0] if experts else 0,
-        expert_width=_expert_width(block) if experts else 0,
+        expert_width=width,
+        gated_experts=gated,
         expert_params=sum(tensor.numel() for tensor in experts),
         shared_width=mlp if experts else 0,
         router_params=sum(_count(module) for path, module in modules.items() if _is_router(path, module)),
@@ -312,13 +314,31 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
     return replace(kind, other_params=_count(block) - kind.params)
 
 
-def _expert_width(block: nn.Module) -> int:
-    """Inner width of one expert: the side of the down projection that is not the hidden width."""
-    tensors = {path.rpartition(".")[2]: tensor for path, tensor in block.named_parameters() if tensor.dim() == 3}
-    if not {"gate_up_proj", "down_proj"} <= set(tensors):
-        return 0
-    wide = set(tensors["gate_up_proj"].shape[1:])
-    return next((size for size in tensors["down_proj"].shape[1:] if 2 * size in wide), 0)
+def _expert_tensors(block: nn.Module) -> list[torch.Tensor]:
+    """The weights and biases of a block's routed experts, in their order: one tensor per projection holds all experts,
+    and one per bias."""
+    return [
+        tensor
+        for path, module in block.named_modules()
+        if "shared" not in path and ("expert" in type(module).__name__.lower() or "experts" in path.split("."))
+        for name, tensor in module.named_parameters(recurse=False)
+        if tensor.dim() == 3 or name.endswith("_bias")
+    ]
+
+
+def _expert_width(matrices: Sequence[torch.Tensor]) -> tuple[int, bool]:
+    """Inner width of one expert, and whether a gate stands beside its up projection; 0 where no two matrices are those
+    to the inner width, or to twice as much, and back."""
+    pairs = list(itertools.pairwise(tuple(matrix.shape[1:]) for matrix in matrices))
+    if not pairs:
+        return 0, True
+    # the largest, and of equal ones the last: gates come first, and JetMoE's attention has small experts too
+    up, down = max(reversed(pairs), key=lambda pair: sum(map(math.prod, pair)))
+    doubled = next((size for size in down if sorted(up) == sorted((2 * size, sum(down) - size))), 0)
+    if doubled:
+        return doubled, True
+    # the same two sides: outputs come first, as in a linear layer
+    return (up[0] if sorted(up) == sorted(down) else 0), len(matrices) > 2
 
 
 def _is_router(path: str, module: nn.Module) -> bool:

@@ -23,9 +23,9 @@ from sft_play.trace.settings import StepSettings, TracedPeak
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 14
+TRACE_VERSION = 15
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 4
+SHAPE_VERSION = 5
 """The same for shapes."""
 _SHAPE = TypeAdapter(ModelShape)
 

@@ -73,6 +73,7 @@ class BlockSpec:
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
+    gated_experts: bool = True
     expert_bias: bool = False
     clamped_gate: bool = False
     """Experts gate as gpt-oss does."""

@@ -28,10 +28,10 @@ def _experts(run: Pass, x: Ref) -> Ref:
     routing = _routing(run, x, rows)  # (T * k,)
     places = run.tape.new(rows, 8)
     gathered = run.tape.op((x,), rows * spec.hidden, x.width, saved=(places,), backward=run.put_back(x, rows))
-    both = _grouped(run, gathered, spec.hidden, 2 * spec.expert_width)
+    both = _grouped(run, gathered, spec.hidden, (2 if spec.gated_experts else 1) * spec.expert_width)
     # biases are gathered row by row before the product, and the name lives until the next ones replace it
     bias = run.tape.new(both.elements, both.width) if spec.expert_bias else None
-    parts = run.parts(both, wide, wide)
+    parts = run.parts(both, wide, wide) if spec.gated_experts else [both]
     del both
     inner = _clamped_gate(run, parts) if spec.clamped_gate else _plain_gate(run, parts)
     out = _grouped(run, inner, spec.expert_width, spec.hidden)
@@ -83,6 +83,9 @@ def _grouped(run: Pass, x: Ref, inputs: int, outputs: int) -> Ref:
 
 
 def _plain_gate(run: Pass, parts: list[Ref]) -> Ref:
+    """act(gate) * up; of experts without a gate, act(up)."""
+    if len(parts) == 1:
+        return _activated(run, parts.pop())
     gate, up = parts
     parts.clear()  # the caller's list would keep both alive through the product
     return run.product(_activated(run, gate), up)

@@ -147,9 +147,10 @@ def block_spec(
         masked=masked,
         one_by_one=one_by_one,
         softcap=shape.attention_softcap is not None,
-        experts=kind.num_experts,
+        experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
         experts_per_token=shape.rows_per_token,
         expert_width=kind.expert_width,
+        gated_experts=kind.gated_experts,
         expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
         clamped_gate=shape.clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,

@@ -1,0 +1,101 @@
+"""Every causal class that transformers ships is planned: its shapes are counted on its own modules, none ends a plan in
+an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import SftPlayError
+from sft_play.facts.families import OTHER_KINDS
+from sft_play.facts.hardware import named
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.trace.meta_shape import measure
+from sft_play.training.packable import small_config
+
+NO_DEFAULT = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+"""Sizes for which the config class has no default."""
+NOT_BUILT = {
+    "cohere_compass_text", "dbrx", "emu3", "gemma4_assistant", "gemma4_unified_assistant", "mllama", "musicgen",
+    "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer",
+}  # fmt: skip
+"""Types whose class cannot be built from its config's own defaults (transformers 5.23), of sound and images too."""
+SAMPLE = ("nemotron_h", "jetmoe", "jamba", "granitemoehybrid", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2")
+"""Experts of all layouts, a hybrid, a class without attention."""
+
+
+def classes() -> list[str]:
+    """Model types of transformers' causal language models that are decoders of text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in OTHER_KINDS]
+
+
+def small_on_meta(kind: str):
+    """A small model of the class on the meta device, or one of its default sizes where it refuses small ones, with its
+    config; None where neither can be built."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    for make in (small_config, lambda config: config):
+        try:
+            config = make(CONFIG_MAPPING[kind](**NO_DEFAULT.get(kind, {})).get_text_config())
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config), config
+        except Exception:  # each class checks its sizes in its own way
+            continue
+    return None
+
+
+def planned(kind: str) -> bool:
+    """Whether the class could be built; then every mode was planned, or refused in words."""
+    built = small_on_meta(kind)
+    if built is None:
+        return False
+    model, config = built
+    shape = measure(model, config, name=kind)
+    assert shape.params == sum(parameter.numel() for parameter in model.parameters()), kind
+    for mode in ("lora", "full", "qlora"):
+        run = config_from_text(f"model: {{name: m, max_seq_len: 256}}\ntuning: {{mode: {mode}}}\n", name="x")
+        try:
+            plan = make_plan(PlanRequest(run, shape, named("1xH100")))
+        except SftPlayError:
+            continue
+        assert plan.memory.allocated > 0, (kind, mode)
+    return True
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_a_class_is_planned(kind):
+    assert planned(kind)
+
+
+def test_every_class_is_planned():
+    walked = {kind: planned(kind) for kind in classes()}
+    assert {kind for kind, built in walked.items() if not built} == NOT_BUILT
+    assert sum(walked.values()) > 140
+
+
+@pytest.mark.parametrize(
+    ("kind", "gated"),
+    [("nemotron_h", False), ("jetmoe", True), ("qwen3_moe", True), ("gpt_oss", True), ("granitemoehybrid", True)],
+)
+def test_experts_are_counted_from_the_tensors_that_the_class_has(kind, gated):
+    model, config = small_on_meta(kind)
+    shape = measure(model, config, name=kind)
+    layer = next(layer for layer in shape.layers if layer.num_experts)
+    names = ("num_local_experts", "n_routed_experts", "num_experts")
+    assert layer.num_experts == next(value for name in names if (value := getattr(config, name, None)))
+    wide = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    assert (layer.expert_width, layer.gated_experts) == (wide, gated)
+    matrices = 3 if gated else 2
+    assert layer.expert_params >= layer.num_experts * matrices * wide * shape.hidden_size  # or more: biases
+    assert shape.experts_per_token > 0
