@@ -59,6 +59,11 @@ def test_batches_are_all_exact_products_or_a_refusal_whose_advice_works(effectiv
         for a in range(1, effective + 1)
         if m * a * ranks == effective and micro in ("auto", m) and accum in ("auto", a)
     }
+    of_one_rank = "auto" not in (micro, accum) and micro * accum == effective
+    if of_one_rank and effective % ranks == 0:  # kept over several ranks by fewer rows at once, then fewer passes
+        share = effective // ranks
+        size = max(size for size in range(1, micro + 1) if share % size == 0)
+        exact = {(size, share // size)}
     try:
         found = splits(train, ranks=ranks)
     except ConfigError as error:

@@ -118,7 +118,8 @@ def _refusal(train: TrainConfig, ranks: int, unit: int, both_given: bool) -> str
     product = " x ".join(parts)
     if is_of_one_rank(train):
         fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
-        return f"train.effective_batch_size={effective} does not split over {ranks} ranks; it does over {fitting}"
+        numbers = f"train.effective_batch_size={effective} does not split over {ranks} ranks (it does over {fitting})"
+        return f"{numbers}; use train.effective_batch_size={unit}"
     if both_given:
         rest, left = divmod(effective, ranks * int(train.batch_size))
         other = f" or train.grad_accum={rest}" if rest and not left else ""
