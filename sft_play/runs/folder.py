@@ -12,6 +12,7 @@ from sft_play.config.resolved import resolved
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.runs.files import write_json
+from sft_play.runs.metrics import metric_lines
 
 MANIFEST = "manifest.json"
 STAGES = "stages"
@@ -95,6 +96,16 @@ class RunFolder:
         return (
             self.has_begun and self.manifest().get("status") == "finished" and self.model_path(adapter=adapter).is_dir()
         )
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether the run took a step that left something: a checkpoint, be it damaged, or metrics. Without any there is
+        nothing to continue, and it starts from the beginning."""
+        run = self.whole
+        if any(run.path.glob("checkpoints/checkpoint-*")) or any(run.path.glob(f"{STAGES}/*/checkpoints/checkpoint-*")):
+            return True
+        lines = metric_lines(run.metrics_path) if run.metrics_path.is_file() else ()
+        return any(entry["step"] > 0 for _, entry in lines)
 
     def manifest(self) -> dict[str, Any]:
         """The manifest.

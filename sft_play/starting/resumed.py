@@ -39,7 +39,8 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     processes = processes if isinstance(processes, int) else 0
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
-    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks, processes, updates)
+    layout = layout if layout in LAYOUT_NAMES else "single"
+    return Stopped(layout, micro, accum, ranks, processes, updates, folder.has_trained)
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
     Raises:
         RunFolderError: the effective batch does not split over the ranks.
     """
-    if stopped is None:
+    if stopped is None or not stopped.has_trained:
         return NOTHING_KEPT
     train = config.train
     updates = stopped.updates if train.weight_updates == "auto" else None
