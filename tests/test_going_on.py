@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from sft_play.errors import ModelError
 from sft_play.planner.layout import Stopped
@@ -68,13 +69,15 @@ def killing(tmp_path_factory) -> str:
         pytest.param("train", "run:_train", {"manifest.json"}, {}, marks=pytest.mark.slow),  # everything is loaded
         ("train-distributed", "run:prepare", {"launch.json"}, {"NPROC": "2", "STRATEGY": "fsdp"}),  # no data recorded
         pytest.param(
-            "train-distributed", "run:_train", {"launch.json"}, {"NPROC": "2", "STRATEGY": "ddp"}, marks=pytest.mark.slow
+            "train-distributed",
+            "run:_train",
+            {"launch.json"},
+            {"NPROC": "2", "STRATEGY": "ddp"},
+            marks=pytest.mark.slow,
         ),
     ],
 )
-def test_a_run_that_is_killed_while_it_starts_is_started_again(
-    world, unbroken, killing, command, moment, files, given
-):
+def test_a_run_that_is_killed_while_it_starts_is_started_again(world, unbroken, killing, command, moment, files, given):
     name = f"killed-{command}-{moment.partition(':')[2]}"
     words = ["--config", f"{world}/run.yaml", "tuning.mode=lora"]
     at = f"sft_play.training.{moment}"
@@ -167,6 +170,48 @@ def test_losses_go_on_as_if_it_had_not_stopped(world, unbroken, tiny_llama, mode
         )
 
 
+OWN_FILE = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5000}, "train_micro_batch_size_per_gpu": 2}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("strategy", "own_file", "by_tokens"),
+    [
+        ("zero2", None, True),
+        pytest.param("zero3", None, True, marks=pytest.mark.slow),
+        pytest.param("zero2", OWN_FILE, False, marks=pytest.mark.slow),  # its micro-batch is the user's, in rows
+    ],
+)
+def test_a_run_under_zero_is_resumed_and_repeated_with_the_config_that_it_was_given(
+    world, tmp_path, strategy, own_file, by_tokens
+):
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", "train.batch_size=auto"]
+    given = {"STRATEGY": strategy, "NPROC": "2"}
+    if own_file:
+        (tmp_path / "mine.json").write_text(json.dumps(own_file))
+        given = {"DEEPSPEED_CONFIG": f"{tmp_path}/mine.json", "NPROC": "2"}
+    runs = {name: world / "outputs" / f"{strategy}-{bool(own_file)}-{name}" for name in ("whole", "parts")}
+    for name, more in {"whole": [], "parts": ["train.stop_after_steps=2"]}.items():
+        answer = start(world, "train-distributed", *words, f"output.name={runs[name].name}", *more, **given)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    (tmp_path / "mine.json").unlink(missing_ok=True)
+    engine = (runs["whole"] / "deepspeed.json").read_text()
+    ended = start(world, "resume", *words, RUN=runs["parts"].name)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "contradicts" not in ended.stdout
+    assert (runs["parts"] / "deepspeed.json").read_text() == engine
+    cuts = [json.loads((run / "plan.json").read_text())["micro_batches"] for run in runs.values()]
+    assert cuts[0] == cuts[1]
+    assert (cuts[0]["tokens"] is not None) == by_tokens
+    assert losses(runs["parts"]) == losses(runs["whole"])
+    first, other = (tensors(run / "adapter") for run in runs.values())
+    assert all(first[key].equal(other[key]) for key in first)
+    if strategy == "zero2":  # bit for bit, or exit code 2
+        again = start(world, "reproduce", RUN=str(runs["whole"]))
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert (runs["whole"].with_name(f"{runs['whole'].name}-reproduced") / "deepspeed.json").read_text() == engine
+
+
 @needs_deepspeed
 @pytest.mark.slow
 def test_zero_that_cannot_go_on_says_so_before_loading_and_is_consolidated(world):
@@ -199,8 +244,6 @@ def test_zero_that_cannot_go_on_says_so_before_loading_and_is_consolidated(world
 
 
 def tensors(folder: Path):
-    from safetensors.torch import load_file
-
     return load_file(folder / "adapter_model.safetensors")
 
 

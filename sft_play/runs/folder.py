@@ -99,8 +99,8 @@ class RunFolder:
 
     @property
     def has_trained(self) -> bool:
-        """Whether the run took a step that left something: a checkpoint, be it damaged, or metrics. Without any there is
-        nothing to continue, and it starts from the beginning."""
+        """Whether a step left something, be it a damaged checkpoint or a line of metrics. A run without any starts from
+        the beginning."""
         run = self.whole
         if any(run.path.glob("checkpoints/checkpoint-*")) or any(run.path.glob(f"{STAGES}/*/checkpoints/checkpoint-*")):
             return True

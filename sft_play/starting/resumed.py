@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
 from sft_play.planner.precision import ROUNDS_ITSELF, Updates
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -23,11 +21,7 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
 
     None where neither says.
     """
-    manifest = folder.manifest()
-    plan: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
-    plan = plan if isinstance(plan, dict) else {}
+    manifest, plan = folder.manifest(), read_json(folder.path / "plan.json")
     batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
         batch = {**plan, "ranks": plan.get("data_parallel_ranks")}

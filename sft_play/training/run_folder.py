@@ -75,6 +75,7 @@ def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
         write_start(job.folder, job.loaded, manifest=_manifest(job, prepared, facts), plan=job.plan.as_json())
+        _write_deepspeed(job)
         return mark
     check_same_run(
         job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
@@ -92,9 +93,13 @@ def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lo
         job.folder.update_manifest(**manifest)
         return mark
     mark = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    _write_deepspeed(job)
+    return mark
+
+
+def _write_deepspeed(job: Job) -> None:
     if job.deepspeed is not None:
         job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
-    return mark
 
 
 def _manifest(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
