@@ -33,8 +33,8 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     processes = processes if isinstance(processes, int) else 0
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
-    layout = layout if layout in LAYOUT_NAMES else "single"
-    return Stopped(layout, micro, accum, ranks, processes, updates, folder.has_trained)
+    known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
+    return Stopped(known, micro, accum, ranks, processes, updates, folder.has_trained)
 
 
 @dataclass(frozen=True)
