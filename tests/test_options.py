@@ -217,7 +217,7 @@ def trainer(config: RunConfig) -> Facts:
         is_deepspeed_enabled = False
 
         def __init__(self, **options: Any) -> None:
-            seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "grouped")})
+            seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "grouped", "on_nan")})
             seen["packs"] = options["packs"] and len(options["packs"])
 
         def remove_callback(self, *_: Any) -> None: ...
@@ -692,6 +692,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(arguments, "train.logging_steps", 9, "logging_steps", 9),
     one(arguments, "train.save_steps", 9, "save_steps", 9),
     one(arguments, "train.save_steps", "null", "save_strategy", "epoch"),
+    one(trainer, "train.on_nan", "skip", "on_nan", "skip"),
     one(trainer, "train.save_total_limit", 9, "checkpoint_limit", 9),
     one(arguments, "train.load_best_model_at_end", "true", "load_best_model_at_end", True),
     (

@@ -420,6 +420,11 @@ class TrainConfig(Section):
     max_grad_norm: float = leaf(1.0, owner="training.trainer", ge=0.0)
     """Clip gradients to this norm; 0 does not clip."""
 
+    on_nan: Literal["stop", "skip"] = leaf("stop", owner="training.trainer")
+    """What to do with a step whose gradient norm or loss is NaN or infinite. Such a step changes nothing: weights,
+    optimizer and learning rate stay as they were. stop: end the run. skip: continue with the next step; five in a row
+    end the run. In fp16 the loss scaling skips steps by itself."""
+
     optim: Literal["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"] = leaf(
         "adamw_torch_fused", owner="training.trainer"
     )
@@ -698,8 +703,3 @@ class RunConfig(Section):
         """The peak learning rate: as given, or the default of the tuning mode."""
         given = self.train.learning_rate
         return AUTO_LEARNING_RATE[self.tuning.mode] if given == "auto" else given
-
-    @property
-    def uses_bitsandbytes(self) -> bool:
-        """Whether weights or optimizer states are bitsandbytes'."""
-        return self.tuning.mode == "qlora" or self.train.optim == "paged_adamw_8bit"

@@ -10,7 +10,8 @@ Begin with `run`, the story of a run; `job` is what it was asked, `prepare` what
 - The model: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `repeated_keys`, `sdpa`, `varlen`,
   `context_parallel`, `tensor_parallel`, `fused_head`.
 - The loop: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
-  guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `curriculum` (stages).
+  guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `finite`
+  (steps that are not), `curriculum` (stages).
 - Ranks: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `deepspeed_comm`, `engine_check`,
   `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
 - Checkpoints and weights: `checkpoints` (whole or absent), `full_state_dict`, `sharded_checkpoints`,

@@ -36,8 +36,8 @@ class GradientCheck(TrainerCallback):
     """Stops a run in which a trainable tensor gets no gradient, and names it.
 
     lora_A is checked once its lora_B is no longer zero: until then its gradient is zero by design (B starts at zero,
-    and the first step of a warm-up may have a learning rate of zero). A step that loss scaling skips is not checked:
-    clipping by an infinite norm has set all finite gradients to zero.
+    and the first step of a warm-up may have a learning rate of zero). A step that is not taken, since it is not finite,
+    is not checked: clipping by an infinite norm has set all finite gradients to zero.
     """
 
     def __init__(self) -> None:
@@ -48,15 +48,18 @@ class GradientCheck(TrainerCallback):
         """Whether every trainable tensor has had a gradient."""
         return self._waiting is not None and not self._waiting
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         """Check the gradients of this step; raises TrainingError naming tensors that should have had one."""
-        if self.done or model is None:
+        in_fp16 = getattr(args, "fp16", False)  # there the flag is that of the step before
+        if self.done or model is None or (not in_fp16 and getattr(optimizer, "step_was_skipped", False)):
             return
         if getattr(args, "deepspeed", None):
             self._waiting = {}  # DeepSpeed keeps gradients in its own partitions
             return
         named = dict(model.named_parameters())
-        if getattr(args, "fp16", False):
+        if in_fp16:
             gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
             if any_rank(not all(bool(torch.isfinite(local(gradient)).all()) for gradient in gradients)):
                 return
@@ -114,6 +117,8 @@ class LossScaleCheck(TrainerCallback):
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Count skipped steps; raises TrainingError when the scale has collapsed."""
+        if not args.fp16:  # DeepSpeed leaves out steps in bf16 too, for which there is FiniteSteps
+            return
         scale = _scale_of(optimizer)
         fell = scale is not None and self._scale is not None and scale < self._scale
         if not fell and not getattr(optimizer, "step_was_skipped", False):  # the latter is DeepSpeed's own scaling
@@ -188,7 +193,8 @@ class MetricsFile(TrainerCallback):
         watched = ("loss", "eval_loss", "test_loss") if in_fp16 and state.global_step == 0 else ("loss",)
         for loss in map(logs.get, watched):
             if isinstance(loss, float) and not math.isfinite(loss):
-                usual = "lower train.learning_rate, or look at the data of this step (train.seed decides the order)"
+                usual = "look at the data of this step (train.seed decides the order), or start a new run with a lower "
+                usual += "train.learning_rate"
                 advice = _fp16_fault(model) if in_fp16 else usual
                 raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
 

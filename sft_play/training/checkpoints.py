@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -62,6 +63,8 @@ def commit(written: Path, folder: Path, *, needed: Sequence[str] = NEEDED) -> Pa
         final.rename(old)
     written.rename(final)
     shutil.rmtree(old, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        written.parent.rmdir()
     return final
 
 

@@ -200,7 +200,7 @@ class PlannedLoop(CheckpointedLoop):
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
-        callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self._monitor]
+        callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self._monitor, self.finite]
         if self._patience is not None:
             callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
         if options.get("resume_from_checkpoint"):
@@ -251,6 +251,12 @@ class PlannedLoop(CheckpointedLoop):
             self._monitor.lost(loss, in_step=in_step, ranks=ranks)
         return loss
 
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # overridden since no callback is told the norm, or could keep the optimizer from stepping
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.finite.judge(norm)
+        return norm
+
     def _scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
         """Count a pass for the next log: the sums of `head_sums`, and of `source_sums` where sources are reported."""
         if self.model.training:
@@ -263,6 +269,7 @@ class PlannedLoop(CheckpointedLoop):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with what the monitor measured since the last log beside the loss."""
         if "loss" in logs:
+            logs = self.finite.with_mean_loss(logs)
             logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
             self._logged_step = self.state.global_step
         prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)

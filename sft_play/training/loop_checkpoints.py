@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import is_peft_model
@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback
 
 from sft_play.errors import TrainingError
 from sft_play.training import checkpoints, distributed, full_state_dict, gathered_weights, sharded_checkpoints
+from sft_play.training.finite import FiniteSteps, require_finite
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.monitor import Monitor
 from sft_play.units import GIB
@@ -46,6 +47,7 @@ class RestoreLossSum(TrainerCallback):
         state = json.loads(self._path.read_text(encoding="utf-8"))
         self._trainer._tr_loss += state["loss_sum"]
         self._trainer._globalstep_last_logged = state["last_logged"]
+        self._trainer.finite.left_out = state.get("left_out", 0)
 
 
 class CheckpointedLoop(Trainer):
@@ -56,14 +58,16 @@ class CheckpointedLoop(Trainer):
         *,
         checkpoint_limit: int | None = None,
         in_parts: bool = False,
+        on_nan: Literal["stop", "skip"] = "stop",
         beat: Heartbeat | None = None,
         monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
-        """`checkpoint_limit`: how many are kept, None for all; `in_parts`: every rank writes its own part (FSDP only).
-        The other options are the Trainer's."""
+        """`checkpoint_limit`: how many are kept, None for all; `in_parts`: every rank writes its own part (FSDP only);
+        `on_nan`: what a step that is not finite does. The other options are the Trainer's."""
         self._checkpoint_limit = checkpoint_limit
         self.in_parts = in_parts
+        self.finite = FiniteSteps(self, on_nan)
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
         self._monitor = monitor or Monitor()
         self._staging: Path | None = None
@@ -84,6 +88,7 @@ class CheckpointedLoop(Trainer):
         # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too late to write it aside
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.beat.note(step, "saving a checkpoint")
+        require_finite(self)
         loss_sum = self._mean_loss_sum()
         if distributed.is_first():
             checkpoints.staging(folder)
@@ -99,6 +104,7 @@ class CheckpointedLoop(Trainer):
         if distributed.is_first():
             written = checkpoints.path_of(staging, step)
             state = {"loss_sum": loss_sum, "last_logged": self._globalstep_last_logged}
+            state["left_out"] = self.finite.left_out
             (written / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
             if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
                 best = checkpoints.path_of(folder, self.state.best_global_step)

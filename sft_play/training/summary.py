@@ -42,6 +42,8 @@ class Trained:
     """What compiling blocks came to; None where the plain code ran."""
     steps_before: int = 0
     """Steps of earlier starts."""
+    skipped_steps: int = 0
+    """Steps that were left out since they were not finite."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Result:
             "peak_bytes_by_moment": self.by_moment,
             "tokens_per_s": round(self.trained.tokens_per_s, 2),
             "steps": self.trained.steps,
+            "skipped_steps": self.trained.skipped_steps,
             "wall_s": round(self.wall_s, 2),
             "exit": self.exit_code,
             "engine_proof": self.engine_check.as_json(),
@@ -100,6 +103,7 @@ def summary_lines(job: Job, result: Result, summary: dict[str, Any]) -> list[str
     steps, speed = result.trained.steps, result.trained.tokens_per_s
     earlier = result.trained.steps_before
     now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
+    now += f" ({result.trained.skipped_steps} skipped: not finite)" if result.trained.skipped_steps else ""
     lines = [f"Steps: {now} in {result.wall_s:.0f} s; {speed:,.0f} tokens/s in training{predicted}"]
     lines += [result.trained.compiled.line] if result.trained.compiled else []
     lines += _figure_lines(result)

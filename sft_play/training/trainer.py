@@ -274,6 +274,7 @@ def build_trainer(
         layout=plan.choice.layout,
         row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
         evaluates_blocks=config.task_mode == "cpt",
+        on_nan=config.train.on_nan,
         **_optimizer(plan, arguments, model),
         **options,
     )

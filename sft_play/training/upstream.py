@@ -71,6 +71,12 @@ OVERRIDDEN = (
         ("_finalize_training",),
     ),
     Private(
+        "_get_grad_norm",
+        "a step whose gradients are not finite changes nothing: only here is the norm known before the update",
+        ("self", "model", "grad_norm"),
+        ("_run_epoch",),
+    ),
+    Private(
         "_save_rng_state",
         "random states of all ranks are written by the first: other nodes may have another disk",
         ("self", "output_dir"),

@@ -1,0 +1,238 @@
+"""A step that is not finite changes nothing, and no checkpoint holds a value that is not: nothing good is lost."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.training import checkpoints, finite
+from sft_play.training.loop import PlannedLoop
+from tests import warm
+from tests.conftest import ROOT, clean_environment
+from tests.models import uneven_run
+from tests.test_train import assert_same_bits, losses, metrics, run_yaml, train, weights  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.build
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+PRECISION = {"fp32": "train.bf16=false", "bf16": "train.bf16=true"}
+CLIPPING = {"clipped": "train.max_grad_norm=1.0", "unclipped": "train.max_grad_norm=0.0"}
+
+
+def spoil(monkeypatch, steps: dict[int, float], *, loss: bool = False) -> None:
+    """Puts a value into one gradient, or into the loss, of some steps, counted from 1."""
+    real = PlannedLoop.training_step
+
+    def spoiled(self, model, inputs, *args, **options):
+        value = steps.get(self.state.global_step + 1)
+        result = real(self, model, inputs, *args, **options)
+        if value is None or not inputs:
+            return result
+        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        trained[len(trained) // 2].grad.view(-1)[0] = value
+        return result * value if loss else result
+
+    monkeypatch.setattr(PlannedLoop, "training_step", spoiled)
+
+
+def saved(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"checkpoint-{step}" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("clipping", CLIPPING)
+@pytest.mark.parametrize("precision", PRECISION)
+def test_a_step_that_is_not_finite_stops_the_run_with_the_last_good_checkpoint(
+    train, monkeypatch, precision, clipping  # noqa: F811
+):  # fmt: skip
+    """As it was found: logged every 20 steps, saved every 3, two checkpoints kept."""
+    same = ["tuning.mode=lora", "train.max_steps=30", "train.logging_steps=20", "train.save_steps=3"]
+    same += [PRECISION[precision], CLIPPING[clipping]]
+    with monkeypatch.context() as patch:
+        spoil(patch, {8: math.nan})
+        code, printed, folder = train("one", *same)
+    assert code == 2, printed
+    assert "step 8: the gradient norm is nan, so the step was not taken: nothing was changed" in printed
+    assert "the last checkpoint is that of step 6" in printed
+    assert "train.on_nan=skip" in printed
+    found = checkpoints.complete_ones(folder / "checkpoints")
+    assert [path.name for path in found] == ["checkpoint-3", "checkpoint-6"]
+    code, printed, _ = train("one", *same, "train.on_nan=skip", verb="resume")  # what the message advises
+    assert code == 0, printed
+    assert "Resuming bnb run from step 6" in printed
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adafactor"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("precision", PRECISION)
+def test_a_skipped_step_changes_nothing(train, monkeypatch, precision, value, optim):  # noqa: F811
+    same = ["train.max_steps=4", "train.save_steps=1", "train.save_total_limit=null", "train.on_nan=skip"]
+    same += ["tuning.mode=lora", "train.weight_decay=0.1", PRECISION[precision], f"train.optim={optim}"]
+    spoil(monkeypatch, {3: value})
+    code, printed, folder = train("one", *same)
+    assert code == 0, printed
+    assert f"Step 3 skipped: the gradient norm is {value}" in printed or "the gradient norm is nan" in printed
+    before, after, end = (saved(folder, step) for step in (2, 3, 4))
+    assert_same_bits(before, after)
+    assert any(not torch.equal(end[name], after[name]) for name in end)
+    states = [
+        torch.load(folder / "checkpoints" / f"checkpoint-{step}" / name, weights_only=True)
+        for name in ("optimizer.pt", "scheduler.pt") for step in (2, 3)
+    ]  # fmt: skip
+    assert _flat(states[0]) == _flat(states[1])
+    assert states[2]["last_epoch"] == states[3]["last_epoch"] == 2
+    assert len(losses(folder)) == 4  # its loss was finite
+    assert all(torch.isfinite(tensor).all() for tensor in weights(folder).values())
+    assert json.loads((folder / "summary.json").read_text())["skipped_steps"] == 1
+
+
+def _flat(states: dict) -> dict[str, object]:
+    return {
+        f"{number}.{name}": value.tolist() if isinstance(value, torch.Tensor) else value
+        for number, state in states["state"].items() for name, value in state.items()
+    }  # fmt: skip
+
+
+def test_the_loss_of_a_skipped_step_is_not_in_the_mean(train, monkeypatch):  # noqa: F811
+    same = ["tuning.mode=lora", "train.max_steps=4", "train.lr_scheduler_type=constant", "train.on_nan=skip"]
+    with monkeypatch.context() as patch:
+        spoil(patch, {2: math.nan}, loss=True)
+        each = losses(train("each", *same)[2])
+        _, printed, folder = train("mean", *same, "train.logging_steps=2")
+        assert "Step 2 skipped: the loss is nan" in printed
+        assert train("mean-of-four", *same, "train.logging_steps=4")[0] == 0
+    assert len(each) == 3  # the second step has none
+    for name in ("mean", "mean-of-four"):  # the first step is logged by itself
+        assert losses(folder.with_name(name)) == pytest.approx([each[0], (each[1] + each[2]) / 2])
+
+
+def test_steps_that_are_all_bad_end_the_run(train, monkeypatch):  # noqa: F811
+    spoil(monkeypatch, dict.fromkeys(range(3, 99), math.nan))
+    same = ["tuning.mode=lora", "train.on_nan=skip", "train.save_steps=1"]
+    code, printed, folder = train("one", *same, "train.max_steps=20")
+    assert code == 2
+    most = finite.SKIPS_IN_A_ROW
+    assert f"step {2 + most}: the gradient norm is nan, and the {most - 1} steps before it were skipped" in printed
+    assert printed.count(" skipped: the gradient norm is nan; ") == most - 1
+    assert all(torch.isfinite(t).all() for t in saved(folder, 2 + most - 1).values())
+    spoil(monkeypatch, {1: math.nan, 2: math.nan})
+    code, printed, _ = train("short", *same, "train.max_steps=2")
+    assert (code, "all 2 steps had values that are not finite, and nothing was learned" in printed) == (2, True)
+
+
+@pytest.mark.parametrize("what", ["weight", "state"])
+@pytest.mark.parametrize("precision", PRECISION)
+def test_values_that_are_not_finite_reach_no_checkpoint(train, monkeypatch, precision, what):  # noqa: F811
+    """However they came: here after the step, where no gradient shows them."""
+    real = PlannedLoop._save_checkpoint
+
+    def spoiled(self, *args, **options):
+        if self.state.global_step == 3:
+            parameter = next(one for one in self.model.parameters() if one.requires_grad)
+            tensor = parameter if what == "weight" else self.optimizer.state[parameter]["exp_avg"]
+            tensor.data.view(-1)[-1] = math.inf
+        return real(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PlannedLoop, "_save_checkpoint", spoiled)
+        same = ["tuning.mode=lora", "train.max_steps=6", "train.save_steps=1", "train.save_total_limit=1"]
+        code, printed, folder = train("one", *same, PRECISION[precision])
+    assert code == 2, printed
+    named = "lora_A" if what == "weight" else "the optimizer's exp_avg"
+    assert f"{named}" in printed
+    assert "has values that are not finite, so no checkpoint is written" in printed
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["checkpoint-2"]
+    assert train("one", *same, PRECISION[precision], verb="resume")[0] == 0
+
+
+RANKS = """
+import math, os
+
+
+def spoil(spoiled):
+    from sft_play.training import loop
+
+    real = loop.PlannedLoop.training_step
+
+    def instead(self, model, inputs, *args, **options):
+        if self.state.global_step + 1 not in spoiled:
+            return real(self, model, inputs, *args, **options)
+        trained = [one for one in self.model.parameters() if one.requires_grad]
+        if hasattr(trained[-1], "to_local"):  # FSDP2 sets gradients without a hook's being called
+            loss = real(self, model, inputs, *args, **options)
+            for one in trained:
+                if one.grad is not None:
+                    one.grad.to_local().view(-1)[:1] = math.nan
+            return loss
+        hook = trained[-1].register_hook(lambda gradient: gradient * math.nan)
+        try:
+            return real(self, model, inputs, *args, **options)
+        finally:
+            hook.remove()
+
+    loop.PlannedLoop.training_step = instead
+
+
+if os.environ.get("RANK") == "1":
+    spoil({int(step) for step in os.environ["SPOILED"].split()})
+"""
+"""sitecustomize.py: the second rank's gradient of one tensor is NaN in some steps."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("not-finite")
+    uneven_run(folder, tiny_llama)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(RANKS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "precision"),
+    [
+        ("ddp", "fp32"),
+        pytest.param("ddp", "bf16", marks=pytest.mark.slow),
+        pytest.param("fsdp", "fp32", marks=pytest.mark.slow),
+        pytest.param("fsdp", "bf16", marks=pytest.mark.slow),
+        pytest.param("zero2", "bf16", marks=needs_deepspeed),
+        pytest.param("zero2", "fp32", marks=[needs_deepspeed, pytest.mark.slow]),
+        pytest.param("zero3", "bf16", marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_all_ranks_leave_a_step_out_where_one_of_them_is_not_finite(world, strategy, precision):
+    name = f"{strategy}-{precision}"
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", PRECISION[precision], "train.save_steps=1"]
+    words += ["train.save_total_limit=null", f"output.name={name}"]
+
+    def start(python: str, command: str, *more: str, spoiled: str = "", **environ: str) -> tuple[int, str]:
+        path = f"{ROOT}{os.pathsep}{world}/site"
+        kept = clean_environment(PYTHONPATH=path, STRATEGY=strategy, NPROC="2", SPOILED=spoiled, **environ)
+        answer = subprocess.run(
+            [python, "-m", "sft_play", command, *words, *more], cwd=ROOT, env=kept, capture_output=True,
+            text=True, timeout=550,
+        )  # fmt: skip
+        return answer.returncode, answer.stdout + answer.stderr
+
+    code, printed = start(sys.executable, "train-distributed", spoiled="3")  # ranks that fail: not by forks
+    assert code == 2, printed
+    assert "step 3: the gradient norm is" in printed
+    assert "the last checkpoint is that of step 2" in printed
+    folder = world / "outputs" / name
+    assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-1", "checkpoint-2"]
+    code, printed = start(warm.python(), "resume", "train.on_nan=skip", RUN=name, spoiled="3")
+    assert code == 0, printed
+    assert "from step 2" in printed
+    assert printed.count("Step 3 skipped: the gradient norm is") == 1
+    assert_same_bits(saved(folder, 2), saved(folder, 3))
+    assert all(torch.isfinite(tensor).all() for tensor in weights(folder).values())
+    rates = {line["step"]: line["learning_rate"] for line in metrics(folder) if "learning_rate" in line}
+    assert rates[4] == rates[3] > rates[5]  # a skipped step moves no schedule
+    assert {line["step"] for line in metrics(folder) if "loss" in line} == {1, 2, 3, 4, 5}
