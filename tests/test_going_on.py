@@ -1,4 +1,5 @@
-"""A run that was stopped goes on under its own ranks, under others, and under one process, as if it had not been."""
+"""A run that was stopped goes on under its own ranks, under others, and under one process, as if it had not been; one
+that was killed before its first step starts from the beginning."""
 
 from __future__ import annotations
 
@@ -9,9 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 from sft_play.errors import ModelError
 from sft_play.planner.layout import Stopped
+from tests.conftest import ROOT
 from tests.models import uneven_run
 from tests.test_distributed import losses, start
 
@@ -39,6 +42,77 @@ def unbroken(world) -> Callable[[str], list[float]]:
         return losses(world / "outputs" / f"unbroken-{mode}")
 
     return run
+
+
+KILL = """
+import importlib, os, signal
+module, _, name = os.environ.get("KILL_AT", "").partition(":")
+if module and os.environ.get("RANK", "0") == "0":
+    def killed(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr(importlib.import_module(module), name, killed)
+"""
+"""What ends a process where it calls a function, as the loss of the machine would."""
+
+
+@pytest.fixture(scope="module")
+def killing(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("killing")
+    (folder / "sitecustomize.py").write_text(KILL)
+    return f"{folder}:{ROOT}"
+
+
+@pytest.mark.parametrize(
+    ("command", "moment", "files", "given"),
+    [
+        ("train", "run:train", {"manifest.json"}, {}),  # the data is recorded, and nothing is loaded
+        pytest.param("train", "run:_train", {"manifest.json"}, {}, marks=pytest.mark.slow),  # everything is loaded
+        ("train-distributed", "run:prepare", {"launch.json"}, {"NPROC": "2", "STRATEGY": "fsdp"}),  # no data recorded
+        pytest.param(
+            "train-distributed",
+            "run:_train",
+            {"launch.json"},
+            {"NPROC": "2", "STRATEGY": "ddp"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_that_is_killed_while_it_starts_is_started_again(world, unbroken, killing, command, moment, files, given):
+    name = f"killed-{command}-{moment.partition(':')[2]}"
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora"]
+    at = f"sft_play.training.{moment}"
+    begun = start(world, command, *words, f"output.name={name}", PYTHONPATH=killing, KILL_AT=at, **given)
+    run = world / "outputs" / name
+    assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
+    assert {path.name for path in run.iterdir()} >= files
+    # as a batch system starts a job again that was preempted: the same words, and the folder is to be resumed
+    again = start(world, command, *words, f"output.name={name}", "output.if_exists=resume", PYTHONPATH=killing,
+                  KILL_AT=at, **given)  # fmt: skip
+    assert again.returncode not in (0, 2), again.stdout + again.stderr
+    ended = start(world, "resume", *words, RUN=name)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "no step was trained, so the run starts from the beginning" in ended.stdout
+    assert losses(run) == pytest.approx(unbroken("lora"), rel=1e-5)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert (manifest["status"], manifest["processes"]) == ("finished", int(given.get("NPROC", 1)))
+    assert manifest["layout"] == given.get("STRATEGY", "single").lower()
+    assert "train" in manifest["data"]
+
+
+def test_what_has_not_trained_starts_with_the_settings_of_now(world, killing):
+    words = ["--config", f"{world}/run.yaml", "output.name=changed"]
+    begun = start(world, "train", *words, PYTHONPATH=killing, KILL_AT="sft_play.training.run:train")
+    assert begun.returncode not in (0, 2), begun.stdout + begun.stderr
+    other = ["tuning.mode=lora", "train.seed=7", "train.effective_batch_size=6", "train.max_steps=1"]
+    ended = start(world, "train-distributed", *words, *other, "output.if_exists=resume", NPROC="3", STRATEGY="ddp")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run = world / "outputs" / "changed"
+    assert json.loads((run / "resolved.json").read_text())["train"]["seed"] == 7
+    batch = json.loads((run / "manifest.json").read_text())["batch"]
+    assert (batch["micro_batch"] * batch["grad_accum"], batch["ranks"]) == (2, 3)
+    # what has trained keeps its settings
+    refused = start(world, "resume", "--config", f"{world}/run.yaml", "tuning.mode=lora", RUN="changed")
+    assert "is finished" in refused.stderr
 
 
 def stop_and_go_on(world: Path, mode: str, first: tuple[str, int], then: tuple[str, int]) -> tuple[Path, str]:
@@ -96,6 +170,48 @@ def test_losses_go_on_as_if_it_had_not_stopped(world, unbroken, tiny_llama, mode
         )
 
 
+OWN_FILE = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5000}, "train_micro_batch_size_per_gpu": 2}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("strategy", "own_file", "by_tokens"),
+    [
+        ("zero2", None, True),
+        pytest.param("zero3", None, True, marks=pytest.mark.slow),
+        pytest.param("zero2", OWN_FILE, False, marks=pytest.mark.slow),  # its micro-batch is the user's, in rows
+    ],
+)
+def test_a_run_under_zero_is_resumed_and_repeated_with_the_config_that_it_was_given(
+    world, tmp_path, strategy, own_file, by_tokens
+):
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", "train.batch_size=auto"]
+    given = {"STRATEGY": strategy, "NPROC": "2"}
+    if own_file:
+        (tmp_path / "mine.json").write_text(json.dumps(own_file))
+        given = {"DEEPSPEED_CONFIG": f"{tmp_path}/mine.json", "NPROC": "2"}
+    runs = {name: world / "outputs" / f"{strategy}-{bool(own_file)}-{name}" for name in ("whole", "parts")}
+    for name, more in {"whole": [], "parts": ["train.stop_after_steps=2"]}.items():
+        answer = start(world, "train-distributed", *words, f"output.name={runs[name].name}", *more, **given)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    (tmp_path / "mine.json").unlink(missing_ok=True)
+    engine = (runs["whole"] / "deepspeed.json").read_text()
+    ended = start(world, "resume", *words, RUN=runs["parts"].name)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "contradicts" not in ended.stdout
+    assert (runs["parts"] / "deepspeed.json").read_text() == engine
+    cuts = [json.loads((run / "plan.json").read_text())["micro_batches"] for run in runs.values()]
+    assert cuts[0] == cuts[1]
+    assert (cuts[0]["tokens"] is not None) == by_tokens
+    assert losses(runs["parts"]) == losses(runs["whole"])
+    first, other = (tensors(run / "adapter") for run in runs.values())
+    assert all(first[key].equal(other[key]) for key in first)
+    if strategy == "zero2":  # bit for bit, or exit code 2
+        again = start(world, "reproduce", RUN=str(runs["whole"]))
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert (runs["whole"].with_name(f"{runs['whole'].name}-reproduced") / "deepspeed.json").read_text() == engine
+
+
 @needs_deepspeed
 @pytest.mark.slow
 def test_zero_that_cannot_go_on_says_so_before_loading_and_is_consolidated(world):
@@ -128,8 +244,6 @@ def test_zero_that_cannot_go_on_says_so_before_loading_and_is_consolidated(world
 
 
 def tensors(folder: Path):
-    from safetensors.torch import load_file
-
     return load_file(folder / "adapter_model.safetensors")
 
 

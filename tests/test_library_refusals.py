@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sft_play.config.schema import RunConfig
+from sft_play.diagnose.device import check_flash
 from sft_play.diagnose.known_bad import Pairs, find_known_bad
 from sft_play.errors import HardwareError
+from sft_play.facts import compiler
 from sft_play.facts.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.seen import Seen, SeenGpu
@@ -124,16 +128,94 @@ def test_deepspeed_takes_fp16_on_pascal(monkeypatch, major, starts):
     assert (given != {}) is (major == 6)
 
 
-@pytest.mark.parametrize(("capability", "refused"), [((7, 5), True), ((8, 0), False), ((9, 0), False)])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_flash_attention_on_an_older_gpu_is_refused_before_anything_loads(monkeypatch, ranks, capability, refused):
+def run_with(**sections: dict[str, object]) -> RunConfig:
+    model = {"name": "x", **sections.pop("model", {})}
+    return RunConfig.model_validate({"model": model, "data": {"train_path": "y.jsonl"}, **sections})
+
+
+MAC = Hardware((), "Apple M3", 8, 64 * GIB, 64 * GIB, shared_gpu="Apple M3")
+
+
+@pytest.mark.parametrize(
+    ("machine", "refused"),
+    [
+        (gpus("Tesla T4", capability=(7, 5)), "flash_attention_2 needs GPUs from Ampere on"),
+        (gpus(*["Tesla T4"] * 2, capability=(7, 5)), "Tesla T4 has 7.5; use auto"),
+        (gpus(AMPERE, capability=(8, 0)), None),
+        (gpus(*["H100"] * 2, capability=(9, 0)), None),
+        (gpus(), "this run uses the CPU; use auto"),
+        (dataclasses.replace(gpus(), cpu_ranks=2), "this run uses the CPU; use auto"),
+        (MAC, "this run uses Apple M3; use auto"),
+    ],
+)
+def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkeypatch, machine, refused):
     monkeypatch.setattr(device, "require_compiler", lambda *_: None)
-    config = RunConfig.model_validate(
-        {"model": {"name": "x", "attn_implementation": "flash_attention_2"}, "data": {"train_path": "y.jsonl"}}
-    )
-    machine = gpus(*["Tesla T4"] * ranks, capability=capability)
-    with pytest.raises(HardwareError, match="needs GPUs from Ampere on") if refused else contextlib.nullcontext():
+    config = run_with(model={"attn_implementation": "flash_attention_2"})
+    with pytest.raises(HardwareError, match=refused) if refused else contextlib.nullcontext():
         device.require_machine(config, machine, {}, params=lambda: 0)
+    findings = check_flash(config, machine)
+    assert [finding.verdict for finding in findings] == (["FAIL"] if refused else [])
+    assert check_flash(run_with(), machine) == []
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("capability", "refused"), [((6, 1), True), ((7, 0), False), ((9, 0), False)])
+def test_compiled_blocks_need_volta(monkeypatch, ranks, capability, refused):
+    monkeypatch.setattr(compiler, "look", lambda _: compiler.Toolchain(True, "gcc", Path("/include")))
+    said = compiler.block_obstacle(gpus(*["GPU"] * ranks, capability=capability), {})
+    assert (said is not None) is refused
+    assert not refused or "GPU has 6.1" in said[0]  # type: ignore[index]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """A function that begins a run on a pretended GPU, whose first kernel and whose bitsandbytes are given."""
+    import torch
+    from bitsandbytes import cextension
+
+    from sft_play.training import device_checks
+
+    def start(mode: str, *, kernel: Exception | None = None, library: object = None) -> None:
+        def zeros(*_: object, **__: object) -> torch.Tensor:
+            if kernel is not None:
+                raise kernel
+            return made
+
+        made = torch.ones(1)
+        monkeypatch.setattr(device_checks.torch, "zeros", zeros)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (80 * GIB, 80 * GIB))
+        monkeypatch.setattr(cextension, "lib", library)
+        config = run_with(tuning={"mode": mode})
+        plan = SimpleNamespace(
+            hardware=gpus(PASCAL, capability=(6, 0)),
+            memory=SimpleNamespace(reserved=GIB, margin=0),
+            budget_bytes=80 * GIB,
+        )
+        device_checks.check_gpu(plan, config)  # type: ignore[arg-type]
+
+    return start
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("mode", ["qlora", "lora"])
+def test_a_torch_without_kernels_for_the_gpu_is_refused_before_the_weights(started, mode):
+    import torch
+
+    started(mode)
+    said = "CUDA error: no kernel image is available for execution on the device\nSearch for `cudaErrorNoKernel"
+    with pytest.raises(HardwareError, match=f"cannot compute on {PASCAL}: CUDA error: no kernel image"):
+        started(mode, kernel=torch.AcceleratorError(said))
+    started(mode, kernel=torch.OutOfMemoryError("CUDA out of memory"))  # its memory is compared instead
+
+
+@pytest.mark.build
+def test_a_bitsandbytes_without_its_library_is_refused_where_the_run_needs_it(started):
+    from bitsandbytes.cextension import ErrorHandlerMockBNBNativeLibrary
+
+    lost = ErrorHandlerMockBNBNativeLibrary("libbitsandbytes_cuda130.so: cannot open shared object file")
+    started("lora", library=lost)
+    with pytest.raises(HardwareError, match="bitsandbytes has no library that works with torch for CUDA"):
+        started("qlora", library=lost)
 
 
 @pytest.mark.build

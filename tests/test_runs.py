@@ -116,6 +116,28 @@ def test_the_newest_unfinished_run_of_a_config_is_resumed(tmp_path):
         find_resumable(job.config.output, config_path=tmp_path / "other.yaml")
 
 
+def test_a_run_without_a_trained_step_does_not_hide_an_older_one_that_has_trained(tmp_path, caplog):
+    older, newer, newest = (make(tmp_path, name, started=f"2026-01-0{day}") for day, name in enumerate("abc", start=1))
+    job = loaded(tmp_path)
+
+    def found() -> str:
+        return find_resumable(job.config.output, config_path=job.path).path.name
+
+    assert found() == "c"  # the newest of those that would all start from the beginning
+    (newest.path / "metrics.jsonl").write_text('{"step": 0, "eval_loss": 1.0}\n{"step": 1, "lo')
+    assert not newest.has_trained
+    (older.path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    with caplog.at_level("INFO"):
+        assert found() == "a"
+    assert caplog.text.count("no step was trained in it") == 2
+    assert "RUN=c starts it again" in caplog.text
+    (newer.path / "checkpoints" / "checkpoint-3").mkdir(parents=True)  # damaged, and still the trace of a step
+    assert found() == "b"
+    (newest.of_stage("first").checkpoints / "checkpoint-1").mkdir(parents=True)
+    assert found() == "c"
+    assert newest.of_stage("second").has_trained  # as the run that it is a stage of
+
+
 def test_a_run_made_with_other_settings_is_not_resumed_silently(tmp_path):
     folder = make(tmp_path, batch={"micro_batch": 4}, data={"train": {"sha256": "aa"}})
     text = "tuning: {mode: lora}\ntrain: {seed: 7, logging_steps: 5, stop_after_steps: 3}\n"

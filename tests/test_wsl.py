@@ -87,7 +87,8 @@ class Cuda:
         self.fraction: float | None = None
 
     def put_in(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
-        monkeypatch.setattr(module.torch, "zeros", lambda *_, **__: None)
+        made = module.torch.ones(1)
+        monkeypatch.setattr(module.torch, "zeros", lambda *_, **__: made)
         monkeypatch.setattr(module.torch.cuda, "mem_get_info", lambda: (self.free, self.total))
         monkeypatch.setattr(module.torch.cuda, "memory_reserved", lambda: 0)
         monkeypatch.setattr(module.torch.cuda, "set_per_process_memory_fraction", self._set)
@@ -105,7 +106,7 @@ def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(mo
     cuda = Cuda(free=free, total=23.99)
     cuda.put_in(monkeypatch, device_checks)
     with caplog.at_level(logging.INFO):
-        device_checks.check_free_memory(plan, config)
+        device_checks.check_gpu(plan, config)
     assert cuda.fraction is not None
     limit = cuda.fraction * cuda.total
     assert limit == pytest.approx(min(cuda.free, plan.budget_bytes) - DESKTOP_BYTES, abs=2)
@@ -121,13 +122,13 @@ def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(mo
     config, plan = plan_on(named("RTX4090"))
     cuda = Cuda(free=23.0, total=23.99)
     cuda.put_in(monkeypatch, device_checks)
-    device_checks.check_free_memory(plan, config)
+    device_checks.check_gpu(plan, config)
     assert cuda.fraction is None
     config, plan = plan_on(paging("RTX4090"))
     cuda = Cuda(free=4.0, total=23.99)
     cuda.put_in(monkeypatch, device_checks)
     with pytest.raises(DoesNotFit, match=r"GiB are planned, but only 4\.0 are free"):
-        device_checks.check_free_memory(plan, config)
+        device_checks.check_gpu(plan, config)
 
 
 @pytest.mark.build

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.run import FinishedRun, find_finished, next_line
+from sft_play.finished.run import FinishedRun, next_line
 from sft_play.training.quiet import quiet_libraries
 
 HELP = {
@@ -25,7 +25,7 @@ def run(request: Request) -> Answer | int:
         missing = [example for example, given in examples.items() if given is None]
         if missing:
             raise ConfigError(f"make infer needs {' and '.join(missing)}")
-    finished = find_finished(output_dir_or_default(request), request.run)
+    finished = finished_run(request)
     quiet_libraries()
     if request.command == "chat":
         return _chat(request, finished)

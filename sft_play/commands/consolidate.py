@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, stdout_to_stderr
-from sft_play.commands.machine import output_dir_of
+from sft_play.commands.machine import output_dir_of, trusts_code
 from sft_play.commands.request import Request
 from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import ConfigError
@@ -32,5 +33,7 @@ def run(request: Request) -> Answer:
     from sft_play.training.consolidate import consolidate
 
     with stdout_to_stderr(wanted=request.json):
-        path = consolidate(folder, checkpoint=checkpoint, out=request.out)
+        path = consolidate(
+            folder, checkpoint=checkpoint, out=request.out, trusts=functools.partial(trusts_code, request)
+        )
     return Answer({"ok": True, "run": str(folder.path), "path": str(path)}, to_out=False)

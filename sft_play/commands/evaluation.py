@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
-from sft_play.finished.run import find_finished
 
 HELP = {
     "eval": "figures of RUN and of its base on held-out rows (or DATA), with the interval of each difference",
@@ -14,7 +13,7 @@ HELP = {
 
 def run(request: Request) -> Answer:
     """Evaluate base and trained model."""
-    finished = find_finished(output_dir_or_default(request), request.run)
+    finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         from sft_play.finished.evaluation import evaluate_run
 

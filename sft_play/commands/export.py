@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.run import find_finished
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 
@@ -40,7 +39,7 @@ def run(request: Request) -> Answer:
         raise ConfigError(
             "QUANT= is how a GGUF stores weights; FORMAT=vllm writes none (make merge DTYPE= sets its dtype)"
         )
-    finished = find_finished(output_dir_or_default(request), request.run)
+    finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         if request.command == "export-test":
             from sft_play.finished.export_test import ROWS, export_test

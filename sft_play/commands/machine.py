@@ -1,15 +1,18 @@
-"""The machine that a command is about, and the folder of the runs."""
+"""The machine that a command is about, the folder of the runs, and the finished run."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
-from sft_play.config.schema import OutputConfig
+from sft_play.config.schema import ModelConfig, OutputConfig
+from sft_play.config.yaml_io import parse_value
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.log import escape_control
 from sft_play.runs.names import output_dir
 
@@ -32,6 +35,24 @@ def output_dir_of(request: Request) -> Path:
     """The folder of the run folders."""
     loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
     return output_dir(loaded.config.output)
+
+
+def finished_run(request: Request) -> FinishedRun:
+    """The finished run that RUN names, or the newest; raises as `find_finished` does."""
+    return find_finished(output_dir_or_default(request), request.run, trusts=functools.partial(trusts_code, request))
+
+
+def trusts_code(request: Request, model: ModelConfig) -> bool:
+    """Whether this command allows code that comes with a model: by SET, or by a CONFIG that was given for this model
+    in this revision."""
+    key = "model.trust_remote_code"
+    said = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == key]
+    if said:
+        return parse_value(said[-1], name=key) is True
+    if not request.config_given:
+        return False
+    given = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
+    return given.trust_remote_code and (given.name, given.revision) == (model.name, model.revision)
 
 
 def output_dir_or_default(request: Request) -> Path:

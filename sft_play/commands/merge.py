@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.run import find_finished
 from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ def run(request: Request) -> Answer:
         raise ConfigError(f"DTYPE={request.dtype} is not one of {', '.join(_DTYPES)}")
     if request.base not in (None, *_BASES):
         raise ConfigError(f"BASE={request.base} is not one of {', '.join(_BASES)}")
-    finished = find_finished(output_dir_or_default(request), request.run)
+    finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         if request.command == "merge-test":
             from sft_play.finished.merge_test import ROWS, merge_test

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.finished.push import push, upload_of
-from sft_play.finished.run import find_finished
 
 HELP = {
     "push": "upload RUN's adapter or model, or the merged one (MERGED=1), to REPO on the hub, after asking",
@@ -15,7 +14,7 @@ HELP = {
 
 def run(request: Request) -> Answer:
     """Upload what is listed; without a terminal to ask on, YES=1 is needed."""
-    finished = find_finished(output_dir_or_default(request), request.run)
+    finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
         listed = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
-from sft_play.finished.run import find_finished
 
 HELP = {"reproduce": "train RUN again from what its folder records, and compare the weights bit for bit"}
 
 
 def run(request: Request) -> Answer:
     """Train again and compare; exit code 2 where a tensor differs."""
-    finished = find_finished(output_dir_or_default(request), request.run)
+    finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         from sft_play.finished.reproduce import reproduce
 

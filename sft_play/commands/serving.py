@@ -6,9 +6,8 @@ import logging
 import os
 
 from sft_play.commands.answer import stdout_to_stderr, write_json_line, write_out
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
-from sft_play.finished.run import find_finished
 
 HELP = {
     "serve": "answer as RUN's model over HTTP, as OpenAI's API does (PORT=8000, HOST=127.0.0.1), until Ctrl-C",
@@ -21,9 +20,7 @@ def run(request: Request) -> int:
     from sft_play.finished import serve
 
     host, port = request.host or serve.DEFAULT_HOST, serve.read_port(request.port)
-    service = serve.service_of(
-        request.engine or serve.ENGINES[0], find_finished(output_dir_or_default(request), request.run), host, port
-    )
+    service = serve.service_of(request.engine or serve.ENGINES[0], finished_run(request), host, port)
     warning = serve.warning_of(host)
     if warning is not None:
         logger.warning("%s", warning)

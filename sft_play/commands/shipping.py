@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
-from sft_play.commands.machine import output_dir_or_default
+from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
-from sft_play.finished.run import find_finished
 
 HELP = {"ship": "judge RUN: better at its task, nothing else lost, the merge equal to the adapter; exit code 0 or 2"}
 
@@ -16,7 +15,7 @@ def run(request: Request) -> Answer:
         from sft_play.finished.ship_replay import replay
 
         return answer_of(replay(request.replay))
-    finished = find_finished(output_dir_or_default(request), request.run)
+    finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         from sft_play.finished.ship import ROWS, ship
 

@@ -703,3 +703,8 @@ class RunConfig(Section):
         """The peak learning rate: as given, or the default of the tuning mode."""
         given = self.train.learning_rate
         return AUTO_LEARNING_RATE[self.tuning.mode] if given == "auto" else given
+
+    @property
+    def uses_bitsandbytes(self) -> bool:
+        """Whether weights or optimizer states are bitsandbytes'."""
+        return self.tuning.mode == "qlora" or self.train.optim == "paged_adamw_8bit"

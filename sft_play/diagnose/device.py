@@ -10,7 +10,7 @@ from sft_play.facts.compiler import WITHOUT_TRITON, block_obstacle, obstacle
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.unseen import ON_CPU, ROCM_BUILD, unseen
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch.device import CPU_PARAMS
+from sft_play.launch.device import CPU_PARAMS, flash_obstacle
 
 
 def check_unseen(around: Surroundings, params: int, *, on_cpu: bool) -> list[Finding]:
@@ -81,6 +81,12 @@ def check_blocks(config: RunConfig, machine: Hardware, environment: Mapping[str,
     if missing is not None:
         return [failed("train.compile", f"{missing[0]}; inductor compiles blocks with it", missing[1])]
     return [passed("train.compile", "what inductor needs is here")]
+
+
+def check_flash(config: RunConfig, machine: Hardware) -> list[Finding]:
+    """Whether flash-attn 2 has kernels here, where the run asks for it."""
+    missing = flash_obstacle(config, machine)
+    return [failed("model.attn_implementation", *missing)] if missing is not None else []
 
 
 _COMPILER_SOURCES = (

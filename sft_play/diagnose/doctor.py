@@ -37,7 +37,6 @@ nodes."""
 WHOLE_S = 58.0
 """Limit of the whole examination: nodes that meet late have the rest for the all-reduce, at least `LEAST_S`."""
 LEAST_S = 25.0
-_BITSANDBYTES_OPTIMIZERS = ("paged_adamw_8bit",)
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,7 @@ def examine(
         *_machine_findings(around, options, planned, chosen, on_cpu=on_cpu),
         *plan_findings,
         *(device.check_blocks(planned.config, whole, environment) if planned else ()),
+        *(device.check_flash(planned.config, whole) if planned else ()),
         *(slow_findings(planned, whole) if planned else ()),
         *(disk_findings(planned, options, environment) if planned else ()),
         *_together(
@@ -115,7 +115,7 @@ def _machine_findings(
     config, plan = (planned.config, planned.plan) if planned else (None, None)
     workers = config.train.dataloader_num_workers if config else 0
     here = machine.ranks
-    quantised = config is not None and (config.tuning.mode == "qlora" or config.train.optim in _BITSANDBYTES_OPTIMIZERS)
+    quantised = config is not None and config.uses_bitsandbytes
     layout = plan.layout if plan else str(options.strategy or "")
     optional = frozenset(
         name

@@ -108,6 +108,10 @@ def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[
     """
     if hardware.device == "mps":
         return "blocks on Apple's GPU were not tried", "train.device=cpu"
+    old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0) and not gpu.is_amd]
+    if old:  # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
+        found = ".".join(map(str, old[0].capability or ()))
+        return f"it compiles for compute capability 7.0 and newer, and {old[0].name} has {found}", "use another GPU"
     tools = replace(look(environment), built=False)  # what an earlier run has left is of other kernels
     if hardware.gpus and not tools.triton:
         return "Triton is not installed", "pip install triton"

@@ -5,7 +5,6 @@ Only folders with this toolkit's manifest are looked at or removed. A run that i
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import run_at, runs_in
@@ -158,15 +158,6 @@ def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple
         if numbers:
             return name, choose(numbers)
     return None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is none to read, as in a run that was killed early."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _date(text: Any) -> datetime | None:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.listing import read_json
 from sft_play.finished.run import FinishedRun, next_line
-from sft_play.runs.files import write_json
+from sft_play.runs.files import read_json, write_json
 from sft_play.training.model_loading import weights_facts
 
 RECORD = "merge.json"

@@ -15,7 +15,8 @@ from typing import Any
 from sft_play.config.adapter import LAST
 from sft_play.config.leaves import leaves
 from sft_play.errors import RunFolderError
-from sft_play.finished.listing import Status, best_of, read_json, status_of
+from sft_play.finished.listing import Status, best_of, status_of
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import run_named, runs_in
 from sft_play.runs.metrics import metric_lines

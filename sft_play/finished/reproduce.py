@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.manifest import versions
 from sft_play.runs.metrics import metric_lines
 from sft_play.runs.names import checked_name
+from sft_play.runs.resuming import given_deepspeed
 
 logger = logging.getLogger(__name__)
 
@@ -120,11 +122,12 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
         loaded = load_config(old.absolute() / "resolved.json")
         _require_inputs(run, loaded)
     told = [*_other_versions(run.manifest), *_other_machine(run.manifest), *_other_settings(run, loaded)]
-    with code_of(run.manifest, by_this_code=by_this_code) as (package, code):
+    with code_of(run.manifest, by_this_code=by_this_code) as (package, code), _deepspeed_file(run.folder) as file:
         logger.info("Code: %s", code)
         for line in told:
             logger.warning("Not as recorded: %s", line)
-        words = [*_words(run, loaded), f"output.dir={json.dumps(str(old.absolute().parent))}", f"output.name={name}"]
+        words = _words(run, loaded, deepspeed=file)
+        words += [f"output.dir={json.dumps(str(old.absolute().parent))}", f"output.name={name}"]
         logger.info("Training again: sft-play %s", shlex.join(words))
         exit_code = _train(words, package, place, run.manifest)
     if exit_code == Interrupted.exit_code:
@@ -240,7 +243,20 @@ def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:
             for name in _OF_PLAN if one.get(name) != other.get(name)]  # fmt: skip
 
 
-def _words(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
+@contextlib.contextmanager
+def _deepspeed_file(folder: RunFolder) -> Iterator[Path | None]:
+    """A file with DeepSpeed's config as the run was given it; None where another engine ran it."""
+    given = given_deepspeed(folder)
+    if given is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as place:
+        file = Path(place) / DEEPSPEED_FILE
+        file.write_text(json.dumps(given), encoding="utf-8")
+        yield file
+
+
+def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
     """The words of `sft-play` that train the run again: its settings, and what its plan decided."""
     manifest, config, folder = run.manifest, loaded.config, run.folder
     layout, processes = manifest.get("layout", "single"), manifest.get("processes", 1)
@@ -249,8 +265,7 @@ def _words(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     if words[0] == "train-distributed":
         words += ["--nproc", str(processes)]
         words += ["--strategy", layout] if config.model.mesh_shape is None else []
-        file = folder.path.absolute() / DEEPSPEED_FILE
-        words += ["--deepspeed_config", str(file)] if file.is_file() and not loaded.stages else []
+        words += ["--deepspeed_config", str(deepspeed)] if deepspeed is not None else []
     for prefix, part, settings in _parts(folder, loaded):
         words += _as_planned(prefix, part, settings)
     words += ["output.if_exists=fail", "train.stop_after_steps=null"]

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.adapter import LAST
-from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, RunFolderError
 from sft_play.facts.architecture import config_json, local_folder, text_only
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.lookup import run_named, runs_in
 
 
@@ -55,11 +54,15 @@ class FinishedRun:
             raise RunFolderError(f"{path} cannot be read: {one_line(str(error))}") from None
 
 
-def find_finished(base: Path, name: str | None) -> FinishedRun:
+def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -> FinishedRun:
     """The finished run that `name` means: `last` (or None), a run's name in the output folder `base`, or a path.
 
+    Args:
+        trusts: see `RunFolder.settings`.
+
     Raises:
-        RunFolderError: there is none, it is not finished, or its trained weights are gone.
+        RunFolderError: there is none, it is not finished, its settings allow what `trusts` does not, or its trained
+            weights are gone.
     """
     folder = _newest_finished(base) if name in (None, LAST) else run_named(base, str(name))
     manifest = folder.manifest()
@@ -68,17 +71,12 @@ def find_finished(base: Path, name: str | None) -> FinishedRun:
             f"the run {folder.path} is not finished (its manifest says {one_line(str(manifest.get('status')))}): "
             f"make resume RUN={folder.path.name} trains it to its end"
         )
-    path = folder.path / "resolved.json"
-    try:
-        config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
+    config = folder.settings(trusts=trusts)
     if config.curriculum:
         # the weights are those of the last stage, whose settings differ from those of the whole run
         last = folder.of_stage(config.curriculum[-1].name, is_last=True)
-        path = last.path / "resolved.json"
-        if path.is_file():
-            config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
+        if (last.path / "resolved.json").is_file():
+            config = last.settings(trusts=trusts)
     weights = folder.model_path(adapter=config.tuning.mode != "full")
     if not any(weights.glob("*.safetensors")):
         raise RunFolderError(f"{weights} holds no trained weights (*.safetensors); were they moved or removed?")

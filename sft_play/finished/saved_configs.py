@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from sft_play.finished.adapted_model import AdaptedModel
-from sft_play.finished.listing import read_json
 from sft_play.finished.load import renderer_of
 from sft_play.finished.run import FinishedRun
+from sft_play.runs.files import read_json
 from sft_play.training.card import Kind, Trained
 from sft_play.training.exact_match import Configured, stop_ids
 from sft_play.training.model_saving import set_stop_tokens

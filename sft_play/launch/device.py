@@ -102,12 +102,14 @@ def require_machine(
 
     Raises:
         HardwareError: there is an accelerator that would not be used, the model is too large for a CPU, Triton cannot
-            build what the loss needs, or blocks are to be compiled and inductor cannot.
+            build what the loss needs, blocks are to be compiled and inductor cannot, or flash-attn 2 has no kernels.
     """
     if config.train.compile:
         require_for_blocks(hardware, environment)
+    flash = flash_obstacle(config, hardware)
+    if flash is not None:
+        raise HardwareError(f"model.attn_implementation: {flash[0]}; {flash[1]}")
     if hardware.gpus:
-        _require_flash(config, hardware)
         return require_compiler(hardware, environment)
     if config.train.device == "cpu" or hardware.device == "mps":
         return None
@@ -125,14 +127,21 @@ def require_machine(
     return None
 
 
-def _require_flash(config: RunConfig, hardware: Hardware) -> None:
-    """Raises HardwareError where flash-attn 2 has no kernels for a GPU: its first forward pass would fail."""
+def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | None:
+    """What keeps flash-attn 2 from this machine, and what to do; None where it runs, or is not asked for."""
+    if config.model.attn_implementation != "flash_attention_2":
+        return None
+    if not hardware.gpus:
+        place = hardware.shared_gpu if hardware.device == "mps" else "the CPU"
+        return f"flash_attention_2 has kernels for NVIDIA's and AMD's GPUs, and this run uses {place}", "use auto"
     old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0) and not gpu.is_amd]
-    if config.model.attn_implementation == "flash_attention_2" and old:
-        raise HardwareError(
-            f"model.attn_implementation=flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and "
-            f"{old[0].name} has {'.'.join(map(str, old[0].capability or ()))}; use auto"
-        )
+    if not old:
+        return None
+    return (
+        f"flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and {old[0].name} has "
+        f"{'.'.join(map(str, old[0].capability or ()))}",
+        "use auto",
+    )
 
 
 def say_unseen(config: RunConfig, hardware: Hardware, environment: Mapping[str, str]) -> None:

@@ -121,6 +121,8 @@ class Stopped:
     ranks: int
     processes: int = 0
     updates: Updates | None = None
+    has_trained: bool = True
+    """Whether there is anything to continue; a run without a trained step keeps none of this."""
 
     def __post_init__(self) -> None:
         # 0: the run's manifest does not say, and then every rank had rows of its own
@@ -137,7 +139,7 @@ class Stopped:
         One process, DDP and FSDP read each other's checkpoints, whole or sharded. DeepSpeed writes each rank's shard in
         its own format, and its ZeRO optimizers only read as many shards as there are ranks.
         """
-        if self.layout == layout and self.processes == ranks:
+        if not self.has_trained or (self.layout == layout and self.processes == ranks):
             return None
         kept = [name for name in (self.layout, layout) if name in DEEPSPEED]
         if not kept:

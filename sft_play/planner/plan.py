@@ -131,6 +131,9 @@ class Plan:
     """The kernels that memory and speed count; None where the config leaves the model's own."""
     compile_s: float = 0.0
     """Seconds of compiling blocks at the start of the run."""
+    deepspeed: Mapping[str, Any] | None = None
+    """DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a repetition, starts with.
+    None where another engine runs."""
 
     @property
     def layout(self) -> LayoutName:
@@ -199,9 +202,10 @@ class Plan:
             "answer_tokens": self.answer_tokens,
             "micro_batches": asdict(self.micro_batches),
             "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
-            # plans without these two had the JSON before them: a recorded plan stays byte for byte
+            # plans without these had the JSON before them: a recorded plan stays byte for byte
             **({"kernels": asdict(self.kernels)} if self.kernels else {}),
             **({"compile_s": self.compile_s} if self.compile_s else {}),
+            **({"deepspeed": self.deepspeed} if self.deepspeed is not None else {}),
             "max_seq_len": self.max_seq_len,
             "precision": asdict(self.precision),
             "mfu": self.mfu,
@@ -405,6 +409,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         row_tokens=RowTokens.from_json(data["row_tokens"]),
         kernels=CountedKernels(**data["kernels"]) if data.get("kernels") else None,
         compile_s=data.get("compile_s", 0.0),
+        deepspeed=data.get("deepspeed"),
     )
 
 

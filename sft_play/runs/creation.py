@@ -96,10 +96,7 @@ def create_run(
         raise _unwritable(folder, error) from None
     try:
         building.chmod(0o755)  # mkdtemp lets only its user read it
-        write_text(building / "config.yaml", loaded.text)
-        write_json(building / "resolved.json", resolved(loaded.config, effective_batch=plan.get("effective_batch")))
-        write_json(building / "plan.json", plan)
-        write_json(building / MANIFEST, manifest)
+        write_start(RunFolder(building), loaded, manifest=manifest, plan=plan)
         mark = lock(RunFolder(building), by=by)
         try:
             if folder.path.exists():
@@ -118,6 +115,14 @@ def create_run(
         raise
     mark.folder = folder
     return mark
+
+
+def write_start(folder: RunFolder, loaded: LoadedConfig, *, manifest: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Write what a run begins with: config, settings, plan and manifest."""
+    write_text(folder.path / "config.yaml", loaded.text)
+    write_json(folder.path / "resolved.json", resolved(loaded.config, effective_batch=plan.get("effective_batch")))
+    write_json(folder.path / "plan.json", plan)
+    write_json(folder.path / MANIFEST, manifest)
 
 
 def move_aside(folder: RunFolder) -> Path:

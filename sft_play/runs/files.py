@@ -1,4 +1,4 @@
-"""Files of a run folder: redacted, written aside and renamed; digests of files.
+"""Files of a run folder: read, written redacted, aside and renamed; digests of files.
 
 No token, key or credential of the environment, of a config or of a git remote reaches a file, and a kill never leaves
 half of one.
@@ -15,6 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.log import redact, secret_values
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is none to read, as in a run that was killed early."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.load import config_from_text
 from sft_play.config.resolved import resolved
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
+from sft_play.log import one_line
 from sft_play.runs.files import write_json
+from sft_play.runs.metrics import metric_lines
+
+Trust = Callable[[ModelConfig], bool]
+"""Whether the user allows the code that comes with a model."""
+
+
+def trust_none(_: ModelConfig) -> bool:
+    """No code that comes with a model is run."""
+    return False
+
 
 MANIFEST = "manifest.json"
 STAGES = "stages"
@@ -96,6 +108,16 @@ class RunFolder:
             self.has_begun and self.manifest().get("status") == "finished" and self.model_path(adapter=adapter).is_dir()
         )
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a step left something, be it a damaged checkpoint or a line of metrics. A run without any starts from
+        the beginning."""
+        run = self.whole
+        if any(run.path.glob("checkpoints/checkpoint-*")) or any(run.path.glob(f"{STAGES}/*/checkpoints/checkpoint-*")):
+            return True
+        lines = metric_lines(run.metrics_path) if run.metrics_path.is_file() else ()
+        return any(entry["step"] > 0 for _, entry in lines)
+
     def manifest(self) -> dict[str, Any]:
         """The manifest.
 
@@ -109,6 +131,32 @@ class RunFolder:
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise RunFolderError(f"{self.path} has no manifest of this toolkit, so it is not a run folder")
         return manifest
+
+    def settings(self, *, trusts: Trust) -> RunConfig:
+        """The settings that the run was trained with. The folder may be somebody else's, so that its word alone lets no
+        code run that comes with a model.
+
+        Args:
+            trusts: whether the user allows the model's code, at this command.
+
+        Raises:
+            RunFolderError: they cannot be read, or allow the code of a model that the user does not.
+            ConfigError: they are not valid.
+        """
+        path = self.path / "resolved.json"
+        try:
+            config = config_from_text(path.read_text(encoding="utf-8"), name=str(path))
+        except OSError as error:
+            raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise RunFolderError(f"{path} cannot be read: {error}") from None
+        if config.model.trust_remote_code and not trusts(config.model):
+            raise RunFolderError(
+                f"{path} says model.trust_remote_code=true: code that comes with {one_line(config.model.name)} would "
+                "run, and a run folder does not decide that. If you have read the code, give the setting with this "
+                "command: SET=model.trust_remote_code=true"
+            )
+        return config
 
     def update_manifest(self, **changes: Any) -> None:
         """Rewrite the manifest with some entries changed."""

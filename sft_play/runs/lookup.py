@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +13,12 @@ from sft_play.log import one_line
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.names import checked_name, output_dir
 
+logger = logging.getLogger(__name__)
+
 
 def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
-    """The run to resume: the named one, or the newest unfinished run of this config.
+    """The run to resume: the named one, or the newest unfinished run of this config, of those that have trained if any
+    has.
 
     Raises:
         RunFolderError: there is none, or the named one is finished or not ours.
@@ -34,7 +38,12 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
         raise RunFolderError(
             f"no unfinished run of {config_path} in {base}{finished}; start one with make train CONFIG={config_path}"
         )
-    return max(unfinished, key=lambda item: (str(item[1].get("started")), str(item[0].path)))[0]
+    unfinished.sort(key=lambda item: (str(item[1].get("started")), str(item[0].path)), reverse=True)
+    folders = [folder for folder, _ in unfinished]
+    chosen = next((folder for folder in folders if folder.has_trained), folders[0])
+    for passed in folders[: folders.index(chosen)]:
+        logger.info("%s is newer, but no step was trained in it: RUN=%s starts it again", passed.path, passed.path.name)
+    return chosen
 
 
 def run_at(base: Path, name: str) -> RunFolder:

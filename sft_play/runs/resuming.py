@@ -13,8 +13,8 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.resolved import differing_keys, resolved
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
-from sft_play.runs.files import scrub
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.files import read_json, scrub
+from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 
 FREE_TO_CHANGE = frozenset(
     {
@@ -87,6 +87,15 @@ def _came_later(old: Mapping[str, Any], key: str, now: Any) -> bool:
     for part in outer:
         old = old.get(part) if isinstance(old.get(part), dict) else {}  # type: ignore[assignment]
     return name not in old and key in leaves() and now == leaves()[key].default
+
+
+def given_deepspeed(folder: RunFolder) -> dict[str, Any] | None:
+    """DeepSpeed's config as a run was given it, its "auto" left open; None where another engine runs it.
+
+    The file in the folder has the plan's numbers in it, which are not the user's: it counts only where an older version
+    wrote the plan.
+    """
+    return read_json(folder.path / "plan.json").get("deepspeed") or read_json(folder.path / DEEPSPEED_FILE) or None
 
 
 def first_day(folder: RunFolder) -> date:

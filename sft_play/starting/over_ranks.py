@@ -23,7 +23,8 @@ from sft_play.log import one_line
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
-from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.resuming import given_deepspeed
 from sft_play.starting.plan_run import log_plan, plan_for, shape_for
 from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
 
@@ -35,8 +36,9 @@ def plan_stages(
 ) -> list[Planned]:
     """The plans of a run over all ranks, logged: one, or one per stage, all in one layout; raises as `plan_ranks`
     does."""
+    given = given_deepspeed(resume_from) if resume_from is not None else None
     if not loaded.stages:
-        return [plan_ranks(loaded, hardware, options, resume_from=resume_from)]
+        return [plan_ranks(loaded, hardware, options, resume_from=resume_from, given=given)]
     if options.strategy is None and options.deepspeed is None:
         stopped = stopped_run(resume_from) if resume_from is not None else None
         if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
@@ -49,7 +51,7 @@ def plan_stages(
     for part, place in parts_of(loaded, resume_from):
         log_stage(part)
         with in_stage(part.stage):
-            planned.append(plan_ranks(part, hardware, _as_planned(options, part, resume_from), resume_from=place))
+            planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given))
     return planned
 
 
@@ -72,15 +74,6 @@ def log_stage(part: LoadedConfig) -> None:
     """Log which stage the next lines are about, where it is one."""
     if part.stage is not None:
         logger.info("Stage %s:", part.stage)
-
-
-def _as_planned(options: LaunchOptions, part: LoadedConfig, resume_from: RunFolder | None) -> LaunchOptions:
-    """The options with the DeepSpeed file that the first start wrote for a stage, where it did and none is given
-    now."""
-    if resume_from is None or part.stage is None or options.deepspeed is not None or options.strategy not in DEEPSPEED:
-        return options
-    file = resume_from.of_stage(part.stage).path / DEEPSPEED_FILE
-    return dataclasses.replace(options, deepspeed=DeepspeedRequest(file)) if file.is_file() else options
 
 
 def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
@@ -107,9 +100,16 @@ def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tup
 
 
 def plan_ranks(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    options: LaunchOptions,
+    *,
+    resume_from: RunFolder | None = None,
+    given: dict[str, Any] | None = None,
 ) -> tuple[Plan, dict[str, Any] | None]:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
+
+    `given`: DeepSpeed's config as the run that is resumed was first given it.
 
     Raises:
         ConfigError: the strategy cannot run the job, or contradicts DeepSpeed's config.
@@ -121,12 +121,12 @@ def plan_ranks(
     if stopped is not None and strategy is None and deepspeed is None:
         # DeepSpeed's checkpoints are read by the same layout only; those of the others by any, over any number of ranks
         strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
-    if resume_from and deepspeed is None and strategy in DEEPSPEED and (resume_from.path / DEEPSPEED_FILE).is_file():
-        deepspeed = DeepspeedRequest(resume_from.path / DEEPSPEED_FILE)
     raw, name = None, "DeepSpeed"
     if deepspeed is not None:
         name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed.file else name
         raw, strategy = _read_deepspeed(deepspeed, name=name, planned=strategy or "zero2")
+    elif given is not None and strategy in DEEPSPEED and layout_of(given, planned=strategy) == strategy:
+        raw = given
     if resume_from and strategy:
         refuse_resuming(resume_from, stopped, strategy, hardware.ranks)
     if raw is not None:
@@ -146,7 +146,7 @@ def plan_ranks(
     if plan.layout not in DEEPSPEED:
         return plan, None
     raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
-    return plan, _resolved_deepspeed(plan, config, raw, name)
+    return dataclasses.replace(plan, deepspeed=raw), _resolved_deepspeed(plan, config, raw, name)
 
 
 def _read_deepspeed(request: DeepspeedRequest, *, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:

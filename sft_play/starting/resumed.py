@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import logging
 from dataclasses import dataclass
-from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
 from sft_play.planner.precision import ROUNDS_ITSELF, Updates
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -23,11 +21,7 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
 
     None where neither says.
     """
-    manifest = folder.manifest()
-    plan: Any = {}
-    with contextlib.suppress(OSError, ValueError):
-        plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
-    plan = plan if isinstance(plan, dict) else {}
+    manifest, plan = folder.manifest(), read_json(folder.path / "plan.json")
     batch, layout, processes = manifest.get("batch"), manifest.get("layout", "single"), manifest.get("processes", 0)
     if not isinstance(batch, dict):
         batch = {**plan, "ranks": plan.get("data_parallel_ranks")}
@@ -39,7 +33,8 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     processes = processes if isinstance(processes, int) else 0
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
-    return Stopped(layout if layout in LAYOUT_NAMES else "single", micro, accum, ranks, processes, updates)
+    known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
+    return Stopped(known, micro, accum, ranks, processes, updates, folder.has_trained)
 
 
 @dataclass(frozen=True)
@@ -65,7 +60,7 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
     Raises:
         RunFolderError: the effective batch does not split over the ranks.
     """
-    if stopped is None:
+    if stopped is None or not stopped.has_trained:
         return NOTHING_KEPT
     train = config.train
     updates = stopped.updates if train.weight_updates == "auto" else None

@@ -21,12 +21,11 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.locking import lock
 from sft_play.training import checkpoints, sharded_checkpoints
 from sft_play.training.full_state_dict import adapter_names, read_weights
@@ -42,22 +41,26 @@ _READ_BYTES = GIB
 _FSDP_PARTS = "pytorch_model_fsdp_0"
 
 
-def consolidate(run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None) -> Path:
+def consolidate(
+    run: RunFolder,
+    *,
+    checkpoint: Path | None = None,
+    out: Path | None = None,
+    trusts: Trust = trust_none,
+) -> Path:
     """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
 
     Args:
         out: where to write; `consolidated-STEP` in the run folder where None.
+        trusts: see `RunFolder.settings`.
 
     Raises:
-        RunFolderError: there is no complete checkpoint, `out` exists, or lies in a run that is being written.
+        RunFolderError: its settings allow what `trusts` does not, there is no complete checkpoint, `out` exists, or
+            lies in a run that is being written.
         ModelError: the checkpoint does not hold what the model needs.
     """
     run.manifest()  # raises where the folder is not a run's
-    settings = run.path / "resolved.json"
-    try:
-        config = config_from_text(settings.read_text(encoding="utf-8"), name=str(settings))
-    except OSError as error:
-        raise RunFolderError(f"{settings} cannot be read: {error.strerror}") from None
+    config = run.settings(trusts=trusts)
     stages = [run.of_stage(stage.name) for stage in config.curriculum]
     begun = [stage for stage in stages if checkpoints.last_complete(stage.checkpoints) is not None]
     run = begun[-1] if begun else run

@@ -60,10 +60,6 @@ class Stages:
                 f"{manifest} does not exist, and every rank reads the weights of the stage before: set output.dir to a "
                 "disk that all nodes share",
             )
-        if distributed.is_first():  # for all stages now: a later start resumes with the files of the first
-            for stage in self._job.stages:
-                if stage.deepspeed is not None:
-                    stage.folder.write_json(DEEPSPEED_FILE, stage.deepspeed)
         begins_from = self._prepared[0].begins_from
         status = "finished"
         for number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
@@ -96,6 +92,8 @@ class Stages:
         before = distributed.of_first(checkpoints.step_of(last) if last is not None else 0)
         if distributed.is_first():
             stage.folder.begin_stage(spread_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
+            if stage.deepspeed is not None:
+                stage.folder.write_json(DEEPSPEED_FILE, stage.deepspeed)
         distributed.barrier()
         config = stage.loaded.config
         settings = config.train.model_copy(update={"stop_after_steps": self._left()})

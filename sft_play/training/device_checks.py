@@ -46,15 +46,17 @@ def check_device(plan: Plan, config: RunConfig) -> None:
         )
 
 
-def check_free_memory(plan: Plan, config: RunConfig) -> None:
-    """Compare the plan with the memory that the driver reports as free, before anything is loaded.
+def check_gpu(plan: Plan, config: RunConfig) -> None:
+    """Compare the plan with what the GPU can do, and with its free memory as the driver reports it, before anything is
+    loaded.
 
     Raises:
+        HardwareError: torch or bitsandbytes has no kernels for it.
         DoesNotFit: less is free than the plan needs, and the batch was left to the plan.
     """
     if plan.hardware.device != "cuda":
         return
-    torch.zeros(1, device="cuda")  # creates the CUDA context, which takes memory too
+    _require_kernels(plan, config)
     free, total = torch.cuda.mem_get_info()
     need = plan.memory.reserved + plan.memory.margin
     logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
@@ -78,6 +80,33 @@ def check_free_memory(plan: Plan, config: RunConfig) -> None:
     if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
         raise DoesNotFit(message)
     logger.warning("%s; continuing because the batch was given", message)
+
+
+def _require_kernels(plan: Plan, config: RunConfig) -> None:
+    """Raises HardwareError where torch or bitsandbytes was built without kernels for the planned GPU, which would be
+    found out only after the weights are loaded."""
+    name = plan.hardware.gpus[0].name
+    try:
+        torch.zeros(1, device="cuda").add_(1).item()  # creates the CUDA context too
+    except torch.OutOfMemoryError:
+        return  # what is free says it
+    except RuntimeError as error:  # torch.AcceleratorError: no kernel image is available for execution on the device
+        raise HardwareError(
+            f"torch {torch.__version__} cannot compute on {name}: {one_line(str(error), limit=200)} It was built for "
+            f"{' '.join(torch.cuda.get_arch_list()) or 'no GPU'}; install a build for this GPU (make doctor)"
+        ) from error
+    if not config.uses_bitsandbytes:
+        return
+    from bitsandbytes import cextension
+
+    # what every call of a kernel would raise from; releases before 0.46 name it otherwise
+    if isinstance(cextension.lib, getattr(cextension, "ErrorHandlerMockBNBNativeLibrary", ())):
+        build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        raise HardwareError(
+            f"bitsandbytes has no library that works with torch for {build}, and this run needs it "
+            f"(tuning.mode={config.tuning.mode}, train.optim={config.train.optim}): another version of it is "
+            "needed (make doctor), or tuning.mode=lora with train.optim=adamw_torch_fused"
+        )
 
 
 @contextlib.contextmanager

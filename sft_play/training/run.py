@@ -14,7 +14,7 @@ from sft_play.training import bridge, checkpoints, distributed, engines, sdpa
 from sft_play.training.agreement import digests
 from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.curriculum import Stages
-from sft_play.training.device_checks import check_device, check_free_memory, out_of_memory_explained
+from sft_play.training.device_checks import check_device, check_gpu, out_of_memory_explained
 from sft_play.training.evaluate import EvalSet, eval_set_of, evaluate
 from sft_play.training.finish import finish
 from sft_play.training.heartbeat import Heartbeat
@@ -45,14 +45,14 @@ def run(job: Job) -> dict[str, Any]:
     for part in job.parts:
         check_device(part.plan, part.loaded.config)
     if job.loaded.config.tuning.backend == "bnb":  # with Unsloth its own process checks the GPU
-        check_free_memory(job.largest.plan, job.largest.loaded.config)
+        check_gpu(job.largest.plan, job.largest.loaded.config)
     prepared = [prepare(part) for part in job.parts]  # tokenizer, the model on the meta device, rows
     facts = data_facts(job.parts, prepared)
     if prepared[0].backend.name == "unsloth":
         with run_folder(job, prepared, facts):
             return bridge.train(job, prepared[0], eval_set_of(job, prepared[0]), started=started)
     if prepared[0].backend.fallback_from:
-        check_free_memory(job.largest.plan, job.largest.loaded.config)
+        check_gpu(job.largest.plan, job.largest.loaded.config)
     with (
         distributed.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as beat,

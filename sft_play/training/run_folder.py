@@ -13,7 +13,7 @@ import torch
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
-from sft_play.runs.creation import create_run, discard_run
+from sft_play.runs.creation import create_run, discard_run, write_start
 from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.runs.locking import Lock, lock
 from sft_play.runs.manifest import new_manifest
@@ -21,6 +21,8 @@ from sft_play.runs.resuming import check_same_run
 from sft_play.training import distributed
 from sft_play.training.job import Job
 from sft_play.training.prepare import Prepared, choices
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -68,8 +70,13 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    """Check that the folder's run had the same settings; returns its lock."""
+    """Check that the folder's run had the same settings, or fill a folder without a trained step; returns its lock."""
     mark = job.mark or lock(job.folder, by=job.by)
+    if not job.folder.has_trained:
+        logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
+        write_start(job.folder, job.loaded, manifest=_manifest(job, prepared, facts), plan=job.plan.as_json())
+        _write_deepspeed(job)
+        return mark
     check_same_run(
         job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
     )
@@ -80,6 +87,23 @@ def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -
 
 def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
     """Create the folder, or fill the one that the ranks' parent has created; returns its lock."""
+    manifest = _manifest(job, prepared, facts)
+    if job.has_folder:
+        mark = lock(job.folder, by=job.by)
+        job.folder.update_manifest(**manifest)
+        return mark
+    mark = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    _write_deepspeed(job)
+    return mark
+
+
+def _write_deepspeed(job: Job) -> None:
+    if job.deepspeed is not None:
+        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
+
+
+def _manifest(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a new run."""
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
     manifest["cpu"] = cpu_facts()
@@ -87,14 +111,7 @@ def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lo
     manifest["choices"] = [line for part, one in zip(job.parts, prepared, strict=True) for line in choices(part, one)]
     if prepared[0].renderer.writes_date:
         manifest["template_date"] = str(prepared[0].renderer.today)
-    if job.has_folder:
-        mark = lock(job.folder, by=job.by)
-        job.folder.update_manifest(**manifest)
-        return mark
-    mark = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
-    if job.deepspeed is not None:
-        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
-    return mark
+    return manifest
 
 
 def _record_failure(job: Job, error: BaseException) -> None:

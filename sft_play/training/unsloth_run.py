@@ -27,7 +27,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
 from sft_play.training import distributed, engines, handover
 from sft_play.training.backend import Backend
-from sft_play.training.device_checks import check_device, check_free_memory
+from sft_play.training.device_checks import check_device, check_gpu
 from sft_play.training.evaluate import EvalSet
 from sft_play.training.exact_match import Question
 from sft_play.training.heartbeat import Heartbeat
@@ -63,7 +63,7 @@ def train(path: Path) -> None:
         check_trackers(job.loaded.config)
     except ConfigError as error:
         raise ConfigError(f"in Unsloth's environment ({sys.prefix}): {error}") from None
-    check_free_memory(job.plan, job.loaded.config)
+    check_gpu(job.plan, job.loaded.config)
     memory = MemoryMeter(job.plan)
     with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
         log_file = write_log_to(job.folder.log_path) if distributed.is_first() else None

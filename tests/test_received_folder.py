@@ -1,0 +1,86 @@
+"""A run folder that somebody else made: its word alone runs no code that comes with a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sft_play.cli import main
+from sft_play.variables import VARIABLES
+from tests.finished_runs import finished_run
+from tests.models import make_llama
+
+NO_MODEL = {"resume", "memory-check", "report", "tensorboard", "tb-open", "tb-stop", "tb-clean"}
+"""They take a run and open no model by its settings; `resume` trains by the CONFIG that is given."""
+COMMANDS = sorted(set(VARIABLES["RUN"].commands) - NO_MODEL)
+SAID = "SET=model.trust_remote_code=true"
+
+
+@pytest.fixture
+def received(tmp_path, monkeypatch) -> tuple[Path, Path]:
+    """A run folder whose settings allow the code of its base, and the file that this code writes."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
+    base = make_llama(tmp_path / "base")
+    folder = finished_run(tmp_path / "outputs" / "received", base)
+    settings = json.loads((folder / "resolved.json").read_text())
+    settings["model"]["trust_remote_code"] = True
+    (folder / "resolved.json").write_text(json.dumps(settings))
+    mark = tmp_path / "code ran"
+    described = json.loads((base / "config.json").read_text())
+    classes = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    (base / "config.json").write_text(json.dumps({**described, "auto_map": classes}))
+    (base / "theirs.py").write_text(
+        "from pathlib import Path\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        f"Path({str(mark)!r}).touch()\n"
+        "class Config(LlamaConfig):\n    pass\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Config\n"
+    )
+    return folder, mark
+
+
+def given(command: str, folder: Path) -> list[str]:
+    """The words of a command that works on a run folder."""
+    (folder.parent / "asked.jsonl").write_text(json.dumps({"prompt": "what is 1 + 1?"}) + "\n")
+    more = {
+        "infer": ["--input", str(folder.parent / "asked.jsonl")],
+        "export": ["--format", "gguf"],
+        "push": ["--repo", "me/it", "--yes"],
+    }
+    return [command, "--run", str(folder), *more.get(command, [])]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_folders_word_is_refused_with_the_name_of_the_key(received, command, capsys):
+    folder, mark = received
+    assert main(given(command, folder)) == 2
+    printed = "".join(capsys.readouterr())
+    assert SAID in printed
+    assert "a run folder does not decide that" in printed
+    assert not mark.exists()
+
+
+def test_what_the_user_gives_at_the_command_counts(received, capsys):
+    folder, mark = received
+    words = given("infer", folder)
+    assert main([*words, "model.trust_remote_code=false"]) == 2
+    assert not mark.exists()
+    assert main([*words, "model.trust_remote_code=true"]) == 0
+    assert mark.exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "revision", "trusted", "code"),
+    [("base", None, True, 0), ("base", "abc", True, 2), ("other", None, True, 2), ("base", None, False, 2)],
+)
+def test_a_config_that_is_given_counts_for_its_own_model(received, tmp_path, named, revision, trusted, code):
+    folder, mark = received
+    config = yaml.safe_load((tmp_path / "outputs" / "received.yaml").read_text())
+    config["model"] |= {"name": str(tmp_path / named), "revision": revision, "trust_remote_code": trusted}
+    (tmp_path / "mine.yaml").write_text(json.dumps(config))
+    assert main([*given("infer", folder), "--config", str(tmp_path / "mine.yaml")]) == code
+    assert mark.exists() == (code == 0)
