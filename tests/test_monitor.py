@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 
@@ -262,3 +263,20 @@ def test_no_pass_waits_for_the_device_or_for_other_ranks(trainer, monkeypatch):
     of_trl = found(lambda batch: SFTTrainer.compute_loss(trainer, trainer.model.train(), dict(batch)))
     assert of_trl.count("gather_for_metrics") >= 4
     assert of_trl.count("item") >= 3
+
+
+@pytest.mark.build
+def test_the_operations_of_a_batch_are_the_trainers_own_and_the_model_is_walked_once(trainer, monkeypatch):
+    import torch
+    from transformers import Trainer
+
+    real, walked = type(trainer.model).num_parameters, []
+    monkeypatch.setattr(
+        type(trainer.model), "num_parameters", lambda *args, **named: walked.append(1) or real(*args, **named)
+    )
+    draw = random.Random(50)
+    batches = [{"input_ids": torch.zeros(draw.randint(1, 9), draw.randint(1, 40), dtype=torch.long)} for _ in range(20)]
+    found = [trainer.floating_point_ops(batch) for batch in batches]
+    assert len(walked) == 1
+    assert found == [Trainer.floating_point_ops(trainer, batch) for batch in batches]
+    assert trainer.floating_point_ops({}) == 0
