@@ -6,6 +6,7 @@ half of one.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -68,3 +69,18 @@ def sha256_of(path: Path) -> str:
             while block := stream.read(1 << 20):
                 digest.update(block)
     return digest.hexdigest()
+
+
+def flush(folder: Path, *, below: bool = True) -> None:
+    """Bring the names in a folder to the disk, and all that is below it."""
+    for path in [*(folder.rglob("*") if below else ()), folder]:
+        if not path.is_file() and not path.is_dir():
+            continue
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some disks know it for files only
+                raise
+        finally:
+            os.close(descriptor)

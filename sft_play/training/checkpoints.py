@@ -1,18 +1,28 @@
-"""Checkpoints: written aside, checked, renamed; and which one is the last complete one."""
+"""Checkpoints: written aside, flushed, checked, renamed; and which one is the last that is still as it was written."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from sft_play.errors import TrainingError
+from sft_play.runs.files import flush
+from sft_play.units import MIB
 
 PREFIX = "checkpoint-"
 COMPLETE = "complete.json"
-"""Written last: names and sizes of all files. A checkpoint without it, or that differs from it, is incomplete."""
+"""Written last: names, sizes and digests of all files. A checkpoint without it, or that differs from it, is not used.
+Those of earlier versions have no digests."""
+PIECE_BYTES = 64 * MIB
+"""What is hashed at once, several pieces at a time: one after the other, a large file would take as long as writing."""
+HASHING_THREADS = 8
 STAGING = ".writing"
 NEEDED = ("trainer_state.json", "optimizer.pt", "scheduler.pt")
 """Files without which training cannot be resumed exactly."""
@@ -43,8 +53,13 @@ def staging(folder: Path) -> Path:
     return path
 
 
-def commit(written: Path, folder: Path, *, needed: Sequence[str] = NEEDED) -> Path:
+def commit(
+    written: Path, folder: Path, *, needed: Sequence[str] = NEEDED, moved: Callable[[int], None] | None = None
+) -> Path:
     """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path.
+
+    Args:
+        moved: called with the bytes that were hashed.
 
     Raises:
         TrainingError: a file that resuming needs is missing or empty.
@@ -55,13 +70,16 @@ def commit(written: Path, folder: Path, *, needed: Sequence[str] = NEEDED) -> Pa
         lacking.append("weights (*.safetensors, or *.distcp where every rank writes its part)")
     if lacking:
         raise TrainingError(f"the checkpoint {written} was written without {', '.join(lacking)}; is the disk full?")
-    (written / COMPLETE).write_text(json.dumps({"files": sizes}, indent=1), encoding="utf-8")
+    record = {"files": sizes, "digests": _digests(written, sizes, moved)}
+    (written / COMPLETE).write_text(_text(record), encoding="utf-8")
+    flush(written)  # a rename can outlive a power cut that what it names does not
     final, old = folder / written.name, folder / f"{STAGING}-old"
     shutil.rmtree(old, ignore_errors=True)
     # by renames only: a kill in between leaves no checkpoint that is half old and half new
     if final.exists():
         final.rename(old)
     written.rename(final)
+    flush(folder, below=False)
     shutil.rmtree(old, ignore_errors=True)
     with contextlib.suppress(OSError):
         written.parent.rmdir()
@@ -76,46 +94,116 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
     }
 
 
-def _expected_sizes(checkpoint: Path) -> dict[str, int]:
-    """Sizes of the files when the checkpoint was finished; empty where it never was."""
+def _digests(checkpoint: Path, sizes: Mapping[str, int], moved: Callable[[int], None] | None = None) -> dict[str, str]:
+    """For each file the SHA-256 of the SHA-256 digests of its pieces."""
+    pieces = [(name, start) for name, size in sizes.items() for start in range(0, size, PIECE_BYTES)]
+    whole = {name: hashlib.sha256() for name in sizes}
+    with ThreadPoolExecutor(min(HASHING_THREADS, os.cpu_count() or 1)) as pool:
+        found = pool.map(lambda piece: _hashed(checkpoint / piece[0], piece[1]), pieces)
+        for (name, start), digest in zip(pieces, found, strict=True):
+            whole[name].update(digest)
+            if moved is not None:
+                moved(min(PIECE_BYTES, sizes[name] - start))
+    return {name: digest.hexdigest() for name, digest in whole.items()}
+
+
+def _hashed(path: Path, start: int) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(start)
+        for _ in range(PIECE_BYTES // MIB):
+            digest.update(file.read(MIB))
+    return digest.digest()
+
+
+def _text(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, indent=1)
+
+
+def _record(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """What was written down when the checkpoint was finished: `files`, and `digests` unless an earlier version wrote
+    it. Empty where it never was, or where this is not what was written."""
     try:
-        return dict(json.loads((checkpoint / COMPLETE).read_text(encoding="utf-8"))["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
+        record = json.loads(text)
+        is_ours = set(record) in ({"files"}, {"files", "digests"}) and _text(record) == text
+        return {key: dict(record[key]) for key in record} if is_ours else {}
+    except (OSError, ValueError, TypeError, RecursionError):
         return {}
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether the checkpoint was finished, and all its files still have their sizes."""
-    expected = _expected_sizes(checkpoint)
-    return bool(expected) and _sizes(checkpoint) == expected
+    """Whether the checkpoint was finished, and all its files still have their sizes. Their contents are not read."""
+    return fault(checkpoint, contents=False) is None
 
 
-def damage(folder: Path) -> list[str]:
-    """For each incomplete checkpoint, a line that says what it lacks."""
-    lines = []
-    for path in sorted(folder.glob(f"{PREFIX}*")) if folder.is_dir() else []:
-        expected, sizes = _expected_sizes(path), _sizes(path)
-        if not expected:
-            lines.append(f"{path} is skipped: it was never finished (no {COMPLETE})")
-        elif sizes != expected:
+def fault(checkpoint: Path, *, contents: bool = True, moved: Callable[[int], None] | None = None) -> str | None:
+    """How a checkpoint differs from what was written, in words; None where it does not.
+
+    Args:
+        contents: read all files, as far as there are digests.
+        moved: called with the bytes that were read.
+    """
+    record = _record(checkpoint)
+    expected = record.get("files")
+    if not expected:
+        damaged = (checkpoint / COMPLETE).is_file()
+        return f"{COMPLETE} is damaged" if damaged else f"it was never finished (no {COMPLETE})"
+    try:
+        sizes = _sizes(checkpoint)
+        if sizes != expected:
             wrong = [f"{name} has {sizes.get(name, 0)} of {size} bytes" for name, size in expected.items()
                      if sizes.get(name) != size]  # fmt: skip
-            lines.append(f"{path} is skipped: {', '.join(wrong[:4]) or 'it holds files that it was not written with'}")
-    return lines
+            return ", ".join(wrong[:4]) or "it holds files that it was not written with"
+        digests = record.get("digests")
+        if not contents or digests is None:
+            return None
+        found = _digests(checkpoint, sizes, moved)
+    except OSError as error:
+        return f"{error.filename} cannot be read: {error.strerror}"
+    changed = sorted(name for name in found.keys() | digests.keys() if found.get(name) != digests.get(name))
+    return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
+
+
+def has_digests(checkpoint: Path) -> bool:
+    """Whether the contents of a checkpoint's files are on record; earlier versions wrote their sizes only."""
+    return "digests" in _record(checkpoint)
+
+
+def skipped(checkpoint: Path, found: str) -> str:
+    """The line about a checkpoint that is not used."""
+    return f"{checkpoint} is skipped: {found}"
+
+
+def last_sound(folder: Path, *, faults: Callable[[Path], str | None] = fault) -> tuple[Path | None, dict[Path, str]]:
+    """The last checkpoint without a fault, None where there is none; and those after it, each with its fault."""
+    bad: dict[Path, str] = {}
+    for path in sorted(_numbered(folder), key=step_of, reverse=True):
+        found = faults(path)
+        if found is None:
+            return path, bad
+        bad[path] = found
+    return None, bad
+
+
+def disown(checkpoint: Path) -> None:
+    """Let a damaged checkpoint count no more: retention would keep it, as the newest, in place of a good one."""
+    (checkpoint / COMPLETE).unlink(missing_ok=True)
+
+
+def _numbered(folder: Path) -> Iterator[Path]:
+    for path in folder.iterdir() if folder.is_dir() else []:
+        if path.name.startswith(PREFIX) and path.name.removeprefix(PREFIX).isdigit():
+            yield path
 
 
 def complete_ones(folder: Path) -> list[Path]:
     """Complete checkpoints by rising step."""
-    checkpoints = [
-        path
-        for path in (folder.iterdir() if folder.is_dir() else [])
-        if path.name.startswith(PREFIX) and path.name.removeprefix(PREFIX).isdigit() and is_complete(path)
-    ]
-    return sorted(checkpoints, key=step_of)
+    return sorted((path for path in _numbered(folder) if is_complete(path)), key=step_of)
 
 
 def last_complete(folder: Path) -> Path | None:
-    """The checkpoint that a resumed run continues from."""
+    """The last complete checkpoint; `last_sound` reads the contents too."""
     return next(reversed(complete_ones(folder)), None)
 
 

@@ -73,12 +73,7 @@ def consolidate(
 def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
     quiet_libraries()
     transformers_logging.disable_progress_bar()
-    source = checkpoint or checkpoints.last_complete(run.checkpoints)
-    if source is None:
-        reasons = "; ".join(checkpoints.damage(run.checkpoints)) or f"{run.checkpoints} holds none"
-        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reasons}")
-    if not checkpoints.is_complete(source):
-        raise RunFolderError(f"the checkpoint {source} is incomplete: {'; '.join(checkpoints.damage(source.parent))}")
+    source = _sound(run, checkpoint)
     target = out or run.path / f"consolidated-{checkpoints.step_of(source)}"
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
@@ -114,6 +109,23 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
         raise
     logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
     return target
+
+
+def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
+    """The checkpoint that was asked for, or the last one; raises RunFolderError where it is not as it was written."""
+    if checkpoint is not None:
+        found = checkpoints.fault(checkpoint)
+        if found is not None:
+            raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {found}")
+        return checkpoint
+    source, bad = checkpoints.last_sound(run.checkpoints)
+    lines = [checkpoints.skipped(path, found) for path, found in bad.items()]
+    if source is None:
+        reasons = "; ".join(lines) or f"{run.checkpoints} holds none"
+        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reasons}")
+    for line in lines:
+        logger.warning("%s", line)
+    return source
 
 
 def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ from sft_play.errors import Interrupted
 from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.training import checkpoints, distributed
 from sft_play.training.job import Job, resume_command
+from sft_play.training.last_checkpoint import last_checkpoint
 from sft_play.training.measure import Watch
 from sft_play.training.prepare import Prepared
 from sft_play.training.run_folder import spread_facts
@@ -88,8 +89,8 @@ class Stages:
     def _train(self, stage: Job, prepared: Prepared, begins_from: Path | None) -> str:
         """Train one stage, from its last checkpoint if it has one; returns how it ended."""
         begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
-        last = checkpoints.last_complete(stage.folder.checkpoints) if begun and distributed.is_first() else None
-        before = distributed.of_first(checkpoints.step_of(last) if last is not None else 0)
+        last = last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
+        before = checkpoints.step_of(last) if last is not None else 0
         if distributed.is_first():
             stage.folder.begin_stage(spread_facts(stage.plan), plan=stage.plan.as_json(), config=stage.loaded.config)
             if stage.deepspeed is not None:

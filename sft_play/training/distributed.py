@@ -42,6 +42,11 @@ def is_first() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
+def is_first_of_node() -> bool:
+    """Whether this is the first rank of its node, or the only process."""
+    return is_first() or os.environ.get("LOCAL_RANK") == "0"
+
+
 def barrier(group: Any = None) -> None:
     """Wait for all ranks; does nothing for one."""
     if dist.is_initialized() and dist.get_world_size() > 1:

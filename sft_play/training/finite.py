@@ -154,7 +154,7 @@ def require_finite(trainer: Any) -> None:
 
     Each rank looks at its part, in memory: before a checkpoint is written.
     """
-    bad = next((name for name, tensor in _trained(trainer) if not _is_finite(tensor)), None)
+    bad = next((name for name, tensor in _trained(trainer) if not is_finite(tensor)), None)
     found = next((name for name in distributed.of_all(bad) if name), None)
     if found is not None:
         raise TrainingError(
@@ -163,8 +163,8 @@ def require_finite(trainer: Any) -> None:
         )
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are; by the extremes, which take no memory as large as the tensor."""
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are; found by the extremes, which take no memory as large as the tensor."""
     return not tensor.numel() or all(map(math.isfinite, torch.stack(tensor.aminmax()).tolist()))
 
 

@@ -21,6 +21,7 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer, TrainerCallback
 
 from sft_play.errors import TrainingError
+from sft_play.runs.files import flush
 from sft_play.training import checkpoints, distributed, full_state_dict, gathered_weights, sharded_checkpoints
 from sft_play.training.finite import FiniteSteps, require_finite
 from sft_play.training.heartbeat import Heartbeat
@@ -99,6 +100,9 @@ class CheckpointedLoop(Trainer):
                 with contextlib.nullcontext() if self.in_parts else self.writing(staging):
                     super()._save_checkpoint(model, trial)
                 self.wait_for_disk()  # every rank's files have to be there before the first one checks them
+                if distributed.is_first_of_node() and not distributed.is_first():
+                    flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
+                self.wait_for_disk()
         finally:
             self._staging = None
         if distributed.is_first():
@@ -111,7 +115,7 @@ class CheckpointedLoop(Trainer):
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(written / "trainer_state.json"))
-            checkpoints.commit(written, folder, needed=self._needed_files())
+            checkpoints.commit(written, folder, needed=self._needed_files(), moved=self.beat.moved)
             best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
             checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
         self.wait_for_disk()
@@ -246,6 +250,12 @@ class CheckpointedLoop(Trainer):
     def _load_best_model(self) -> None:
         # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
         best = self.state.best_model_checkpoint
+        found = checkpoints.fault(Path(best), moved=self.beat.moved) if distributed.is_first() else None
+        self.wait_for_disk()
+        found = distributed.of_first(found)
+        if found is not None:
+            logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, found)
+            return
         if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)):
             self._load_from_checkpoint(best)
         else:

@@ -19,6 +19,7 @@ from sft_play.training.evaluate import EvalSet, eval_set_of, evaluate
 from sft_play.training.finish import finish
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.job import Job
+from sft_play.training.last_checkpoint import last_checkpoint
 from sft_play.training.load_memory import LoadMeter
 from sft_play.training.load_trainer import load_trainer
 from sft_play.training.loop import PlannedLoop
@@ -87,7 +88,7 @@ def train(
     """
     sdpa.switch(cudnn=False)  # until the plan's choice, since proofs compare small models of many shapes
     with out_of_memory_explained(job.plan):
-        checkpoint = _last_checkpoint(job)
+        checkpoint = last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
         watch.memory.peaks.forget()  # those of the stage before
         is_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
         _announce(job, prepared, checkpoint)
@@ -161,24 +162,6 @@ def _train(
     )  # fmt: skip
 
 
-def _last_checkpoint(job: Job) -> Path | None:
-    """The checkpoint to resume from: the last complete one on rank 0; every rank has to find it too."""
-    if not job.resume:
-        return None
-    folder = job.folder.checkpoints
-    for line in checkpoints.damage(folder):
-        logger.info("%s", line)
-    own = checkpoints.last_complete(folder)
-    name = distributed.of_first(own.name if own else None)
-    last = folder / name if name else None
-    distributed.require_all(
-        last is None or checkpoints.is_complete(last),
-        f"the checkpoint {last} is missing or damaged on this node; every node reads it: copy the run folder to this "
-        "node, or write to a disk that all nodes share",
-    )
-    return last
-
-
 def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
     ranks = job.plan.choice.layout.ranks
     cpu = job.plan.hardware.shared_gpu or "the CPU"
@@ -189,7 +172,7 @@ def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
         logger.info("Resuming %s run from step %d with %s precision on %s",
                     backend, checkpoints.step_of(checkpoint), precision, where)  # fmt: skip
     elif job.resume:
-        logger.info("%s has no complete checkpoint: starting again from the first step", job.folder.path)
+        logger.info("%s has no checkpoint: starting again from the first step", job.folder.path)
     else:
         logger.info("Starting new %s run with %s precision on %s", backend, precision, where)
     logger.info("Run folder: %s", job.folder.path)

@@ -1,0 +1,251 @@
+"""Any damage of a checkpoint is noticed, and the one before is used; with none left a resume changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from sft_play.errors import RunFolderError
+from sft_play.training import checkpoints
+from sft_play.training.heartbeat import Heartbeat
+from sft_play.training.last_checkpoint import last_checkpoint
+from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.build
+SAME = ["tuning.mode=lora", "train.max_steps=4", "train.save_steps=1", "train.save_total_limit=null"]
+KINDS = ("flip", "truncation", "zeros", "zeros in the midst", "longer", "removal")
+
+
+def damage(path: Path, kind: str, rng: random.Random) -> None:
+    """Change a file that is not empty; zeros are written over bytes that are not all zero."""
+    content = bytearray(path.read_bytes())
+    place = rng.randrange(len(content))
+    if kind == "flip":
+        content[place] ^= 1 << rng.randrange(8)
+    elif kind == "truncation":
+        del content[place:]
+    elif kind == "zeros":
+        content[:] = bytes(len(content))
+    elif kind == "zeros in the midst":
+        place = rng.choice([index for index, byte in enumerate(content) if byte])
+        content[place : place + 512] = bytes(len(content[place : place + 512]))
+    elif kind == "longer":
+        content += bytes(rng.randrange(1, 600))
+    if kind == "removal":
+        path.unlink()
+    else:
+        path.write_bytes(content)
+
+
+def files(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size)
+
+
+@pytest.fixture(scope="module")
+def of_all_kinds(tmp_path_factory) -> Path:
+    """A checkpoint with files of many sizes, some below a folder, one of zeros, one empty."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    rng = random.Random(0)
+    written = folder / checkpoints.STAGING / "checkpoint-7"
+    for name in (*checkpoints.NEEDED, "adapter_model.safetensors", "shards/__0_0.distcp", "shards/.metadata"):
+        (written / name).parent.mkdir(parents=True, exist_ok=True)
+        (written / name).write_bytes(rng.randbytes(rng.randrange(1, 5000)))
+    (written / "zeros.bin").write_bytes(bytes(1000) + b"\1")
+    (written / "empty.txt").write_bytes(b"")
+    return checkpoints.commit(written, folder)
+
+
+@pytest.mark.parametrize("piece", [1000, checkpoints.PIECE_BYTES])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_damage_of_any_file_is_noticed(of_all_kinds, tmp_path, monkeypatch, kind, piece):
+    if piece != checkpoints.PIECE_BYTES:
+        monkeypatch.setattr(checkpoints, "PIECE_BYTES", piece)
+        monkeypatch.setattr(checkpoints, "MIB", 100)
+        monkeypatch.setattr(checkpoints, "HASHING_THREADS", 3)
+    (tmp_path / checkpoints.STAGING).mkdir()
+    shutil.copytree(of_all_kinds, tmp_path / checkpoints.STAGING / "checkpoint-7")
+    (tmp_path / checkpoints.STAGING / "checkpoint-7" / checkpoints.COMPLETE).unlink()
+    one = checkpoints.commit(tmp_path / checkpoints.STAGING / "checkpoint-7", tmp_path)
+    assert not (tmp_path / checkpoints.STAGING).exists()
+    rng = random.Random(f"{kind} {piece}")
+    for _ in range(100):
+        path = rng.choice(files(one))
+        kept = path.read_bytes()
+        damage(path, kind, rng)
+        found = checkpoints.fault(one)
+        assert found is not None, path
+        assert path.name in found or path.name == checkpoints.COMPLETE
+        path.write_bytes(kept)
+        assert checkpoints.fault(one) is None
+    (one / "more.bin").write_bytes(b"1")
+    assert "files that it was not written with" in checkpoints.fault(one)
+
+
+def test_what_cannot_be_read_counts_as_damaged(of_all_kinds, monkeypatch):
+    real = Path.open
+
+    def refuse(path, *arguments, **options):
+        if path.name == "scheduler.pt":
+            raise OSError(5, "Input/output error", str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "scheduler.pt cannot be read: Input/output error" in checkpoints.fault(of_all_kinds)
+
+
+def test_every_file_reaches_the_disk_before_the_rename_and_the_names_after_it(of_all_kinds, tmp_path, monkeypatch):
+    written = tmp_path / checkpoints.STAGING / "checkpoint-7"
+    shutil.copytree(of_all_kinds, written)
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def flushed(descriptor: int) -> None:
+        done.append(str(Path(f"/proc/self/fd/{descriptor}").readlink()))
+        fsync(descriptor)
+
+    def renamed(path: Path, target: Path) -> Path:
+        done.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", flushed)
+    monkeypatch.setattr(Path, "rename", renamed)
+    final = checkpoints.commit(written, tmp_path)
+    monkeypatch.undo()
+    at = done.index("rename")
+    expected = {str(written), *(str(written / path.relative_to(final)) for path in final.rglob("*"))}
+    assert set(done[:at]) == expected
+    assert done[at + 1 :] == [str(tmp_path)]
+
+
+def test_each_file_of_a_run_s_checkpoint_falls_back_to_the_one_before(train):  # noqa: F811
+    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
+    beat, newest = Heartbeat(0.0), folder / "checkpoints" / "checkpoint-3"
+    names = [path.name for path in files(newest)]
+    assert {"adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "trainer_state.json"} <= set(names)
+    rng = random.Random(1)
+    aside = folder / "aside"
+    shutil.copytree(newest, aside)
+    for number in range(100):
+        path = newest / names[number % len(names)]
+        damage(path, KINDS[number % 3], rng)
+        assert last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-2", path
+        assert not (newest / checkpoints.COMPLETE).exists()  # it counts no more
+        shutil.rmtree(newest)
+        shutil.copytree(aside, newest)
+    assert last_checkpoint(folder / "checkpoints", beat).name == "checkpoint-3"
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "adapter_model.safetensors", "rng_state.pth", "trainer_state.json"])
+def test_a_resume_after_damage_repeats_the_run(train, name):  # noqa: F811
+    _, _, whole = train("whole", *SAME)
+    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
+    damage(folder / "checkpoints" / "checkpoint-3" / name, "zeros", random.Random(0))
+    code, printed, _ = train("one", *SAME, "train.save_total_limit=1", verb="resume")
+    assert code == 0, printed
+    assert f"checkpoint-3 is skipped: {name}: the contents are not those that were written" in printed
+    assert "The run falls back to the checkpoint of step 2" in printed
+    assert "Resuming bnb run from step 2" in printed
+    assert losses(folder) == losses(whole)
+    assert_same_bits(weights(folder), weights(whole))
+    assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-4"]
+
+
+def test_a_damaged_checkpoint_does_not_push_out_the_good_one(train):  # noqa: F811
+    """The damaged one is the newest by its number until the run has passed it."""
+    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
+    damage(folder / "checkpoints" / "checkpoint-3" / "optimizer.pt", "flip", random.Random(0))
+    shutil.rmtree(folder / "checkpoints" / "checkpoint-2")
+    same = [*SAME, "train.save_total_limit=1"]
+    assert train("one", *same, "train.stop_after_steps=1", verb="resume")[0] == 0
+    assert [path.name for path in checkpoints.complete_ones(folder / "checkpoints")] == ["checkpoint-2"]
+    code, printed, _ = train("one", *same, verb="resume")
+    assert (code, "from step 2" in printed) == (0, True), printed
+
+
+def test_a_resume_without_a_sound_checkpoint_changes_nothing(train):  # noqa: F811
+    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
+    for number, kind in enumerate(("flip", "zeros", "truncation"), start=1):
+        damage(folder / "checkpoints" / f"checkpoint-{number}" / "optimizer.pt", kind, random.Random(0))
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and "checkpoint" in str(path)}
+    metrics = (folder / "metrics.jsonl").read_bytes()
+    for verb in ("resume", "train"):
+        more = ["output.if_exists=resume"] if verb == "train" else []
+        code, printed, _ = train("one", *SAME, *more, verb=verb)
+        assert code == 2, printed
+        assert "Traceback" not in printed
+        assert printed.count("is skipped: optimizer.pt") == 3
+        assert "no checkpoint can be resumed" in printed
+        assert (folder / "metrics.jsonl").read_bytes() == metrics
+        assert {path: path.read_bytes() for path in before} == before
+
+
+def as_before(checkpoint: Path) -> None:
+    """Rewrite the record as earlier versions did: sizes only."""
+    path = checkpoint / checkpoints.COMPLETE
+    sizes = {
+        str(item.relative_to(checkpoint)): item.stat().st_size
+        for item in sorted(checkpoint.rglob("*")) if item.is_file() and item != path
+    }  # fmt: skip
+    path.write_text(json.dumps({"files": sizes}, indent=1), encoding="utf-8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("where", ["weight", "state", "nowhere", "unreadable"])
+def test_checkpoints_without_digests_are_read_and_their_values_looked_at(train, where, dtype):  # noqa: F811
+    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
+    newest = folder / "checkpoints" / "checkpoint-3"
+    if where == "weight":
+        path = newest / "adapter_model.safetensors"
+        tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+        next(reversed(tensors.values())).view(-1)[-1] = float("nan")
+        save_file(tensors, path, metadata={"format": "pt"})
+    elif where == "state":
+        states = torch.load(newest / "optimizer.pt", weights_only=True)
+        states["state"][0]["exp_avg"] = states["state"][0]["exp_avg"].to(dtype)
+        states["state"][0]["exp_avg"].view(-1)[3] = float("inf")
+        torch.save(states, newest / "optimizer.pt")
+    elif where == "unreadable":
+        damage(newest / "optimizer.pt", "zeros", random.Random(0))
+    for number in (1, 2, 3):
+        as_before(folder / "checkpoints" / f"checkpoint-{number}")
+    code, printed, _ = train("one", *SAME, verb="resume")
+    assert code == 0, printed
+    said = {
+        "weight": "has values that are not finite", "state": "the optimizer's exp_avg has values that are not finite",
+        "unreadable": "it cannot be read", "nowhere": "",
+    }[where]  # fmt: skip
+    assert said in printed
+    assert f"Resuming bnb run from step {3 if where == 'nowhere' else 2}" in printed
+
+
+def test_a_best_checkpoint_that_was_damaged_is_not_loaded(train, monkeypatch):  # noqa: F811
+    from sft_play.training.loop import PlannedLoop
+
+    same = ["tuning.mode=lora", "train.max_steps=3", "train.save_steps=1", "eval.steps=1"]
+    same += ["train.load_best_model_at_end=true"]
+    real, last = PlannedLoop._load_best_model, {}
+
+    def damaged(self):
+        last.update({name: tensor.clone() for name, tensor in self.model.named_parameters() if tensor.requires_grad})
+        damage(Path(self.state.best_model_checkpoint) / "adapter_model.safetensors", "flip", random.Random(0))
+        real(self)
+
+    monkeypatch.setattr(PlannedLoop, "_load_best_model", damaged)
+    code, printed, folder = train("one", *same)
+    assert code == 0, printed
+    assert "The best checkpoint cannot be loaded, so the last weights are kept" in printed
+    assert_same_bits(weights(folder), {name.replace(".default", ""): tensor for name, tensor in last.items()})
+
+
+def test_every_rank_has_to_find_the_checkpoint(tmp_path):
+    assert last_checkpoint(tmp_path, Heartbeat(0.0)) is None
+    (tmp_path / "checkpoint-3").mkdir()
+    with pytest.raises(RunFolderError, match="it was never finished"):
+        last_checkpoint(tmp_path, Heartbeat(0.0))
