@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,12 +13,8 @@ from safetensors import SafetensorError
 
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import one_line
+from sft_play.runs.disk import refusal
 from sft_play.units import gib
-
-_OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
-"""Errors that only writing meets, and that may come without the name of a file."""
-_IN_TEXT = re.compile(r"\(os error (\d+)\)")
-"""The number of an error in safetensors' own, which are no OSError."""
 
 
 @contextlib.contextmanager
@@ -34,15 +28,13 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except SftPlayError:
         raise
-    except OSError as error:
-        if error.errno not in _OF_DISKS and not _is_of(path, error.filename):
+    except (OSError, SafetensorError) as error:
+        reason = refusal(error)
+        if reason is None and isinstance(error, OSError) and _is_of(path, error.filename):
+            reason = error.strerror
+        if reason is None:
             raise
-        raise _refusal(path, error.strerror) from None
-    except SafetensorError as error:
-        number = _IN_TEXT.search(str(error))
-        if number is None or int(number[1]) not in _OF_DISKS:
-            raise
-        raise _refusal(path, os.strerror(int(number[1]))) from None
+        raise ConfigError(f"{one_line(str(path))} cannot be written: {reason}") from None
 
 
 def _is_of(path: Path, named: str | bytes | None) -> bool:
@@ -54,10 +46,6 @@ def _is_of(path: Path, named: str | bytes | None) -> bool:
         return True
     first = other.relative_to(whole.parent).parts[0] if other.is_relative_to(whole.parent) else ""
     return first == whole.name or first.startswith(f".{whole.name}.")
-
-
-def _refusal(path: Path, reason: str | None) -> ConfigError:
-    return ConfigError(f"{one_line(str(path))} cannot be written: {reason}")
 
 
 @contextlib.contextmanager

@@ -78,8 +78,14 @@ def commit(
     # by renames only: a kill in between leaves no checkpoint that is half old and half new
     if final.exists():
         final.rename(old)
-    written.rename(final)
-    flush(folder, below=False)
+    try:
+        written.rename(final)
+    except BaseException:
+        if old.exists():
+            old.rename(final)
+        raise
+    with contextlib.suppress(OSError):  # it is whole, and only a power cut could still take its name back
+        flush(folder, below=False)
     shutil.rmtree(old, ignore_errors=True)
     with contextlib.suppress(OSError):
         written.parent.rmdir()
@@ -205,6 +211,12 @@ def complete_ones(folder: Path) -> list[Path]:
 def last_complete(folder: Path) -> Path | None:
     """The last complete checkpoint; `last_sound` reads the contents too."""
     return next(reversed(complete_ones(folder)), None)
+
+
+def kept(folder: Path) -> str:
+    """Which step a resumed run would continue from, in words."""
+    last = last_complete(folder)
+    return f"the last checkpoint is that of step {step_of(last)}" if last else "there is no checkpoint"
 
 
 def rotate(folder: Path, *, keep: int | None, best: Path | None) -> list[Path]:

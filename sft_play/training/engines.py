@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from sft_play.planner.gradients import gradients_of
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import SHORT, DtypeName
+from sft_play.training import distributed
 
 
 def engine_arguments(
@@ -155,6 +156,35 @@ def is_deepspeed(wrapped: Any) -> bool:
 def local(tensor: Any) -> Any:
     """This rank's part of a tensor that is divided over ranks; the tensor itself where it is not."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def innermost(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's wrapper, and inside DeepSpeed's."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def checkpoint_bytes(trainer: Any) -> int:
+    """The least that a checkpoint takes: what trains, with the optimizer's states. All ranks call it."""
+    values = [value for state in innermost(trainer.optimizer).state.values() for value in state.values()]
+    states = [value for value in values if isinstance(value, torch.Tensor)]
+    if not is_deepspeed(trainer.model_wrapped):
+        return trained_bytes(trainer) + _bytes_of(states)
+    return trained_bytes(trainer) + distributed.total(_bytes_of([*masters(trainer.model_wrapped), *states]))
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
+    """What the weights that train take on all ranks together, in this dtype or their own."""
+    return sum(
+        int(getattr(one, "ds_numel", one.numel())) * (dtype.itemsize if dtype is not None else one.element_size())
+        for one in trainer.model.parameters()
+        if one.requires_grad
+    )
 
 
 def masters(engine: Any) -> list[torch.Tensor]:

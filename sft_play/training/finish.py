@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from sft_play.errors import Interrupted
-from sft_play.training import distributed, gathered_weights
+from sft_play.runs.disk import free_bytes, room
+from sft_play.training import distributed, engines, gathered_weights
 from sft_play.training.card import Trained, stops_of, write_card
 from sft_play.training.job import Job, resume_command
 from sft_play.training.loop import PlannedLoop
@@ -71,7 +72,8 @@ def _save_trained(job: Job, prepared: Prepared, trainer: PlannedLoop, *, steps: 
     native = prepared.model_spec.is_text_tower and not prepared.is_adapter
     dtype = None if prepared.is_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
-    with trainer.writing(path.parent):
+    needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
+    with room(path.parent, needed, "the trained weights", free=free), trainer.writing(path.parent):
         one_by_one = trainer.is_fsdp_enabled and not prepared.is_adapter
         tensors = gathered_weights.whole_tensors(trainer.model) if one_by_one else None
         state = None if one_by_one else gathered_weights.whole_state(trainer, in_fp32=dtype is torch.float32)

@@ -109,7 +109,7 @@ class FiniteSteps(TrainerCallback):
     def _decide(self, what: str, *, was_taken: bool) -> None:
         """Log that the step is left out; raises TrainingError where the run stops."""
         step = int(self._trainer.state.global_step) + 1
-        kept = _kept(self._trainer)
+        kept = checkpoints.kept(Path(self._trainer.args.output_dir))
         new_run = "start a new run with a lower train.learning_rate"
         if was_taken:
             raise TrainingError(
@@ -144,11 +144,6 @@ def _value(number: float | None) -> str:
     return "not finite on another rank" if number is None or math.isfinite(number) else str(number)
 
 
-def _kept(trainer: Any) -> str:
-    last = checkpoints.last_complete(Path(trainer.args.output_dir))
-    return f"the last checkpoint is that of step {checkpoints.step_of(last)}" if last else "there is no checkpoint"
-
-
 def require_finite(trainer: Any) -> None:
     """Raises TrainingError on every rank where a trained weight or a state of the optimizer is not finite on one.
 
@@ -159,7 +154,7 @@ def require_finite(trainer: Any) -> None:
     if found is not None:
         raise TrainingError(
             f"step {trainer.state.global_step}: {found} has values that are not finite, so no checkpoint is written; "
-            f"{_kept(trainer)}"
+            f"{checkpoints.kept(Path(trainer.args.output_dir))}"
         )
 
 
@@ -176,10 +171,7 @@ def _trained(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, engines.local(parameter.detach())
     for tensor in engines.masters(wrapped) if engines.is_deepspeed(wrapped) else ():
         yield "the fp32 copy of the weights", tensor
-    optimizer = trainer.optimizer
-    while hasattr(optimizer, "optimizer"):  # accelerate wraps it, and DeepSpeed inside that
-        optimizer = optimizer.optimizer
-    for state in optimizer.state.values():
+    for state in engines.innermost(trainer.optimizer).state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point():
                 yield f"the optimizer's {name}", engines.local(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     name: str | None = None
     bad: dict[Path, str] = {}
     if distributed.is_first():
+        shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
         last, bad = checkpoints.last_sound(folder, faults=lambda path: _fault(path, beat))
         name = last.name if last else None
     with beat.waiting():

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import json
 import logging
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -20,9 +21,10 @@ import torch
 from accelerate.utils import is_peft_model
 from transformers import Trainer, TrainerCallback
 
-from sft_play.errors import TrainingError
+from sft_play.errors import SftPlayError, TrainingError
+from sft_play.runs.disk import free_bytes, room
 from sft_play.runs.files import flush
-from sft_play.training import checkpoints, distributed, full_state_dict, gathered_weights, sharded_checkpoints
+from sft_play.training import checkpoints, distributed, engines, full_state_dict, gathered_weights, sharded_checkpoints
 from sft_play.training.finite import FiniteSteps, require_finite
 from sft_play.training.heartbeat import Heartbeat
 from sft_play.training.monitor import Monitor
@@ -90,21 +92,31 @@ class CheckpointedLoop(Trainer):
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.beat.note(step, "saving a checkpoint")
         require_finite(self)
+        what = f"{checkpoints.kept(folder)}; that of step {step}"
+        free = distributed.of_first(free_bytes(folder))
+        try:
+            with room(folder, engines.checkpoint_bytes(self), what, free=free):
+                self._write_checkpoint(model, trial)
+        except SftPlayError:
+            shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
+            raise
+        finally:
+            self._staging = None
+
+    def _write_checkpoint(self, model: Any, trial: Any) -> None:
+        folder, step = Path(self.args.output_dir), self.state.global_step
         loss_sum = self._mean_loss_sum()
         if distributed.is_first():
             checkpoints.staging(folder)
         distributed.barrier()  # no rank may write before the folder was emptied
         self._staging = staging = checkpoints.staging_path(folder)
-        try:
-            with self._monitor.part("checkpoint"):
-                with contextlib.nullcontext() if self.in_parts else self.writing(staging):
-                    super()._save_checkpoint(model, trial)
-                self.wait_for_disk()  # every rank's files have to be there before the first one checks them
-                if distributed.is_first_of_node() and not distributed.is_first():
-                    flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
-                self.wait_for_disk()
-        finally:
-            self._staging = None
+        with self._monitor.part("checkpoint"):
+            with contextlib.nullcontext() if self.in_parts else self.writing(staging):
+                super()._save_checkpoint(model, trial)
+            self.wait_for_disk()  # every rank's files have to be there before the first one checks them
+            if distributed.is_first_of_node() and not distributed.is_first():
+                flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
+            self.wait_for_disk()
         if distributed.is_first():
             written = checkpoints.path_of(staging, step)
             state = {"loss_sum": loss_sum, "last_logged": self._globalstep_last_logged}

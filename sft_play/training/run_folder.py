@@ -14,6 +14,7 @@ from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
 from sft_play.runs.creation import create_run, discard_run, write_start
+from sft_play.runs.disk import refusals
 from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.runs.locking import Lock, lock
 from sft_play.runs.manifest import new_manifest
@@ -39,14 +40,18 @@ def run_folder(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any])
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
         return
-    with _resumed(job, prepared, facts) if job.resume else _new(job, prepared, facts):
+    with refusals(), _resumed(job, prepared, facts) if job.resume else _new(job, prepared, facts):
         log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
         try:
             distributed.barrier()
-            yield
+            with refusals():
+                yield
         except BaseException as error:
             cause = error.__cause__
-            _record_failure(job, cause if isinstance(cause, torch.OutOfMemoryError) else error)
+            try:
+                _record_failure(job, cause if isinstance(cause, torch.OutOfMemoryError) else error)
+            except OSError as failed:  # it must not hide what went wrong
+                logger.warning("The manifest could not be written: %s", failed.strerror)
             raise
         finally:
             logging.getLogger().removeHandler(log_file)

@@ -181,10 +181,7 @@ def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
 
 def _states(trainer: Any) -> Iterator[str]:
     """Dtypes of the optimizer's states, without counters and the scales and code tables of 8-bit states."""
-    optimizer = trainer.optimizer
-    while hasattr(optimizer, "optimizer"):  # accelerate wraps it, and DeepSpeed inside that
-        optimizer = optimizer.optimizer
-    for state in optimizer.state.values():
+    for state in engines.innermost(trainer.optimizer).state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.dim() and not name.startswith(("qmap", "absmax")):
                 yield _name(value)
