@@ -25,6 +25,7 @@ from sft_play.planner.precision import Precision, with_updates
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import resumed
 from sft_play.training import gathered_weights
+from sft_play.training.checkpoints import path_of
 from sft_play.training.rounding import round_stochastically, rounding
 from sft_play.training.updates import UpdateFacts
 from tests.models import make_llama
@@ -335,6 +336,7 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     batch = {"micro_batch": 2, "grad_accum": 2, "ranks": 1}
     folder.write_json("manifest.json", {"format": FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
+    path_of(folder.checkpoints, 1).mkdir(parents=True)  # without a step nothing is kept
     stopped = resumed.stopped_run(folder)
     for wish in ("auto", "stochastic"):
         config = run("full", f"train: {{weight_updates: {wish}}}")
