@@ -238,6 +238,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: WATCH=1                  memory-check: refresh until Ctrl-C
 #: RUNS='first second'      compare, prune: names of the runs to compare or to remove
 #: CHECKPOINTS=1            prune: remove only the checkpoints of finished runs
+#: TRUST=1                  resume, consolidate: read what DeepSpeed stored in a checkpoint even if it could run code (only from people you trust)
 #: YES=1                    tb-clean, prune, push: remove or upload without asking
 #: FORCE=1                  overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export); reproduce: train with the present code if the run's own cannot be found
 #: STYLE='You are terse.'   style, full-pipeline: the system prompt

@@ -37,6 +37,8 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         request = read_request(words, os.environ)
         set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
+        if request.trust:  # given as a flag; ranks and `training.pickles` read the variable
+            os.environ["TRUST"] = "1"
         return give(commands.load(request.command).run(request), request)
     except SftPlayError as error:
         sys.stdout.flush()  # so that the error comes last where both streams go to one file

@@ -139,6 +139,12 @@ VARIABLES: Dict[str, Variable] = {
     "WATCH": Variable(("memory-check",), "refresh until Ctrl-C", "1", kind="switch"),
     "RUNS": Variable(("compare", "prune"), "names of the runs to compare or to remove", "'first second'", kind="names"),
     "CHECKPOINTS": Variable(("prune",), "remove only the checkpoints of finished runs", "1", kind="switch"),
+    "TRUST": Variable(
+        ("resume", "consolidate"),
+        "read what DeepSpeed stored in a checkpoint even if it could run code (only from people you trust)",
+        "1",
+        kind="switch",
+    ),
     "YES": Variable(("tb-clean", "prune", "push"), "remove or upload without asking", "1", kind="switch"),
     "FORCE": Variable(
         (

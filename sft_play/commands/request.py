@@ -68,6 +68,7 @@ class Request:
     full: bool = False
     watch: bool = False
     yes: bool = False
+    trust: bool = False
     force: bool = False
     style: str | None = None
     n: int | None = None

@@ -14,8 +14,8 @@ Begin with `run`, the story of a run; `job` is what it was asked, `prepare` what
   (steps that are not), `curriculum` (stages).
 - Ranks: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `deepspeed_comm`, `engine_check`,
   `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
-- Checkpoints and weights: `checkpoints` (whole or absent), `last_checkpoint`, `full_state_dict`, `sharded_checkpoints`,
-  `gathered_weights`, `model_saving`, `stream`, `consolidate`, `card`.
+- Checkpoints and weights: `checkpoints` (whole or absent), `last_checkpoint`, `pickles`, `full_state_dict`,
+  `sharded_checkpoints`, `gathered_weights`, `model_saving`, `stream`, `consolidate`, `card`.
 - Measured and reported: `monitor`, `measure`, `peaks`, `load_memory`, `updates`, `profile`, `board`, `evaluate`,
   `exact_match`, `summary`, `finish`.
 - Unsloth, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`, `unsloth_worker`,

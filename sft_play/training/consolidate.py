@@ -31,6 +31,7 @@ from sft_play.training import checkpoints, sharded_checkpoints
 from sft_play.training.full_state_dict import adapter_names, read_weights
 from sft_play.training.model_saving import check_saved_weights, whole_shapes, write_weights
 from sft_play.training.model_spec import build_model_spec, empty_model, grown
+from sft_play.training.pickles import without_code
 from sft_play.training.quiet import quiet_libraries
 from sft_play.units import GIB, MIB
 
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 _READ_BYTES = GIB
 """Weights that are read at once: fewer would read the table of contents too often."""
-_FSDP_PARTS = "pytorch_model_fsdp_0"
+_FOLDERS = {"parts, one of each rank": sharded_checkpoints.FOLDER, "FSDP's parts": "pytorch_model_fsdp_0"}
+"""Where a checkpoint in torch's distributed format has its parts: ours, and those that accelerate writes."""
 
 
 def consolidate(
@@ -86,7 +88,7 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     native = model_spec.is_text_tower and not is_adapter
     weights: dict[str, torch.Tensor] | None = None
     tensors: Iterator[tuple[str, torch.Tensor]] | None = None
-    if sharded_checkpoints.is_sharded(source):
+    if _kind(source) in _FOLDERS:
         tensors = _one_by_one(source, model)
     else:
         weights = _weights(source, model)
@@ -130,7 +132,8 @@ def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
 
 def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a sharded checkpoint, read `_READ_BYTES` at a time."""
-    stored = sharded_checkpoints.stored_weights(source)
+    folder = _FOLDERS[_kind(source)]
+    stored = sharded_checkpoints.stored_weights(source, folder=folder)
     names: list[str] = []
     size = 0
     for name in _require(source, model, stored):
@@ -138,9 +141,9 @@ def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         names.append(name)
         size += math.prod(shape) * dtype.itemsize
         if size >= _READ_BYTES:
-            yield from sharded_checkpoints.read_weights(source, names).items()
+            yield from sharded_checkpoints.read_weights(source, names, folder=folder).items()
             names, size = [], 0
-    yield from sharded_checkpoints.read_weights(source, names).items()
+    yield from sharded_checkpoints.read_weights(source, names, folder=folder).items()
 
 
 def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
@@ -153,31 +156,21 @@ def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
 
 
 def _kind(source: Path) -> str:
-    if sharded_checkpoints.is_sharded(source):
-        return "parts, one of each rank"
     if (source / "latest").is_file():
         return "DeepSpeed's parts"
-    return "FSDP's parts" if (source / _FSDP_PARTS).is_dir() else "whole files"
+    return next((kind for kind, folder in _FOLDERS.items() if (source / folder).is_dir()), "whole files")
 
 
 def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
     """The trained weights of a checkpoint of DeepSpeed, or of one in whole files, by the names to save them under."""
-    kind = _kind(source)
-    if kind == "DeepSpeed's parts":
+    if _kind(source) == "DeepSpeed's parts":
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         printed = io.StringIO()
-        with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):  # it prints its progress
+        with without_code(source), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
             weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
         # its tensors are views of one flat tensor, which safetensors refuses
         weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
-    elif kind == "FSDP's parts":
-        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
-        with tempfile.TemporaryDirectory() as folder:
-            whole = Path(folder) / "whole.pt"
-            dcp_to_torch_save(source / _FSDP_PARTS, whole)
-            weights = torch.load(whole, weights_only=True)["model"]
     else:
         weights = read_weights(source, model)
     return {name: weights[name] for name in _require(source, model, weights)}

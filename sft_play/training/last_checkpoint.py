@@ -12,9 +12,11 @@ import torch
 from safetensors import safe_open
 
 from sft_play.errors import RunFolderError
+from sft_play.log import one_line
 from sft_play.training import checkpoints, distributed
 from sft_play.training.finite import is_finite
 from sft_play.training.heartbeat import Heartbeat
+from sft_play.training.pickles import without_code
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +68,12 @@ def _fault(checkpoint: Path, beat: Heartbeat) -> str | None:
     found = checkpoints.fault(checkpoint, moved=beat.moved)
     if found is None and not checkpoints.has_digests(checkpoint):
         try:
-            return next((f"{name} has values that are not finite" for name in _not_finite(checkpoint)), None)
+            with without_code(checkpoint):
+                return next((f"{name} has values that are not finite" for name in _not_finite(checkpoint)), None)
+        except RunFolderError as error:
+            return str(error)
         except Exception as error:  # a damaged file raises almost anything
-            return f"it cannot be read ({type(error).__name__}: {error})"
+            return f"it cannot be read ({type(error).__name__}: {one_line(str(error), limit=200)})"
     return found
 
 

@@ -38,6 +38,7 @@ from sft_play.training.exact_match import Answer, Question, answers
 from sft_play.training.kernels import Taken
 from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
 from sft_play.training.monitor import head_figures, scored_labels, source_losses, tokens_in
+from sft_play.training.pickles import without_code
 from sft_play.training.rows import (
     EpochOrder,
     StepBatches,
@@ -210,15 +211,17 @@ class PlannedLoop(CheckpointedLoop):
         callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self._monitor, self.finite]
         if self._patience is not None:
             callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
-        if options.get("resume_from_checkpoint"):
-            callbacks.append(RestoreLossSum(self, Path(options["resume_from_checkpoint"])))
+        checkpoint = options.get("resume_from_checkpoint")
+        if checkpoint:
+            callbacks.append(RestoreLossSum(self, Path(checkpoint)))
         if self.compiler is not None:
             self.compiler.waiting.append(self._monitor.wait)
             callbacks.append(self.compiler)
         for callback in callbacks:
             self.add_callback(callback)
         try:
-            return super().train(*args, **options)
+            with without_code(Path(checkpoint)) if checkpoint else contextlib.nullcontext():
+                return super().train(*args, **options)
         finally:
             for callback in callbacks:
                 self.remove_callback(callback)

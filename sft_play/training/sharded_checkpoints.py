@@ -22,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -42,8 +42,17 @@ GROUPS = "optimizer_groups.pt"
 PIECE_BYTES = 64 * MIB
 """What is written and then flushed to the disk at once: counted bytes are on the disk, and the last flush of a file,
 during which nothing is counted, has no more than this to write."""
-_PLAIN_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-_PLAIN_NAMES = frozenset({"torch.Size", "torch.serialization._get_layout"})
+_PLAIN_NAMES = frozenset(
+    {
+        *("torch.Size", "torch.serialization._get_layout"),
+        *(f"torch.distributed.checkpoint.metadata.{name}" for name in (
+            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+            "ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )),
+        *(f"torch.distributed.checkpoint.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        *("pathlib.PosixPath", "pathlib._local.PosixPath"),
+    }
+)  # fmt: skip
 
 Moved = Callable[[int], None]
 """Called with the bytes that were written or read."""
@@ -114,32 +123,39 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group:
     set_optimizer_state_dict(model, optimizer, {"state": states["state"], "param_groups": saved["param_groups"]})
 
 
-def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def stored_weights(checkpoint: Path, *, folder: str = FOLDER) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, whole shape and dtype of every weight in a checkpoint.
+
+    Args:
+        folder: where its parts are.
 
     Raises:
         TrainingError: the table of contents cannot be read.
     """
-    entries = _Reader(checkpoint / FOLDER, _Counter(None)).read_metadata().state_dict_metadata
+    entries = _Reader(checkpoint / folder, _Counter(None)).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
-        if name.startswith("model.") and hasattr(entry, "size")
+        if name.startswith("model.")
     }
 
 
-def read_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def read_weights(checkpoint: Path, names: Iterable[str], *, folder: str = FOLDER) -> dict[str, torch.Tensor]:
     """Some whole weights of a checkpoint, read in this process alone.
+
+    Args:
+        folder: where its parts are.
 
     Raises:
         TrainingError: one of them is missing, or cannot be read.
     """
-    stored = stored_weights(checkpoint)
+    stored = stored_weights(checkpoint, folder=folder)
     lacking = [name for name in names if name not in stored]
     if lacking:
         raise TrainingError(f"the checkpoint {checkpoint} lacks {lacking[0]}")
     weights = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
-    _fill({f"model.{name}": tensor for name, tensor in weights.items()}, checkpoint, group=None, moved=None)
+    named = {f"model.{name}": tensor for name, tensor in weights.items()}
+    _fill(named, checkpoint, group=None, moved=None, folder=folder)
     return weights
 
 
@@ -158,8 +174,10 @@ def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved | None) -> None:
-    reader = _Reader(checkpoint / FOLDER, _Counter(moved))
+def _fill(
+    tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved | None, folder: str = FOLDER
+) -> None:
+    reader = _Reader(checkpoint / folder, _Counter(moved))
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _worded(f"the checkpoint {checkpoint} cannot be read"):
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -253,7 +271,7 @@ class _Reader(dcp.FileSystemReader):
         self.fs = _Disk(counter)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The table of contents.
+        """The table of contents, with tensors only: anything else would be unpickled by torch's planner.
 
         Raises:
             TrainingError: the table cannot be read, or is something else.
@@ -266,6 +284,10 @@ class _Reader(dcp.FileSystemReader):
             raise TrainingError(f"{path}, a checkpoint's table of contents, cannot be read: {error}") from None
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
+        entries = metadata.state_dict_metadata.items()
+        metadata.state_dict_metadata = {
+            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+        }
         return metadata
 
 
@@ -274,8 +296,7 @@ class _Plain(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class of a name that such a table may hold."""
-        is_plain = module in _PLAIN_MODULES and name[:1] in "_ABCDEFGHIJKLMNOPQRSTUVWXYZ" and "." not in name
-        if is_plain or f"{module}.{name}" in _PLAIN_NAMES:
+        if "." not in name and f"{module}.{name}" in _PLAIN_NAMES:
             return super().find_class(module, name)
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
