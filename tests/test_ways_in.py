@@ -32,7 +32,14 @@ from sft_play.launch.accelerate.launched import accelerate_choices, drop_acceler
 from sft_play.launch.accelerate.places import accelerate_place, find_accelerate_file
 from sft_play.launch.accelerate.reading import read_accelerate_file, read_found_file
 from sft_play.launch.command import Nodes
-from sft_play.launch.exported import _MPI, meeting_variables, node_variables, rank_variables, refuse_tasks
+from sft_play.launch.exported import (
+    _MPI,
+    gpus_as_nodes,
+    meeting_variables,
+    node_variables,
+    rank_variables,
+    refuse_tasks,
+)
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.node_rendezvous import refuse_lone_node
 from sft_play.launch.ranks import Ranks, ranks_of
@@ -93,6 +100,42 @@ def test_rank_and_world_size_name_a_node_unless_a_local_rank_is_known(rank, more
         several = Nodes(rank + more, rank, "10.0.0.1", 1234)
         assert options.nodes == (several if rank + more > 1 else Nodes())
         assert bool(options.notes) == (rank + more > 1)
+
+
+@QUICK
+@given(
+    nodes=st.integers(1, 12), per_node=st.integers(1, 9), node=st.integers(0, 11), first=st.booleans(),
+    name=st.sampled_from(["SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES", None]),
+)  # fmt: skip
+def test_a_world_size_of_all_gpus_is_read_by_the_schedulers_number_of_nodes(nodes, per_node, node, first, name):
+    node %= nodes
+    rank, world = node * per_node + (0 if first else 1), nodes * per_node
+    environment = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "10.0.0.1"}
+    environment |= {name: str(nodes)} if name else {}
+    found, lines = node_variables(environment)
+    if name and per_node > 1 and first:
+        assert found == {"NODE_RANK": str(node), "NNODES": str(nodes), "NPROC": str(per_node)}
+        assert f"this is node {node} of {nodes} nodes" in lines[0]
+        options = read_request(["train", "--config", "x.yaml"], environment).options
+        if nodes > 1:
+            assert (options.nodes, options.processes) == (Nodes(nodes, node, "10.0.0.1", 29_500), per_node)
+    else:
+        assert found == {"NODE_RANK": str(rank), "NNODES": str(world)}
+    assert node_variables({**environment, "NNODES": "1"}) == ({}, ())
+
+
+@QUICK
+@given(
+    nodes=st.integers(1, 9), per_node=st.integers(1, 9), ranks=st.sets(st.integers(0, 80), max_size=6),
+    misread=st.booleans(),
+)  # fmt: skip
+def test_only_first_ranks_of_nodes_are_called_a_misread_number_of_gpus(nodes, per_node, ranks, misread):
+    count = nodes * per_node
+    came = {rank * per_node if misread else rank for rank in ranks}
+    text = gpus_as_nodes(came, count, per_node)
+    assert bool(text) == (per_node > 1 and {rank % per_node for rank in came} <= {0})
+    assert not text or (f"NNODES={nodes}" in text and f"{per_node} on each node" in text)
+    assert gpus_as_nodes(came, count + 1, per_node) == ""
 
 
 @pytest.mark.parametrize(

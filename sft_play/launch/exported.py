@@ -8,7 +8,7 @@ PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod (https://github.c
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from sft_play.errors import ConfigError
 from sft_play.launch.given_value import DEFAULT_PORT
@@ -30,6 +30,8 @@ _NODE_SYNONYMS = {
 _COUNTS = ("NPROC_PER_NODE", "PET_NPROC_PER_NODE")
 _ALL_GPUS = ("gpu", "auto", "cuda")
 """Values of torchrun's `--nproc-per-node` that mean one rank per GPU."""
+_NODE_COUNTS = ("SLURM_NNODES", "SLURM_JOB_NUM_NODES", "SKYPILOT_NUM_NODES")
+"""How many nodes the scheduler gave, whatever a job script makes of `RANK` and `WORLD_SIZE`."""
 
 
 def rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
@@ -100,11 +102,14 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
         lines.append(f"PET_NNODES={one_line(given['NNODES'])} in the environment: one run over that many nodes")
     rank, world = (environment.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
     if not is_named and "NNODES" not in given and rank and world:
-        given |= {"NODE_RANK": rank, "NNODES": world}
+        counted = _counts_gpus(environment, rank, world)
+        given |= counted or {"NODE_RANK": rank, "NNODES": world}
         if world != "1":
+            how = "WORLD_SIZE counts GPUs" if counted else "where WORLD_SIZE counts GPUs, give NNODES= and NODE_RANK="
             lines.append(
                 f"RANK={one_line(rank)} and WORLD_SIZE={one_line(world)} in the environment, without LOCAL_RANK: this "
-                f"is node {one_line(rank)} of {one_line(world)} nodes (NNODES=1 for this machine alone)"
+                f"is node {one_line(given['NODE_RANK'])} of {one_line(given['NNODES'])} nodes (NNODES=1 for this "
+                f"machine alone; {how})"
             )
     for name in _COUNTS:
         text = environment.get(name, "").strip()
@@ -112,6 +117,36 @@ def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tupl
             given["NPROC"] = text
             lines.append(f"{name}={one_line(text)} in the environment is NPROC={one_line(text)}")
     return given, tuple(lines)
+
+
+def _counts_gpus(environment: Mapping[str, str], rank: str, world: str) -> dict[str, str]:
+    """The node where `WORLD_SIZE` is the number of all GPUs and `RANK` that of the node's first one, as the scheduler's
+    number of nodes shows; else empty: `RANK` 4 of 8 alone may be either."""
+    nodes = next((environment[name] for name in _NODE_COUNTS if environment.get(name)), "")
+    if not all(text.isascii() and text.isdigit() for text in (rank, world, nodes)):
+        return {}
+    per_node, rest = divmod(int(world), max(int(nodes), 1))
+    if int(nodes) < 1 or rest or per_node < 2 or int(rank) % per_node or int(rank) >= int(world):
+        return {}
+    return {"NODE_RANK": str(int(rank) // per_node), "NNODES": nodes, "NPROC": str(per_node)}
+
+
+def gpus_as_nodes(ranks: Collection[int], count: int, per_node: int) -> str:
+    """What to do where a number of nodes may be that of all GPUs: only the first rank of every node came; else empty.
+
+    Args:
+        ranks: the nodes that came, by the numbers they were given.
+        count: how many nodes were said to come.
+        per_node: ranks on each.
+    """
+    if per_node < 2 or count % per_node or any(rank % per_node for rank in ranks):
+        return ""
+    nodes = count // per_node
+    many = f"NNODES={nodes} and NODE_RANK=0 to {nodes - 1}" if nodes > 1 else "NNODES=1"
+    return (
+        f"if {count} (NNODES= or WORLD_SIZE=) is the number of all GPUs, {per_node} on each node, and RANK= that of a "
+        f"node's first one, give {many}"
+    )
 
 
 def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:

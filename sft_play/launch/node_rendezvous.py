@@ -31,6 +31,7 @@ from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import COMPUTING
 from sft_play.launch.command import Nodes, require_free_port
+from sft_play.launch.exported import gpus_as_nodes
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.network import GLOO_VARIABLE, addresses_of, interface_of, is_loopback, is_own, plain_address
 from sft_play.log import one_line
@@ -205,10 +206,13 @@ class _NodeZero:
         return [rank for rank in range(1, self.nodes.count) if rank not in came]
 
     def _late(self, limit_s: float) -> str:
+        came = [rank for rank in range(self.nodes.count) if rank not in self._absent()]
+        misread = gpus_as_nodes(came, self.nodes.count, _ranks_on(self.mine))
         return (
             f"{_numbered(self._absent())} of {self.nodes.count} did not connect to {_place(self.nodes)} within "
-            f"{limit_s:.0f} s (distributed.timeout_s): start the same command there with its own NODE_RANK=; where it "
-            f"runs, a firewall closes port {self.nodes.port}, or MASTER_ADDR= means another machine there"
+            f"{limit_s:.0f} s (distributed.timeout_s): {misread}{'; else ' if misread else ''}start the same command "
+            f"there with its own NODE_RANK=; where it runs, a firewall closes port {self.nodes.port}, or MASTER_ADDR= "
+            "means another machine there"
         )
 
     def _accept(self, listener: socket.socket, ready: selectors.BaseSelector) -> None:
@@ -243,6 +247,18 @@ class _NodeZero:
         peer.card = card
         self._check(peer)
         logger.info("Nodes: node %s is here (%s)", card["node"], one_line(str(card.get("host"))))
+        self._say_misread()
+
+    def _say_misread(self) -> None:
+        """Warn as soon as the first rank of every node has come and no other: nobody else may be coming."""
+        absent = set(self._absent())
+        came = [rank for rank in range(self.nodes.count) if rank not in absent]
+        per_node = _ranks_on(self.mine)
+        misread = gpus_as_nodes(came, self.nodes.count, per_node)
+        if misread and absent and len(came) == self.nodes.count // per_node:
+            logger.warning(
+                "Nodes: only nodes %s of %d are here: %s", ", ".join(map(str, came)), self.nodes.count, misread
+            )
 
     def _check(self, peer: _Peer) -> None:
         """Raises ConfigError where a card contradicts this node's, or an earlier one."""
@@ -279,6 +295,12 @@ class _NodeZero:
     def _close_all(self) -> None:
         for peer in self._peers:
             peer.client.close()
+
+
+def _ranks_on(card: Card) -> int:
+    """Ranks on a node, as its card says."""
+    found = (card.get("alike") or {}).get("number of ranks")
+    return found if isinstance(found, int) else 1
 
 
 def _numbered(ranks: list[int]) -> str:
@@ -340,9 +362,10 @@ def _call(nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> Met:
     trap = "MASTER_ADDR= resolves to this machine itself: give an address of node 0" if itself else (
         "MASTER_ADDR= is another machine, or a firewall closes the port"
     )  # fmt: skip
+    misread = gpus_as_nodes((nodes.rank,), nodes.count, _ranks_on(mine))
     raise HardwareError(
-        f"node 0 did not answer at {_place(nodes)} within {limit_s:.0f} s (distributed.timeout_s; {last}): start the "
-        f"same command there with NODE_RANK=0; where it runs, {trap}"
+        f"node 0 did not answer at {_place(nodes)} within {limit_s:.0f} s (distributed.timeout_s; {last}): "
+        f"{misread}{'; else ' if misread else ''}start the same command there with NODE_RANK=0; where it runs, {trap}"
     )
 
 
