@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -483,6 +484,34 @@ def test_what_is_saved_is_opened_and_equal(kind, dtype, tmp_path):
         assert found[name].dtype == dtype
         assert torch.equal(found[name], tensor), name
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+WITHOUT_ACCELERATE = """
+import sys
+sys.modules["accelerate"] = sys.modules["peft"] = None
+import torch
+from sft_play.dist import get_accelerator, save_sharded, wrap_model_optimizer
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+for dtype in (torch.float32, torch.bfloat16):
+    for name, model in (("module", torch.nn.Linear(3, 4)), ("model", LlamaForCausalLM(config))):
+        accelerator = get_accelerator({})
+        (prepared, _) = wrap_model_optimizer(accelerator, model.to(dtype))
+        folder = save_sharded(accelerator, prepared, f"{sys.argv[1]}/{name}-{dtype}")
+        assert (folder / "model.safetensors").is_file()
+opened = LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+assert opened.dtype == torch.bfloat16
+assert all(torch.equal(a, b) for a, b in zip(opened.state_dict().values(), model.state_dict().values(), strict=True))
+print("saved")
+"""
+
+
+def test_without_accelerate_what_was_trained_is_saved(tmp_path):
+    """accelerate cannot be imported at all: what one process trained without it reaches the disk."""
+    ended = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ACCELERATE, str(tmp_path)], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert ended.stdout.strip().endswith("saved"), ended.stderr[-3000:]
 
 
 def save(folder: Path, seed: int) -> Path:

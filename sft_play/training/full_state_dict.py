@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
-from peft import get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -29,6 +27,15 @@ ADAPTER_FILE = "adapter_model.safetensors"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 # not strict: an adapter's checkpoint lacks the base's tensors
 _FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True, strict=False)
+
+
+def is_adapter(model: Any) -> bool:
+    """Whether this is a PEFT model. Without accelerate, which PEFT imports, there is none."""
+    try:
+        from accelerate.utils import is_peft_model
+    except ImportError:
+        return False
+    return bool(is_peft_model(model))
 
 
 def tied_names(model: Any) -> set[str]:
@@ -91,7 +98,7 @@ def fill_optimizer(model: nn.Module, optimizer: Any, states: Mapping[str, Any] |
 
 def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole trained weights of a checkpoint, by their names in the model."""
-    if is_peft_model(model):
+    if is_adapter(model):
         names = adapter_names(model)
         saved = load_file(checkpoint / ADAPTER_FILE)
         return {names.get(name, name): tensor for name, tensor in saved.items() if not is_saved_twice(name)}
@@ -141,6 +148,8 @@ def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
 
 def adapter_names(model: Any) -> dict[str, str]:
     """For the name under which PEFT saves each tensor of the adapter, its name in memory."""
+    from peft import get_peft_model_state_dict
+
     tensors = model.state_dict()
     by_identity = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import is_peft_model
 
 from sft_play.errors import ModelError
 from sft_play.training import stream
-from sft_play.training.full_state_dict import adapter_names, tied_names
+from sft_play.training.full_state_dict import adapter_names, is_adapter, tied_names
 
 
 def save_model(
@@ -140,7 +139,7 @@ def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
     parameters = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
     }
-    if is_peft_model(model):
+    if is_adapter(model):
         return {saved: parameters[name] for saved, name in adapter_names(model).items() if name in parameters}
     tied = tied_names(model)
     tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
