@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.starting import row_survey
-from tests.conftest import chat
+from tests.conftest import ROOT, chat
 
 LONG, SHORT = "yes no " * 20, "yes"
 
@@ -101,3 +104,44 @@ def test_a_run_trains_by_the_plan_of_its_own_rows(run, command):
     plan = json.loads((run.parent / "outputs" / "counted" / "plan.json").read_text())
     assert plan["row_tokens"]["rows"] == 12
     assert plan["micro_batches"]["tokens"] == plan["micro_batch"] * plan["step"]["seq_len"]
+
+
+def test_the_starters_rows_are_counted_by_the_base_in_the_cache_and_nobody_is_asked(run, tiny_llama, command):
+    """In a process of its own: the plan of the starter's name, then of its folder as the run has it, and any look for
+    another machine raises."""
+    asked = subprocess.run(
+        [sys.executable, "-c", ALONE, str(run), str(tiny_llama)], capture_output=True, text=True, cwd=ROOT,
+        env={name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"},
+    )  # fmt: skip
+    assert asked.returncode == 0, asked.stderr[-3000:]
+    by_name, by_folder = json.loads(asked.stdout.splitlines()[-1])
+    assert by_name == by_folder
+    assert by_name["longest"] == max(tokens(tiny_llama, run.parent / "train.jsonl"))
+    assert "Retrying" not in asked.stderr
+
+
+ALONE = """
+import json, pathlib, socket, sys
+run, base = sys.argv[1:]
+asked = []
+def refuse(*words, **_):
+    asked.append(words)
+    raise AssertionError(f"asked the network: {words}")
+socket.getaddrinfo = socket.create_connection = refuse
+from sft_play.config.load import load_config
+from sft_play.starter.names import BASE_NAME
+from sft_play.starting import row_survey
+from sft_play.training import starter_base
+starter_base.built_base = lambda: pathlib.Path(base)
+found = []
+for name in (BASE_NAME, base):
+    loaded = load_config(run, overrides=[f"model.name={json.dumps(name)}"])
+    assert row_survey.count_if_quick(loaded) == []
+    found.append(row_survey.known_rows(loaded.config).as_json())
+    if name == BASE_NAME:
+        row_survey._counted.clear()
+        for note in pathlib.Path(row_survey._note("x")).parent.iterdir():
+            note.unlink()
+assert not asked, asked
+print(json.dumps(found))
+"""

@@ -106,6 +106,9 @@ def _count(config: RunConfig) -> None:
 
     logger.info("Rows: counting their tokens before the plan is made")
     limit, positions = _limit(config)
+    # the starter's base by its folder, as the run names it: nobody is asked for a model of that name
+    model = config.model.model_copy(update={"name": str(_model_folder(config.model.name) or config.model.name)})
+    config = config.model_copy(update={"model": model})
     splits = build_splits(
         config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
         today=date.today(),
