@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 OLDEST = (3, 11)
 """As `requires-python` in pyproject.toml says."""
+EXTRAS = {
+    "documents": ("bs4", "docutils", "lxml", "lxml_html_clean", "markdown_it", "pypdf", "trafilatura"),
+    "eval": ("rapidfuzz", "sacrebleu"),
+    "tasks": ("lm_eval",),
+    "serve": ("fastapi", "openai", "uvicorn"),
+    "export": ("gguf",),
+}
+"""Packages, as they are imported, that only an extra of pyproject.toml installs."""
 EXIT_USER = 2
 EXIT_STOPPED = 130
 
@@ -105,20 +113,22 @@ def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Opti
     with contextlib.suppress(ImportError, ValueError):
         if find_spec(package) is not None:
             return None
-    return f"{sys.executable} ({_version()}) has no package {package}, which sft_play needs; {_way_out(words)}"
+    return f"{sys.executable} ({_version()}) has no package {package}, which sft_play needs; {_way_out(words, package)}"
 
 
 def _version() -> str:
     return f"Python {sys.version_info[0]}.{sys.version_info[1]}"
 
 
-def _way_out(words: "Sequence[str]") -> str:
-    """How to run the same with the project's environment."""
+def _way_out(words: "Sequence[str]", package: str = "") -> str:
+    """How to run the same with the project's environment, or how to install the package here with its extra."""
     from pathlib import Path
 
     root = Path(__file__).resolve().parent.parent
     here = os.path.relpath(str(root))
-    install = f"install what it needs there: {sys.executable} -m pip install -e {here}"
+    extra = next((name for name, packages in EXTRAS.items() if package in packages), None)
+    target = f"'{here}[{extra}]'" if extra else here
+    install = f"install what it needs there: {sys.executable} -m pip install -e {target}"
     if not (root / "requirements.lock").exists():
         return "install it into another Python" if sys.version_info < OLDEST else install
     python, command = os.path.join(here, ".venv", "bin", "python"), next(iter(words), "train")  # noqa: PTH118

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -236,6 +237,21 @@ def test_an_environment_without_packages_is_one_message(start):
     assert f"{sys.executable} (Python {sys.version_info[0]}.{sys.version_info[1]}) has no package " in answer.stderr
     assert ", which sft_play needs; run it in the project's environment: make " in answer.stderr
     assert f"{sys.executable} -m pip install -e ." in answer.stderr
+
+
+def test_a_package_of_an_extra_is_installed_with_its_extra():
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    distributions = {"bs4": "beautifulsoup4", "markdown_it": "markdown-it-py", "lm_eval": "lm-eval"}
+    for extra, packages in entry.EXTRAS.items():
+        named = {re.split("[<>=]", one)[0] for one in extras[extra]}
+        assert {distributions.get(package, package) for package in packages} == named
+        for package in packages:
+            said = entry._way_out(["export"], package)
+            assert f"pip install -e '{os.path.relpath(ROOT)}[{extra}]'" in said
+    assert set(entry.EXTRAS) == set(extras) - {"dev"}
+    assert "[" not in entry._way_out(["train"], "pydantic")
 
 
 WITHOUT = """

@@ -125,7 +125,9 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         raise ConfigError(f"there is no command {escape_control(given.command)}; {hint}")
     _refuse_flags(given, words, unknown)
     # the last of several values of a key counts: words win over short flags, and these over SET
-    overrides = (*split_overrides(environment.get("SET", "")), *_short(given), *given.overrides)
+    # a rank's words repeat SET, which it also inherits
+    of_make = "" if given.command == "rank" else environment.get("SET", "")
+    overrides = (*split_overrides(of_make), *_short(given), *given.overrides)
     asked, notes = _asked(given, environment)
     _refuse_words(given.command, overrides)
     config = _text(given, environment, "CONFIG")
