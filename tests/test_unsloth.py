@@ -26,12 +26,14 @@ from safetensors.torch import load_file
 from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
+from sft_play.facts.hardware import named
 from sft_play.failures import Failure
 from sft_play.planner.precision import Precision
 from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import new_manifest, versions
 from sft_play.runs.resuming import check_same_run
+from sft_play.starting.plan_run import plan_for
 from sft_play.training import backend, bridge, checkpoints, handover, unsloth_environment, unsloth_worker
 from sft_play.training.model_spec import build_model_spec
 from sft_play.training.unsloth_environment import Answer
@@ -608,6 +610,37 @@ def test_the_plan_says_what_it_does_not_know(command, hardware):
     assert ("STRATEGY=ddp" in said) == (plan["layout"] not in ("single", "ddp"))
     code, printed = command("plan", "--config", str(ROOT / "configs/run_bnb.yaml"), "--hardware", hardware, "--json")
     assert "Unsloth" not in " ".join(json.loads(printed)["reasons"])
+
+
+def test_plan_check_doctor_and_train_refuse_it_in_the_same_words(no_unsloth, command, tiny_llama, tmp_path):
+    path = uneven_run(tmp_path, tiny_llama)
+    words = ("--config", str(path), "tuning.mode=lora", "tuning.backend=unsloth")
+    for verb in ("plan", "check", "doctor", "train", "train-distributed", "launch-command"):
+        code, printed = command(verb, *words)
+        assert code == 2, (verb, printed)
+        assert "tuning.backend=unsloth cannot run here: " in printed, verb
+        assert "Traceback" not in printed
+    code, printed = command("plan", *words, "--hardware", "1xH100")
+    assert code == 0, "a machine that is named is not asked"
+
+
+def test_where_it_falls_back_the_plan_is_that_of_the_backend_that_runs(no_unsloth, command, tiny_llama, tmp_path):
+    path = uneven_run(tmp_path, tiny_llama)
+    code, printed = command(
+        "plan", "--config", str(path), "tuning.mode=lora", "tuning.backend=unsloth", "tuning.backend_fallback=bnb"
+    )
+    assert code == 0, printed
+    assert "Backend: bnb instead of unsloth: " in printed
+    asks = ["tuning.backend=unsloth", "tuning.backend_fallback=bnb"]
+    for machine, layout in (("1xH100", "single"), ("2xRTX4090", "ddp"), ("cpu", "single")):
+        here = dataclasses.replace(named(machine), named=False)
+        plans = [
+            plan_for(load_config(path, overrides=["tuning.mode=lora", *words]).config, here, only=(layout,))
+            for words in (asks, [])
+        ]
+        ignored = {"wall_s", "planned_s"}
+        left, right = ({k: v for k, v in one.as_json().items() if k not in ignored} for one in plans)
+        assert left == right, machine
 
 
 def test_a_function_that_is_not_there_or_lost_a_parameter_is_named():

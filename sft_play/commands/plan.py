@@ -30,7 +30,7 @@ from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.row_tokens import RowTokens
 from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.over_ranks import common_layout, refuse_strategy
-from sft_play.starting.plan_run import has_eval, plan_for, shape_for
+from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.row_survey import count_if_quick, known_rows
 
 HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}
@@ -54,7 +54,11 @@ def run(request: Request) -> Answer:
     strategy = request.options.strategy
     only = (strategy,) if strategy else LAYOUT_NAMES
     base = loaded.config
-    absent = count_if_quick(loaded)
+    backend = trained_by(base, hardware, only)
+    absent = [
+        *([f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []),
+        *count_if_quick(loaded),
+    ]
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
         hardware = whole = cheapest_machine(budget) or hardware

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.size import rough_size
@@ -22,14 +24,20 @@ from sft_play.facts.architecture import (
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries, missing_kernels
 from sft_play.launch.device import machine_for
+from sft_play.launch.exported import rank_variables
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan
+from sft_play.planner.precision import choose_precision
 from sft_play.planner.row_tokens import RowTokens
+from sft_play.starter.names import BASE_NAME
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
+
+if TYPE_CHECKING:
+    from sft_play.training.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +67,43 @@ def has_eval(config: RunConfig) -> bool:
     return config.data.val_fraction > 0 or has_held_out_file(config.data)
 
 
+def backend_here(config: RunConfig, hardware: Hardware, *, layout: str) -> Backend:
+    """The backend that trains a run on this machine.
+
+    Raises:
+        BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
+    """
+    from sft_play.training import backend as backends
+    from sft_play.training.model_spec import build_model_spec
+
+    backend = backends.choose_backend(
+        config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ))
+    )
+    if backend.name != "unsloth" or config.model.name == BASE_NAME:
+        return backend
+    precision = choose_precision(config, hardware, shape_for(config))
+    problem = backends.model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)
+    return backends.fall_back(config, problem) if problem else backend
+
+
+def trained_by(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...] = LAYOUT_NAMES) -> Backend | None:
+    """The backend that trains a run here, where it had to be chosen: not for bnb, nor on a machine that was only named.
+
+    Raises as `backend_here` does: what cannot be trained here has no plan here.
+    """
+    if config.tuning.backend == "bnb" or hardware.named:
+        return None
+    usual: LayoutName = "ddp" if hardware.ranks > 1 else "single"
+    return backend_here(config, hardware, layout=usual if usual in only or not only else only[0])
+
+
+def _as_trained(config: RunConfig, backend: Backend | None) -> RunConfig:
+    if backend is None or backend.fallback_from is None:
+        return config
+    tuning = config.tuning.model_copy(update={"backend": backend.name, "backend_fallback": None})
+    return config.model_copy(update={"tuning": tuning})
+
+
 def plan_for(
     config: RunConfig,
     hardware: Hardware,
@@ -75,6 +120,7 @@ def plan_for(
     `kept`: what a resumed run keeps; `rows`: the lengths of the rows, where the caller has counted them.
     """
     hardware = machine_for(config, hardware)
+    config = _as_trained(config, trained_by(config, hardware, only))
     shape = shape_for(config)
     # a resumed run's batch is fixed: there is nothing to suggest
     make = make_advised_plan if with_suggestions and kept.batch is None else make_plan

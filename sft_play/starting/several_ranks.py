@@ -27,12 +27,10 @@ from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
 from sft_play.launch.tensorboard import with_curves
 from sft_play.log import start_log_buffer
 from sft_play.planner.plan import Plan
-from sft_play.planner.precision import choose_precision
 from sft_play.runs.creation import is_finished, new_folder, require_writable, resumes
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LAUNCHER, lock
 from sft_play.runs.resuming import first_day
-from sft_play.starter.names import BASE_NAME
 from sft_play.starting.before import (
     board_beside,
     count_for_ranks,
@@ -46,7 +44,7 @@ from sft_play.starting.before import (
 from sft_play.starting.measured import remember
 from sft_play.starting.one_process import start_here
 from sft_play.starting.over_ranks import plan_stages
-from sft_play.starting.plan_run import shape_for
+from sft_play.starting.plan_run import backend_here
 from sft_play.starting.resumed import stopped_run
 
 logger = logging.getLogger(__name__)
@@ -191,15 +189,8 @@ def _on_unsloth(config: RunConfig, options: LaunchOptions, hardware: Hardware) -
     """
     if config.tuning.backend != "unsloth":
         return options, False
-    from sft_play.training import backend as backends
-    from sft_play.training.model_spec import build_model_spec
-
     layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")
-    backend = backends.choose_backend(config, layout=layout, nodes=options.nodes.count)
-    if backend.name == "unsloth" and config.model.name != BASE_NAME:
-        precision = choose_precision(config, hardware, shape_for(config))
-        problem = backends.model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)
-        backend = backends.fall_back(config, problem) if problem else backend
+    backend = backend_here(config, hardware, layout=layout)
     if backend.name != "unsloth":
         return options, False
     return dataclasses.replace(options, strategy=layout), True
