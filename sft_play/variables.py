@@ -230,7 +230,7 @@ VARIABLES: Dict[str, Variable] = {
     "MASTER_ADDR": Variable(_LAUNCHED, "the address of node 0", "HOST", kind="launch", has_flag=False),
     "MASTER_PORT": Variable(_LAUNCHED, "a free port there", "29500", kind="launch", has_flag=False),
     "DEEPSPEED_CONFIG": Variable(
-        _LAUNCHED, "your DeepSpeed file (JSON or YAML)", "FILE", kind="launch", ranks=_TO_RANKS
+        (*_LAUNCHED, "plan"), "your DeepSpeed file (JSON or YAML)", "FILE", kind="launch", ranks=_TO_RANKS
     ),
     "ACCELERATE_CONFIG": Variable(
         (*_LAUNCHED, "setup-accelerate"), "your accelerate configuration", "FILE", has_flag=False

@@ -11,20 +11,22 @@ from pathlib import Path
 
 import pytest
 
+from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.gpu import Gpu
-from sft_play.facts.hardware import Hardware
+from sft_play.facts.hardware import Hardware, named
 from sft_play.launch.accelerate.machines import Machines, machines_of
 from sft_play.launch.accelerate.overridden import overridden_lines
 from sft_play.launch.accelerate.places import PROJECT_FILE, accelerate_path, find_accelerate_file
 from sft_play.launch.accelerate.reading import AccelerateConfig, read_accelerate_file
 from sft_play.launch.accelerate.writing import write_accelerate_file
 from sft_play.launch.deepspeed import keys
-from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill
 from sft_play.launch.deepspeed.layout import STAGES, layout_notes, layout_of
 from sft_play.launch.deepspeed.translate import translate
+from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from tests.conftest import ROOT
 
 
@@ -552,6 +554,71 @@ def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
     assert "zero_force_ds_cpu_optimizer" not in fill(shipped_config("zero2"), NUMBERS, torch_adam="x")[0]
 
 
+@pytest.mark.parametrize("obstacles", [(), ("no ninja",)])
+@pytest.mark.parametrize("built", [False, True])
+@pytest.mark.parametrize("layout", ["zero2", "zero2_offload"])
+def test_only_a_run_that_compiles_cpu_adam_says_so(monkeypatch, caplog, obstacles, built, layout):
+    from sft_play.starting import over_ranks
+
+    caplog.set_level("INFO")
+    monkeypatch.setattr(over_ranks, "adam_obstacles", lambda: obstacles)
+    monkeypatch.setattr(over_ranks, "compiling_words", lambda: None if built else "compiles for minutes")
+    config = load_config(ROOT / "configs" / "run_bnb.yaml", overrides=["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"])
+    options = LaunchOptions(strategy=layout, deepspeed=DeepspeedRequest())
+    over_ranks.plan_ranks(config, named("2xH100"), options)
+    wanted = layout == "zero2_offload" and not built and not obstacles
+    assert ("compiles for minutes" in caplog.text) == wanted
+
+
+@pytest.mark.parametrize("file", ["zero2", "zero3", "zero3_offload"])
+def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, monkeypatch):
+    from sft_play.starting import over_ranks
+
+    path = ROOT / "configs" / "deepspeed" / f"{file}.json"
+    words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"]
+    config = ROOT / "configs" / "run_bnb.yaml"
+    code, printed = command(
+        "plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config", str(path), "--json", *words
+    )
+    assert code == 0, printed
+    found = json.loads(printed)
+    options = LaunchOptions(deepspeed=DeepspeedRequest(path))
+    run, _ = over_ranks.plan_ranks(load_config(config, overrides=words), named("2xH100"), options)
+    planned = json.loads(json.dumps(run.as_json()))
+    for key in set(planned) - {"deepspeed", "reasons", "ways_out"}:
+        assert found[key] == planned[key], key
+    code, printed = command(
+        "plan", "--config", str(config), "--hardware", "2xH100", "--deepspeed_config", str(path), *words
+    )
+    assert f"make train-deepspeed CONFIG={config} DEEPSPEED_CONFIG={path}" in printed
+
+
+def test_a_plan_refuses_a_wrong_deepspeed_file(command, tmp_path):
+    (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 7}}')
+    config = ROOT / "configs" / "run_bnb.yaml"
+    words = ("--config", str(config), "--hardware", "2xH100", "--deepspeed_config", str(tmp_path / "mine.json"))
+    code, printed = command("plan", *words)
+    assert code == 2, printed
+    assert "mine.json" in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_minutes_of_compiling_are_said_until_cpu_adam_is_there(monkeypatch, tmp_path, given):
+    from torch.utils import cpp_extension
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    if given:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "given"))
+    assert "takes minutes" in str(compiling_words())
+    folder = Path(cpp_extension._get_build_directory("cpu_adam", False))  # torch's own answer
+    assert tmp_path in folder.parents
+    assert "takes minutes" in str(compiling_words()), "an empty folder is what a build that failed leaves"
+    (folder / "cpu_adam.so").write_bytes(b"")
+    assert compiling_words() is None
+
+
 def test_what_the_builder_of_cpu_adam_would_miss_is_named(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "my-compiler -x")
@@ -598,3 +665,13 @@ def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
     assert config["zero_optimization"]["zenflow"] == {"select_strategy": "auto"}
     assert not {"sub_group_size", "stage3_prefetch_bucket_size"} & set(config["zero_optimization"])
     assert any("sub_group_size" in line for line in lines)
+
+
+def test_accelerates_questions_need_a_terminal(monkeypatch, tmp_path, command):
+    monkeypatch.setenv("INTERACTIVE", "1")
+    monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "accelerate.yaml"))
+    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: PTH123, SIM115
+    code, printed = command("setup-accelerate", "--config", str(ROOT / "configs" / "run_bnb.yaml"))
+    assert code == 2, printed
+    assert "no terminal" in printed
+    assert not (tmp_path / "accelerate.yaml").exists()

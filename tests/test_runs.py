@@ -478,3 +478,17 @@ def test_on_a_disk_without_locks_the_note_of_who_writes_is_believed(tmp_path, mo
         with pytest.raises(RunFolderError, match=rf"pid {pid} on {host}, since 2026-01-02.*remove .*run\.lock"):
             lock(folder)
     assert "the file system does not support locks (No locks available)" in caplog.text
+
+
+@pytest.mark.parametrize("kept", ["import builtins; builtins.kept = mark", "sys.kept = mark", "pass"])
+def test_a_lock_that_an_error_keeps_is_released_in_silence_at_the_end(tmp_path, kept):
+    (tmp_path / "run").mkdir()
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from sft_play.runs.folder import RunFolder\nfrom sft_play.runs.locking import lock\n"
+        f"mark = lock(RunFolder(Path(sys.argv[1])))\n{kept}\n"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path / "run")]
+    ended = subprocess.run(words, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert ended.stderr == ""
+    assert list((tmp_path / "run").iterdir()) == []

@@ -612,3 +612,12 @@ def test_a_number_of_processes_that_the_launcher_did_not_start_is_refused(monkey
     request = read_request(["train-distributed", "--config", "x.yaml", "--nproc", "2"], os.environ)
     with pytest.raises(ConfigError, match=r"NPROC=2 asks for 2 processes on this node, and the launcher started 1"):
         launching.launched_ranks(request)
+
+
+def test_a_ranks_settings_are_its_words_alone():
+    """make exports SET, which the ranks that it starts inherit beside their own words."""
+    environment = {"SET": "train.save_steps=2 model.max_seq_len=64"}
+    alone = read_request(["train", "--config", "x.yaml"], environment).overrides
+    assert alone == ("train.save_steps=2", "model.max_seq_len=64")
+    assert read_request(["rank", "--config", "x.yaml", *alone], environment).overrides == alone
+    assert read_request(["rank", "--config", "x.yaml"], environment).overrides == ()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from sft_play.commands.answer import Answer
 from sft_play.commands.machine import asked_machine
@@ -18,6 +20,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import missing_kernels
+from sft_play.launch.deepspeed.layout import keeps_params
 from sft_play.launch.device import machine_for, say_unseen
 from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.launch.resolve_options import machine_of_mesh
@@ -29,7 +32,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.row_tokens import RowTokens
 from sft_play.starting.budget import budget_for, cheapest_machine
-from sft_play.starting.over_ranks import common_layout, refuse_strategy
+from sft_play.starting.over_ranks import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.row_survey import count_if_quick, known_rows
 
@@ -51,31 +54,25 @@ def run(request: Request) -> Answer:
     for cell in asked_cells:
         with _in_cell(cell):
             configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
-    strategy = request.options.strategy
+    strategy, keeps, says = _as_deepspeed_says(request, hardware)
+    loaded, configs = _with(loaded, says), [(cell, says(config)) for cell, config in configs]
     only = (strategy,) if strategy else LAYOUT_NAMES
     base = loaded.config
-    backend = trained_by(base, hardware, only)
-    absent = [
-        *([f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []),
-        *count_if_quick(loaded),
-    ]
+    absent = [*_fallback_line(base, hardware, only), *count_if_quick(loaded)]
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
         hardware = whole = cheapest_machine(budget) or hardware
     refuse_strategy(loaded.config, hardware, strategy)
-    stages = _stage_plans(loaded, hardware, strategy, trace=request.trace)
+    stages = _stage_plans(loaded, hardware, strategy, trace=request.trace, keeps_params=keeps)
     if stages:
         # the stage that decides: one that does not fit, else the one with the longest rows
         name, config, plan = max(stages, key=lambda stage: (not stage[2].fits, stage[2].max_seq_len))
         loaded = dataclasses.replace(loaded, config=config, stage=name)
     else:
-        plan = plan_for(loaded.config, hardware, only=only, trace=request.trace)
-    cells = []
-    for cell, config in configs:
-        with _in_cell(cell):
-            rows = _rows_of(config, base)
-            machine = machine_of_mesh(config, whole)
-            cells.append((cell, plan_for(config, machine, with_suggestions=False, rows=rows)))
+        plan = plan_for(loaded.config, hardware, only=only, trace=request.trace, keeps_params=keeps)
+    cell_only = only if request.options.deepspeed else LAYOUT_NAMES
+    plan_cell = functools.partial(plan_for, only=cell_only, keeps_params=keeps, with_suggestions=False)
+    cells = [(cell, _planned_cell(cell, config, base, whole, plan_cell)) for cell, config in configs]
     largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
     data = plan.as_json()
     if stages:
@@ -84,10 +81,11 @@ def run(request: Request) -> Answer:
         data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    by_node = _launches_by_node(plan, loaded)
+    file = request.options.deepspeed.file if request.options.deepspeed else None
+    by_node = _launches_by_node(plan, loaded, file)
     lines = [
         *absent,
-        *show.plan_lines(plan, loaded.config, command=launch_line(plan, loaded), by_node=by_node),
+        *show.plan_lines(plan, loaded.config, command=launch_line(plan, loaded, file), by_node=by_node),
         *show.stage_lines(stages),
         *show.grid_lines(cells),
         *([show.largest_line(largest)] if largest else []),
@@ -102,6 +100,30 @@ def run(request: Request) -> Answer:
         if refused is None and not budget.cheapest:
             refused = DoesNotFit(budget.lines()[0])  # no machine is within the budget: what the cheapest costs
     return Answer(data, lines, 0 if plan.fits and refused is None else DoesNotFit.exit_code, refused)
+
+
+def _as_deepspeed_says(
+    request: Request, hardware: Hardware
+) -> tuple[LayoutName | None, bool, Callable[[RunConfig], RunConfig]]:
+    """The layout that is asked for, whether DeepSpeed's file offloads only states, and settings with what it fixes."""
+    asked = request.options.deepspeed
+    if asked is None:
+        return request.options.strategy, False, lambda config: config
+    raw, strategy, name = read_deepspeed(asked, request.options.strategy)
+    says = functools.partial(as_deepspeed_says, raw=raw, ranks=hardware.ranks, name=name)
+    return strategy, keeps_params(raw, strategy), says
+
+
+def _fallback_line(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> list[str]:
+    """Which backend trains the run here, where it is not the one that was asked for."""
+    backend = trained_by(config, hardware, only)
+    return [f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []
+
+
+def _with(loaded: LoadedConfig, says: Callable[[RunConfig], RunConfig]) -> LoadedConfig:
+    """The run, and each of its stages, with changed settings."""
+    stages = tuple(dataclasses.replace(stage, config=says(stage.config)) for stage in loaded.stages)
+    return dataclasses.replace(loaded, config=says(loaded.config), stages=stages)
 
 
 def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> Budget | None:
@@ -136,7 +158,7 @@ def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
 
 
 def _stage_plans(
-    loaded: LoadedConfig, hardware: Hardware, strategy: LayoutName | None, *, trace: bool
+    loaded: LoadedConfig, hardware: Hardware, strategy: LayoutName | None, *, trace: bool, keeps_params: bool
 ) -> list[tuple[str, RunConfig, Plan]]:
     """Name, settings and plan of each stage of a curriculum, all in one layout; empty without one."""
     stages = loaded.stages
@@ -144,15 +166,21 @@ def _stage_plans(
         return []
     only = (strategy,) if strategy else LAYOUT_NAMES
     common = strategy or common_layout([stage.config for stage in stages], hardware, only=only)
-    return [
-        (stage.name, stage.config, plan_for(stage.config, hardware, only=(common,), trace=trace)) for stage in stages
-    ]
+    plan = functools.partial(plan_for, hardware=hardware, only=(common,), trace=trace, keeps_params=keeps_params)
+    return [(stage.name, stage.config, plan(stage.config)) for stage in stages]
 
 
 def _rows_of(cell: RunConfig, base: RunConfig) -> RowTokens | None:
     """The lengths of the base's rows for a cell of WHATIF that has the same ones, at whatever limit."""
     is_same = (cell.data, cell.task_mode, cell.model.name) == (base.data, base.task_mode, base.model.name)
     return known_rows(base) if is_same else None
+
+
+def _planned_cell(
+    cell: tuple[str, ...], config: RunConfig, base: RunConfig, whole: Hardware, plan: Callable[..., Plan]
+) -> Plan:
+    with _in_cell(cell):
+        return plan(config, machine_of_mesh(config, whole), rows=_rows_of(config, base))
 
 
 @contextlib.contextmanager
@@ -174,11 +202,14 @@ def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Seque
     return largest_that_fits(asked, request)
 
 
-def launch_line(plan: Plan, loaded: LoadedConfig, *, node: int = 0) -> str:
+def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None, *, node: int = 0) -> str:
     """The command that starts the planned run, on one of its nodes."""
     spreads = plan.layout != "single"
-    words = ["make", "train-distributed" if spreads else "train", f"CONFIG={loaded.path}"]
-    if spreads:
+    verb = "train-deepspeed" if deepspeed else "train-distributed" if spreads else "train"
+    words = ["make", verb, f"CONFIG={loaded.path}"]
+    if deepspeed:
+        words.append(f"DEEPSPEED_CONFIG={deepspeed}")
+    elif spreads:
         words.append(f"STRATEGY={plan.layout}")
     if plan.hardware.nodes > 1:
         words += [f"NNODES={plan.hardware.nodes}", f"NODE_RANK={node}", f"MASTER_ADDR={FIRST_NODE}"]
@@ -188,14 +219,14 @@ def launch_line(plan: Plan, loaded: LoadedConfig, *, node: int = 0) -> str:
     return shlex.join(words)
 
 
-def _launches_by_node(plan: Plan, loaded: LoadedConfig) -> list[str]:
+def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) -> list[str]:
     """The command for each of several nodes; empty for one node."""
     nodes, shown = plan.hardware.nodes, min(plan.hardware.nodes, MOST_NODES_SHOWN)
     if nodes == 1:
         return []
     head = f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
     lines = [f"{head}scripts/train_slurm.sbatch {shlex.quote(str(loaded.path))}):"]
-    lines += [f"  on node {node}: {launch_line(plan, loaded, node=node)}" for node in range(shown)]
+    lines += [f"  on node {node}: {launch_line(plan, loaded, deepspeed, node=node)}" for node in range(shown)]
     rest = f"{shown} to {nodes - 1}" if nodes - 1 > shown else f"{shown}"
     return lines + [f"  on node {rest}: the same with NODE_RANK={rest}"] * (nodes > shown)
 

@@ -10,6 +10,7 @@ import sys
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
+from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.machines import machines_of
 from sft_play.launch.accelerate.places import accelerate_path
@@ -24,6 +25,11 @@ def run(request: Request) -> Answer:
     """Write the file; with INTERACTIVE=1 accelerate asks its own questions and writes it."""
     path = accelerate_path(os.environ)
     if os.environ.get("INTERACTIVE", "") not in ("", "0"):
+        if not (sys.stdin and sys.stdin.isatty()):
+            raise ConfigError(
+                "INTERACTIVE=1 lets accelerate ask its questions, and there is no terminal to answer them in; start it "
+                "in one, or leave INTERACTIVE= out: the file is then written for this machine"
+            )
         words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
         with stdout_to_stderr(wanted=request.json):
             code = subprocess.call(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import fcntl
@@ -30,6 +31,13 @@ _HELD = (errno.EACCES, errno.EAGAIN)
 """What fcntl(2) answers where another process holds the lock: POSIX allows either."""
 _LOCKED_HERE: weakref.WeakValueDictionary[tuple[int, int], Lock] = weakref.WeakValueDictionary()
 """What this process has locked, by device and inode: opening and closing such a file again would release the lock."""
+
+
+@atexit.register
+def _close_all() -> None:
+    """Release what is still held (an error keeps it) while the modules that `close` uses are there."""
+    for mark in list(_LOCKED_HERE.values()):
+        mark.close()
 
 
 class Lock:

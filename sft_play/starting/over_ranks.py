@@ -12,7 +12,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
 from sft_play.launch.deepspeed.fill import ADAM_BETA1, ADAM_EPS, PlanNumbers, fill
 from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
@@ -123,14 +123,13 @@ def plan_ranks(
         strategy = stopped.layout if stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED else None
     raw, name = None, "DeepSpeed"
     if deepspeed is not None:
-        name = f"DEEPSPEED_CONFIG={one_line(str(deepspeed.file))}" if deepspeed.file else name
-        raw, strategy = _read_deepspeed(deepspeed, name=name, planned=strategy or "zero2")
+        raw, strategy, name = read_deepspeed(deepspeed, strategy)
     elif given is not None and strategy in DEEPSPEED and layout_of(given, planned=strategy) == strategy:
         raw = given
     if resume_from and strategy:
         refuse_resuming(resume_from, stopped, strategy, hardware.ranks)
     if raw is not None:
-        config = _as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
+        config = as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
     kept = kept_of(config, stopped, _batches(config, stopped, hardware))
     log_kept(kept, stopped)
@@ -149,15 +148,18 @@ def plan_ranks(
     return dataclasses.replace(plan, deepspeed=raw), _resolved_deepspeed(plan, config, raw, name)
 
 
-def _read_deepspeed(request: DeepspeedRequest, *, name: str, planned: LayoutName) -> tuple[dict[str, Any], LayoutName]:
-    """DeepSpeed's config in current keys, from the user's file or as shipped, and the layout that it asks for."""
+def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tuple[dict[str, Any], LayoutName, str]:
+    """DeepSpeed's config in current keys, from the user's file or as shipped, the layout that it asks for, and its name
+    in messages."""
+    planned = strategy or "zero2"
+    name = f"DEEPSPEED_CONFIG={one_line(str(request.file))}" if request.file else "DeepSpeed"
     raw, notes = translate(read_deepspeed_file(request.file) if request.file else shipped_config(planned), name=name)
     layout = layout_of(raw, name=name, planned=planned)
     _log_deepspeed((*notes, *layout_notes(raw, planned=planned)))
-    return raw, layout
+    return raw, layout, name
 
 
-def _as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
+def as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, name: str) -> RunConfig:
     """The settings with the batch and the dtypes of DeepSpeed's config where the run YAML leaves them open."""
     train, of_batch = with_batch(config.train, raw, ranks=ranks, name=name)
     mixed, of_dtypes = with_dtypes(config.distributed.mixed_precision, raw, name=name)
@@ -196,9 +198,12 @@ def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name
         reduce=SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
         buffer=SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
     )
-    obstacles = adam_obstacles() if plan.choice.layout.offloads_states else ()
+    offloads = plan.choice.layout.offloads_states
+    obstacles = adam_obstacles() if offloads else ()
     resolved, lines = fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
     _log_deepspeed(lines)
+    if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (words := compiling_words()):
+        _log_deepspeed((words,))
     return resolved
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 import socket
+import sys
+import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +80,23 @@ def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[S
     return communication, computation
 
 
+@contextlib.contextmanager
+def _without_probes() -> Iterator[None]:
+    """While open, kineto's lines for tracers (`USDT:`) are left out; others are printed at the end."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            said.seek(0)
+            os.write(2, b"".join(line for line in said if not line.startswith(b"USDT:")))
+
+
 class ProfileWindow(TrainerCallback):
     """Profiles `steps` optimizer steps of this rank, from the third on; rank 0 writes the trace into `folder`.
 
@@ -100,7 +121,8 @@ class ProfileWindow(TrainerCallback):
                 acc_events=True,  # else torch warns that it keeps the last cycle only, and there is one
                 record_shapes=self._plan is not None,
             )
-            self._profile.start()
+            with _without_probes():
+                self._profile.start()
             self._started_s = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -124,7 +146,8 @@ class ProfileWindow(TrainerCallback):
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started_s
-        self._profile.stop()
+        with _without_probes():
+            self._profile.stop()
         events = self._profile.events()
         communication, computation = spans_of(events, on_gpu=on_gpu)
         busy_s = sum(end - start for start, end in merged(communication)) / 1e6
