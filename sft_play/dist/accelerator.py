@@ -20,7 +20,7 @@ from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
-from sft_play.launch.deepspeed.cpu_adam import adam_obstacles
+from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, drop_autos
 from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.exported import rank_variables
@@ -165,12 +165,16 @@ def _plugin(config: dict[str, Any]) -> Any:
 
     zero = config["zero_optimization"]
     offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
-    if offloads and config.get("zero_force_ds_cpu_optimizer", True) and (missing := adam_obstacles()):
+    if not offloads or not config.get("zero_force_ds_cpu_optimizer", True):
+        return DeepSpeedPlugin(hf_ds_config=config)
+    if missing := adam_obstacles():
         _warn(
             f"DeepSpeed's CPU Adam cannot be built ({', '.join(missing)}): torch's AdamW steps on the CPU instead, "
             "more slowly"
         )
         config["zero_force_ds_cpu_optimizer"] = False
+    elif words := compiling_words():
+        _warn(f"DeepSpeed: {words}")
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
