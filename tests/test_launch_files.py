@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -670,7 +671,7 @@ def test_autos_that_nobody_resolves_are_left_out_and_deepspeeds_own_stay():
 def test_accelerates_questions_need_a_terminal(monkeypatch, tmp_path, command):
     monkeypatch.setenv("INTERACTIVE", "1")
     monkeypatch.setenv("ACCELERATE_CONFIG", str(tmp_path / "accelerate.yaml"))
-    monkeypatch.setattr("sys.stdin", open(os.devnull))  # noqa: PTH123, SIM115
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     code, printed = command("setup-accelerate", "--config", str(ROOT / "configs" / "run_bnb.yaml"))
     assert code == 2, printed
     assert "no terminal" in printed
