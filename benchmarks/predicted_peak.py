@@ -138,7 +138,7 @@ def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     if not hardware.gpus:
         return found
     settings = settings_of(
-        config, config_json(config.model.name), shape_of(config.model.name), plan.precision, plan.choice
+        config, config_json(config.model.name), shape_of(config.model.name), plan.precision, plan.choice.step
     )
     settings = dataclasses.replace(settings, loss="chunked" if row.loss == "chunked" else "logits")
     try:

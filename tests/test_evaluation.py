@@ -276,7 +276,7 @@ def test_the_trace_finds_the_evaluation_within_the_training_step():
     config = config_from_text(f"model: {{name: {model}}}", name="x", overrides=words)
     shape = shape_of(model)
     choice = make_plan(PlanRequest(config, shape, named("RTX4090"))).choice
-    found = trace_step(settings_of(config, config_json(model), shape, choice.precision, choice)).phases
+    found = trace_step(settings_of(config, config_json(model), shape, choice.precision, choice.step)).phases
     training = [max(found[name][kind] for name in ("forward", "backward", "optimizer")) for kind in (0, 1)]
     assert choice.step.eval_batch > choice.step.micro_batch
     assert found["evaluation"][0] <= training[0]

@@ -354,10 +354,8 @@ def test_qwen3_next_has_both(monkeypatch):
 @pytest.mark.parametrize("choice", ["auto", "eager", "masters"])
 def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     """The trace steps the class with the implementation of the run; the closed form is within 4% of it."""
-    from types import SimpleNamespace
 
     from sft_play.facts.architecture import parse_config
-    from sft_play.planner.layout import SINGLE
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import settings_of
@@ -373,8 +371,7 @@ def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     run = config(experts_implementation="eager" if choice == "eager" else "auto", mode="full")
     attention = "sdpa" if shape.has_sdpa else "eager"
     planned = Step(4, 1, 256, checkpointed_layers=0, attention=attention, saves=False)
-    candidate = SimpleNamespace(step=planned, layout=SINGLE, checkpointed=0, checkpointing=False)
-    settings = settings_of(run, fields, shape, precision, candidate)  # type: ignore[arg-type]
+    settings = settings_of(run, fields, shape, precision, planned)
     assert settings.experts == {"auto": "stacked", "eager": "eager", "masters": "cast"}[choice]
     traced = trace_step(settings).allocated
     closed = estimate(run, shape, precision, planned).allocated

@@ -21,7 +21,7 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.failures import Failure
 from sft_play.launch.command import Nodes, nccl_variables, require_free_port, torchrun
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, Command, chat, clean_environment
 
@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from sft_play import cli
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.training.heartbeat import Heartbeat
 
 mode, folder, timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
@@ -56,6 +56,8 @@ def work(request):
                 (folder / f"rank{rank}").write_text(f"{os.getpid()} {step}")
                 if mode == "fault" and rank == 1 and step == 5:
                     raise ValueError("a row of seven tokens")
+                if mode == "memory" and rank == 1 and step == 5:
+                    raise DoesNotFit("CUDA out of memory; the plan predicted 1.0 of 2.0 GiB")
                 if mode == "abort" and rank == 1 and step == 5:
                     os.abort()
                 if mode == "loop" and rank == 1 and step == 5:
@@ -163,8 +165,8 @@ def probe(start, tmp_path) -> Callable[..., Started]:
     """Starts two ranks of PROBE under the agent."""
     (tmp_path / "probe_ranks.py").write_text(PROBE)
 
-    def begin(mode: str, *, timeout_s: float = 60) -> Started:
-        return start(*two_ranks_of("probe_ranks"), mode, str(tmp_path), str(timeout_s), path=tmp_path)
+    def begin(mode: str, *, timeout_s: float = 60, **environ: str) -> Started:
+        return start(*two_ranks_of("probe_ranks"), mode, str(tmp_path), str(timeout_s), path=tmp_path, **environ)
 
     return begin
 
@@ -366,6 +368,21 @@ def test_an_exception_of_one_rank_is_shown_once_its_traceback_first(probe):
 
 
 @pytest.mark.slow
+def test_the_rank_that_ran_out_of_memory_is_what_the_manifest_names(probe, tmp_path):
+    """Rank 0 sees only that its connection is lost."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.write_json("manifest.json", {"format": FORMAT, "status": "failed", "error": "RuntimeError: gloo: closed"})
+    started = probe("memory", **{failures.RUN_VARIABLE: str(folder.path)})
+    assert started.end(WAIT_S) == DoesNotFit.exit_code
+    words = "rank 1 (host "
+    assert words in last_line(started, "[train-distributed] error: ")
+    manifest = folder.manifest()
+    assert manifest["status"] == "failed"
+    assert manifest["error"].startswith(words)
+    assert "CUDA out of memory; the plan predicted" in manifest["error"]
+
+
 def test_a_rank_that_runs_in_circles_is_named_with_its_place_in_the_code(probe):
     started = probe("loop", timeout_s=6)
     assert started.end(WAIT_S) == 1

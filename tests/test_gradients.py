@@ -305,7 +305,7 @@ def test_the_trace_runs_what_the_keys_say():
     ):  # fmt: skip
         job = job_of(PlanRequest(run, shape, hardware))
         candidate = candidate_of(job, layout_of(layout, 2), BatchPlan(1, 4, 2), 0)
-        found = settings_of(run, {}, shape, BF16, candidate)
+        found = settings_of(run, {}, shape, BF16, candidate.step)
         assert (found.sync_each_batch, found.gathers_in, found.reduces_in) == wanted
 
 

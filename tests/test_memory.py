@@ -250,7 +250,7 @@ def test_margins_are_one_table_and_the_largest_class_counts():
     assert {name: row.share for name, row in MARGINS.items()} == {
         "measured": 0.03, "quantised": 0.06, "autocast": 0.06, "padded": 0.06, "eager": 0.10, "foreach": 0.10,
         "several_gpus": 0.10,
-        "shared_rows": 0.10, "unseen": 0.15, "measured_shape": 0.15,
+        "shared_rows": 0.10, "unseen": 0.15, "measured_blocks": 0.06, "own_kernels": 0.15,
     }  # fmt: skip
     assert all(row.reason for row in MARGINS.values())
 

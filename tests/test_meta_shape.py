@@ -85,7 +85,7 @@ def test_an_unknown_type_is_measured_whole(kind):
         if isinstance(module, torch.nn.Linear) and module is not head
     )
     assert weights == sum(linear.weights * count for linear, count in shape.linears)
-    assert "activations are estimated" in shape.note
+    assert "measured on its class" in shape.note
 
 
 @pytest.mark.parametrize("kind", ["bamba", "falcon_h1", "granitemoehybrid", "mamba2", "nemotron_h"])

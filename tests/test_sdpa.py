@@ -192,7 +192,7 @@ def test_cudnn_s_kernel_is_planned_where_all_batches_have_one_shape(machine, wor
 def test_the_trace_runs_what_the_plan_says(words, when):
     plan = plan_of("1xH100", *words)
     config = config_from_text(f"model: {{name: {LLAMA}}}", name="x", overrides=["tuning.mode=lora", *words])
-    assert settings_of(config, {}, shape_of(LLAMA), plan.precision, plan.choice).cudnn == when
+    assert settings_of(config, {}, shape_of(LLAMA), plan.precision, plan.choice.step).cudnn == when
 
 
 # --- the trace --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.model_shape import ModelShape
 from sft_play.facts.space import Space
 from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.model_states import paged_bytes
-from sft_play.planner.memory.step_memory import Walk
 from sft_play.planner.plan import Plan
 from sft_play.units import GIB
 
@@ -46,7 +46,7 @@ def written_by(config: RunConfig, shape: ModelShape, plan: Plan) -> Written:
     by the small files that are not counted (2026-11-21).
     """
     layout = plan.choice.layout
-    walk = Walk(config, shape, plan.precision, plan.choice.step)
+    walk = walk_of(config, shape, plan.precision, plan.choice.step)
     params = walk.trained.params
     paged = paged_bytes(config.train.optim, walk.trained)
     if layout.is_zero:

@@ -6,9 +6,10 @@ PEFT.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 AttentionKind = Literal["full", "sliding", "chunked", "none"]
 """Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
@@ -116,6 +117,9 @@ class LayerKind:
     linear_width: int = 0
     """Width of all value heads of linear attention (a gated delta rule); 0 in a block without it."""
     norm_params: int = 0
+    settings: str = ""
+    """Tells blocks of the same layers apart that are set differently (keys and values of an earlier block, say); empty
+    for a type of the table."""
     other_params: int = 0
     """The rest: attention sinks, weights of activations, convolutions."""
 
@@ -218,11 +222,17 @@ class ModelShape:
     stored_dtype: str | None = None
     """Dtype of the weights in the model's files as its config.json says; None where it does not."""
     note: str = ""
-    """What is only approximate in this description; empty if nothing is."""
+    """Where these shapes are from, if not from the table of families."""
     text_only: str = ""
     """What is to be said where only the language model of a larger class is trained."""
     adapters: AdapterPlaces | None = None
     """Where adapters go; None for a type of the table, whose `linears` tell."""
+    can_checkpoint: bool = True
+    """The class can compute its blocks a second time (activation checkpointing)."""
+    has_fused_attention: bool = True
+    """The class can call PyTorch's fused attention."""
+    meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the closed form knows them."""
 
     @cached_property
     def common(self) -> LayerKind:
@@ -251,7 +261,7 @@ class ModelShape:
     @property
     def has_sdpa(self) -> bool:
         """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks do not."""
-        return self.attention_softcap is None and not self.sinks
+        return self.has_fused_attention and self.attention_softcap is None and not self.sinks
 
     @property
     def rows_per_token(self) -> int:

@@ -8,6 +8,7 @@ what no prediction sees.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -22,6 +23,7 @@ from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
 from sft_play.planner.layout import SIMPLICITY, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate_of, evaluation_rows
+from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
 from sft_play.planner.memory.structure import sdpa_call
@@ -293,7 +295,7 @@ def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
         ConfigError: the batch that was given does not divide over the ranks of any layout.
     """
     layers = job.shape.num_layers
-    given = wished_layers(job.config, layers)
+    given = wished_layers(job.config, job.shape)
     count = layers if given is None else given
 
     def look(layout: Layout) -> list[Candidate]:
@@ -307,7 +309,7 @@ def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
 def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]:
     """Checkpointing on and off, or as given; some of the layers only where off does not fit."""
     layers = job.shape.num_layers
-    given = wished_layers(job.config, layers)
+    given = wished_layers(job.config, job.shape)
     if given is not None:
         yield candidate_of(job, layout, batch, given)
         return
@@ -321,9 +323,20 @@ def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]
                 yield candidate_of(job, layout, batch, layers * quarter // 4)
 
 
-def wished_layers(config: RunConfig, layers: int) -> int | None:
-    """How many of a model's layers are to be recomputed; None where the plan decides."""
-    wish = config.train.gradient_checkpointing
+def wished_layers(config: RunConfig, shape: ModelShape) -> int | None:
+    """How many of a model's layers are to be recomputed; None where the plan decides.
+
+    Raises:
+        ConfigError: the class has no checkpointing, and it is asked for.
+    """
+    wish, layers = config.train.gradient_checkpointing, shape.num_layers
+    if not shape.can_checkpoint:
+        if wish not in ("auto", False, 0):
+            raise ConfigError(
+                f"train.gradient_checkpointing={json.dumps(wish)}: transformers' class for model type "
+                f"{shape.model_type} has no activation checkpointing; set it to false or auto"
+            )
+        return 0
     if wish == "auto":
         return None
     if isinstance(wish, bool):
@@ -353,7 +366,7 @@ def candidate_of(
     if step.one_by_one and job.by_tokens and job.rows is not None:
         # only the rows' own lengths can say which is faster
         step = _faster(job, precision, step, _step_of(job, layout, batch, checkpointed, loss=loss, pads=True))
-    walk = Walk(job.config, job.shape, precision, step)
+    walk = walk_of(job.config, job.shape, precision, step)
     if job.has_eval:
         # the evaluation's size follows from the training step's bytes, so the walk comes first
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))

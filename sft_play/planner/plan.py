@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
@@ -35,7 +35,8 @@ from sft_play.planner.kernels import CountedKernels, counted_kernels
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.planner.lora_targets import check_targets
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.planner.memory.step_memory import Walk, is_padded
+from sft_play.planner.memory.measured_walk import walk_of
+from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.precision import Precision, Updates, choose_precision
@@ -61,6 +62,7 @@ class Traced:
     unavailable: str | None = None
 
 
+ActivationsFrom = Literal["blocks", "measured", "trace"]
 Confirm = Callable[[Candidate], Traced]
 """Traces a candidate's step."""
 
@@ -131,6 +133,9 @@ class Plan:
     """The kernels that memory and speed count; None where the config leaves the model's own."""
     compile_s: float = 0.0
     """Seconds of compiling blocks at the start of the run."""
+    activations_from: ActivationsFrom = "blocks"
+    """What the choice's activations are from: the closed form of the class's blocks, its blocks as they were measured,
+    or a trace of the whole step."""
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a repetition, starts with.
     None where another engine runs."""
@@ -196,6 +201,7 @@ class Plan:
             **candidate_json(self.choice, speed_known=self.speed_known),
             "speed_known": self.speed_known,
             "speed_error": asdict(self.speed_error) if self.speed_error else None,
+            "activations_from": self.activations_from,
             "repeats_kv": self.repeats_kv,
             "eval_batch": self.eval_batch,
             "masked_bytes": self.masked_bytes,
@@ -316,7 +322,7 @@ def make_plan(
         precision=chosen.precision,
         max_seq_len=request.max_seq_len,
         repeats_kv=repeated,
-        eval_batch=chosen.step.eval_batch or eval_batch(Walk(config, shape, chosen.precision, chosen.step)),
+        eval_batch=chosen.step.eval_batch or eval_batch(walk_of(config, shape, chosen.precision, chosen.step)),
         masked_bytes=_masked_bytes(job, chosen),
         answer_tokens=answer_tokens(shape, chosen),
         budget_bytes=job.budget,
@@ -335,6 +341,7 @@ def make_plan(
         row_tokens=job.rows,
         kernels=kernels,
         compile_s=compiled.compile_s(config, shape),
+        activations_from="trace" if chosen.traced else "blocks" if shape.meter is None else "measured",
     )
 
 
@@ -409,6 +416,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         row_tokens=RowTokens.from_json(data["row_tokens"]),
         kernels=CountedKernels(**data["kernels"]) if data.get("kernels") else None,
         compile_s=data.get("compile_s", 0.0),
+        activations_from=data.get("activations_from", "blocks"),
         deepspeed=data.get("deepspeed"),
     )
 

@@ -10,6 +10,7 @@ from sft_play.planner.batching import arithmetic
 from sft_play.planner.candidates import Candidate, Job, micro_batches, needs_words
 from sft_play.planner.gradients import effects
 from sft_play.planner.kernels import CountedKernels, planned_kernels
+from sft_play.planner.memory.measured_walk import MeasuredWalk, walk_of
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.step_memory import Walk, is_padded
@@ -47,13 +48,14 @@ def reasons_of(
         notes: what a trace of the choice said.
     """
     wish = job.config.model.max_seq_len
-    whole = Walk(job.config, job.shape, chosen.precision, chosen.step).whole_gradients
+    walk = walk_of(job.config, job.shape, chosen.precision, chosen.step)
     learned = job.learned(chosen.layout).reason
     shortened = [f"max_seq_len {limit} instead of {wish}: the model has {limit} positions"] if limit != wish else []
     return (
         chosen.precision.reason,
         *shortened,
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
+        *_activation_words(walk),
         *_adapter_words(job),
         *([job.shape.text_only] if job.shape.text_only else []),
         *_batch_words(job, candidates, chosen),
@@ -64,7 +66,11 @@ def reasons_of(
         *([CUDNN] if chosen.step.cudnn else []),
         *([_evaluation_words(job.config, chosen)] if chosen.step.eval_batch else []),
         *effects(
-            job.config, chosen.precision, chosen.layout.name, grad_accum=chosen.batch.grad_accum, whole_bytes=whole
+            job.config,
+            chosen.precision,
+            chosen.layout.name,
+            grad_accum=chosen.batch.grad_accum,
+            whole_bytes=walk.whole_gradients,
         ),
         *([learned] if learned else []),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
@@ -75,6 +81,14 @@ def reasons_of(
         *_unknown_of_unsloth(job.config, chosen),
         *_advice(chosen),
     )
+
+
+def _activation_words(walk: Walk) -> list[str]:
+    """How the activations of a class that the tables do not know were measured."""
+    if not isinstance(walk, MeasuredWalk):
+        return []
+    how = "few real tokens on the CPU, carried on" if walk.on_cpu else "tensors without bytes"
+    return [f"activations: the class's own blocks were run on {how}"]
 
 
 def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:

@@ -32,6 +32,8 @@ DEEPSPEED_FILE = "deepspeed.json"
 """In a run folder: DeepSpeed's config, every value resolved."""
 FORMAT = "sft_play run 1"
 """The value of `format` in the manifest: only a folder that has it is ours to resume, replace or discard."""
+HOW_IT_ENDED = ("error", "ended")
+"""Entries of the manifest that a resumed run writes anew."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class RunFolder:
         write_json(self.path / "plan.json", plan)
         write_json(self.path / "resolved.json", resolved(config, effective_batch=plan.get("effective_batch")))
         old = self.manifest() if self.manifest_path.is_file() else {}  # what the first start recorded stays
+        old = {name: value for name, value in old.items() if name not in HOW_IT_ENDED}
         write_json(
             self.manifest_path, old | {"format": FORMAT, "stage": self.stage, "status": "running"} | dict(manifest)
         )
@@ -159,8 +162,9 @@ class RunFolder:
         return config
 
     def update_manifest(self, **changes: Any) -> None:
-        """Rewrite the manifest with some entries changed."""
-        write_json(self.manifest_path, self.manifest() | changes)
+        """Rewrite the manifest with some entries changed; None removes one."""
+        kept = {name: value for name, value in self.manifest().items() if name not in changes}
+        write_json(self.manifest_path, kept | {name: value for name, value in changes.items() if value is not None})
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one of the folder's JSON files."""

@@ -21,6 +21,9 @@ FREE_TO_CHANGE = frozenset(
         "output.dir",
         "output.name",
         "output.if_exists",
+        "train.batch_size",  # the effective batch is compared apart
+        "train.grad_accum",
+        "train.gradient_checkpointing",
         "train.stop_after_steps",
         "train.logging_steps",
         "train.on_nan",

@@ -56,9 +56,12 @@ def shape_for(config: RunConfig) -> ModelShape:
         shape = parse_config(fields, name=model.name)
     except UnknownArchitecture as error:
         logger.info("%s; its class is measured on the meta device", error)
+        from sft_play.trace.block_meter import meter_of
         from sft_play.trace.remembered import cached_shape
 
         shape = cached_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+        own_code = model.name if model.trust_remote_code and fields.get("auto_map") else None
+        shape = replace(shape, meter=meter_of(fields, code=own_code))
     return replace(shape, text_only=text_only(fields))
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
-from collections.abc import Mapping
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -20,8 +23,9 @@ HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 """What TRL's SFTTrainer asks of the chunked head (its metrics)."""
 
 
-def skeleton(settings: StepSettings) -> Any:
-    """The model on the meta device, quantised where the mode says so. Call it outside a FakeTensorMode.
+def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
+    """The model on the meta device, quantised where the mode says so, or its first `depth` blocks. Call it outside a
+    FakeTensorMode.
 
     LoRA's adapters are made here too, in a third of the time that fake tensors take to initialise them.
 
@@ -31,12 +35,9 @@ def skeleton(settings: StepSettings) -> Any:
     """
     from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
     from transformers.integrations.flash_attention import flash_attention_forward
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config, attention = config_of(settings), str(settings.attention)
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    model_class = _model_class(config, settings)
     _require_attention(model_class, attention)
     if attention in BY_BOUNDARIES:
         from sft_play.training import varlen
@@ -50,8 +51,11 @@ def skeleton(settings: StepSettings) -> Any:
         config._experts_implementation = experts
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            config, dtype=getattr(torch, settings.weights), attn_implementation=attention
-        )
+            config, dtype=getattr(torch, settings.weights), attn_implementation=attention,
+            trust_remote_code=settings.code is not None,
+        )  # fmt: skip
+    if depth is not None:
+        del block_list(model)[1][depth:]
     if settings.experts == "loop":
         older.loop_over_experts(model)
     if settings.mode == "qlora":
@@ -83,6 +87,55 @@ def furnish(model: Any, settings: StepSettings) -> Any:
     return model.train()
 
 
+def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """The list of a model's blocks and its path: among the outermost lists of modules the one with the most parameters;
+    an empty list where there is none."""
+    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    outermost = {
+        path: module
+        for path, module in lists.items()
+        if count(module) and not any(path.startswith(f"{other}.") for other in lists)
+    }
+    path = max(outermost, key=lambda path: count(outermost[path]), default="")
+    return path, outermost.get(path, nn.ModuleList())
+
+
+def count(module: nn.Module) -> int:
+    """Its parameters."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+_REPLACEABLE = re.compile(
+    r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["'],\s*["']([\w-]+)["'][^)]*\)\s*def (\w+)""", re.MULTILINE
+)
+"""How a modeling file of transformers names the package whose function replaces its own, and its own
+(integrations/hub_kernels.py)."""
+
+
+def replaceable(model: nn.Module) -> list[tuple[str, str]]:
+    """Packages, and the functions of the class's own file that theirs replace where they are installed."""
+    file = sys.modules.get(type(model).__module__)
+    try:
+        text = inspect.getsource(file) if file is not None else ""
+    except (OSError, TypeError):  # a class from a notebook, or without its file
+        text = ""
+    return _REPLACEABLE.findall(text)
+
+
+@contextlib.contextmanager
+def reference_code(model: nn.Module) -> Iterator[None]:
+    """The class's own functions in place of those of packages, whose kernels do not run on fake tensors."""
+    file = sys.modules[type(model).__module__]
+    replaced = {name: getattr(file, name) for _, name in replaceable(model)}
+    for name, function in replaced.items():
+        setattr(file, name, inspect.unwrap(function))
+    try:
+        yield
+    finally:
+        for name, function in replaced.items():
+            setattr(file, name, function)
+
+
 def _is_lora(settings: StepSettings) -> bool:
     return settings.peft is not None and str(settings.peft.get("peft_type", "LORA")).upper() in ("LORA", "DORA")
 
@@ -99,8 +152,12 @@ def config_of(settings: StepSettings) -> Any:
     Raises:
         TraceUnavailable: transformers does not know the model type.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
+    if settings.code is not None:
+        config = AutoConfig.from_pretrained(settings.code, trust_remote_code=True).get_text_config()
+        config.use_cache = False
+        return config
     plain = json.loads(json.dumps(dict(settings.model)))
     kind = plain.get("model_type")
     if kind not in CONFIG_MAPPING:
@@ -110,6 +167,19 @@ def config_of(settings: StepSettings) -> Any:
     # a cache would keep the keys and values of every layer
     config.use_cache = False
     return config
+
+
+def _model_class(config: Any, settings: StepSettings) -> Any:
+    """The class of a causal language model; TraceUnavailable where there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if settings.code is not None:
+        from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+        return get_class_from_dynamic_module(config.auto_map["AutoModelForCausalLM"], settings.code)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise TraceUnavailable(f"transformers has no causal language model for {type(config).__name__}")
+    return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
 
 
 def _require_attention(model_class: Any, attention: str) -> None:

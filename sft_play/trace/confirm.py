@@ -12,7 +12,7 @@ from sft_play.planner.candidates import Candidate
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.kernels import liger_in_memory
-from sft_play.planner.memory.step_memory import is_padded
+from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
@@ -50,7 +50,7 @@ def trace_candidate(
     if precision.updates == "stochastic":
         return Traced(unavailable="the trace does not step by stochastic rounding")
     try:
-        peak = cached_trace(settings_of(config, model, shape, precision, candidate))
+        peak = cached_trace(settings_of(config, model, shape, precision, candidate.step))
     except TraceUnavailable as error:
         return Traced(unavailable=str(error))
     logger.debug("traced in %.1f s", peak.seconds)
@@ -58,13 +58,13 @@ def trace_candidate(
 
 
 def settings_of(
-    config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
+    config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, step: Step
 ) -> StepSettings:
-    """The candidate's step as the trainer would run it."""
-    step, mode = candidate.step, config.tuning.mode
+    """The step as the trainer would run it, in a layout that a trace can run."""
+    mode, layout, recomputed = config.tuning.mode, step.layout, step.recomputed(shape.num_layers)
     half = precision.compute != "float32"
     adapters = None if mode == "full" else adapter_dtype(config, precision)
-    chosen, is_fsdp = gradients_of(config, precision, candidate.layout.name), candidate.layout.name == "fsdp"
+    chosen, is_fsdp = gradients_of(config, precision, layout.name), layout.name == "fsdp"
     return StepSettings(
         model=model,
         mode=mode,
@@ -76,9 +76,9 @@ def settings_of(
         autocast=precision.compute if half else None,
         adapters=adapters,
         quant_compute=precision.compute,
-        quant_storage="uint8" if candidate.layout.name != "fsdp" else precision.compute,
-        checkpointing=candidate.checkpointed > 0,
-        checkpointed_layers=candidate.checkpointed if candidate.checkpointing == "selective" else None,
+        quant_storage="uint8" if layout.name != "fsdp" else precision.compute,
+        checkpointing=recomputed > 0,
+        checkpointed_layers=recomputed if 0 < recomputed < shape.num_layers else None,
         loss=step.loss,
         attention=("one_by_one" if step.one_by_one else "varlen") if step.varlen else step.attention,
         repeats_kv=repeats_kv(shape, attention=step.attention, half=half, capability=step.capability),
@@ -86,14 +86,14 @@ def settings_of(
         mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
-        kernels="liger" if liger_in_memory(config, shape, candidate.layout, on_gpu=step.on_gpu) else "plain",
+        kernels="liger" if liger_in_memory(config, shape, layout, on_gpu=step.on_gpu) else "plain",
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
-        eval_mask=_row_mask(
+        eval_mask=row_mask(
             padded=is_padded(config, step.layout, rows=step.eval_batch, masks=step.masks), masks=step.masks
         ),
-        strategy=STRATEGIES[candidate.layout.name],
-        world=candidate.layout.ranks,
+        strategy=STRATEGIES[layout.name],
+        world=layout.ranks,
         sync_each_batch=is_fsdp and chosen.every == "micro_batch",
         mixed_precision=precision.compute if half else None,
         gathers_in=chosen.gathered if is_fsdp and chosen.gathered != precision.compute else None,
@@ -119,10 +119,10 @@ def _mask(config: RunConfig, *, padded: bool, masks: bool = True, varlen: bool =
     """How the collator separates rows; text in full blocks is never packed."""
     if varlen or (config.data.packing != "none" and config.task_mode != "cpt"):
         return "packed"
-    return _row_mask(padded=padded, masks=masks)
+    return row_mask(padded=padded, masks=masks)
 
 
-def _row_mask(*, padded: bool, masks: bool) -> RowMask:
+def row_mask(*, padded: bool, masks: bool) -> RowMask:
     """What the collator gives the model of rows of one chat."""
     if not masks:
         return "positions"

@@ -1,16 +1,14 @@
 """The shapes of a model that the table of families does not know: its class, built on the meta device and measured.
 
-Parameter counts are exact. What a step keeps for the backward pass is known only for softmax attention and the usual
-MLPs, so the shape carries a note that says what is approximate.
+Parameter counts are exact. What a step keeps for the backward pass is measured where a plan needs it (`block_meter`).
 """
 
 from __future__ import annotations
 
-import inspect
+import hashlib
 import itertools
 import math
 import re
-import sys
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +26,7 @@ from sft_play.facts.families import FAMILIES
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
+from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.adapter_trial import adapter_places
 
 _KINDS: dict[str, AttentionKind] = {
@@ -41,14 +40,14 @@ _KINDS: dict[str, AttentionKind] = {
 """transformers' `layer_types`; others that are not attention (mamba, conv) or a linear one have no softmax
 attention."""
 
-_KERNELS = re.compile(r"""^@use_kernel_func_from_hub_with_fallback\(\s*["']\w+["'],\s*["']([\w-]+)["']""", re.MULTILINE)
-"""How a modeling file of transformers names the package whose function replaces its own
-(integrations/hub_kernels.py)."""
 _DISTRIBUTIONS = {"fla": LINEAR_ATTENTION}
 """Distributions whose name differs from the module's by more than an underline."""
 
 _PER_TOKEN = ("num_experts_per_tok", *ALIASES["num_experts_per_tok"], "top_k_experts", "moe_top_k", "top_k")
 """Names of the number of experts that a token passes."""
+
+_PLACES = re.compile(r"idx|index|layer_(id|number|num)|training")
+"""Names of attributes that differ from block to block without making them different."""
 
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
 """Names of the MLP's last linear layer."""
@@ -109,8 +108,8 @@ def measure(
         ModelError: it has no token embedding or no repeated blocks.
     """
     embedding, head = _answer(model, "get_input_embeddings"), _answer(model, "get_output_embeddings")
-    path, blocks = _blocks(model)
-    if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or blocks is None:
+    path, blocks = block_list(model)
+    if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):
         raise ModelError(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
@@ -153,10 +152,11 @@ def measure(
             for place, module in model.named_modules()
             if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
         ),
-        note=f"the shapes of {type(model).__name__} were measured on its class: parameters are exact, activations "
-        "are estimated as those of a plain decoder",
+        can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
+        has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
+        note=f"that of {type(model).__name__}, measured on its class",
     )
-    return replace(shape, outer_params=_count(model) - shape.params)
+    return replace(shape, outer_params=count(model) - shape.params)
 
 
 def _measured_blocks(
@@ -201,18 +201,6 @@ def _answer(model: nn.Module, getter: str) -> Any:
     return getattr(model, getter)() if hasattr(model, getter) else None
 
 
-def _blocks(model: nn.Module) -> tuple[str, nn.ModuleList | None]:
-    """The list of blocks and its path: among the outermost lists of modules the one with the most parameters."""
-    lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    outermost = {
-        path: module
-        for path, module in lists.items()
-        if _count(module) and not any(path.startswith(f"{other}.") for other in lists)
-    }
-    path = max(outermost, key=lambda path: _count(outermost[path]), default="")
-    return path, outermost.get(path)
-
-
 def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
     """What each block's attention sees, as far as the config says it."""
     named = _field(hf_config, "layer_types") or _field(hf_config, "attention_layers")
@@ -238,12 +226,8 @@ def _experts_dispatch(model: nn.Module) -> bool:
 
 def _kernel_packages(model: nn.Module) -> tuple[str, ...]:
     """Packages whose kernels the class runs in training where they are installed, by its own file."""
-    file = sys.modules.get(type(model).__module__)
-    try:
-        text = inspect.getsource(file) if file is not None else ""
-    except (OSError, TypeError):  # a class from a notebook, or without its file
-        text = ""
-    return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in _KERNELS.findall(text)))
+    names = (package for package, _ in replaceable(model))
+    return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in names))
 
 
 def _kind(name: str) -> AttentionKind:
@@ -298,6 +282,7 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
     mlp = next((linear.inputs for linear in linears if linear.name in _DOWN and not linear.is_attention), 0)
     kind = LayerKind(
         count=0,
+        settings=_settings(block),
         linears=linears,
         attention=attention,
         mlp_width=0 if experts else mlp,
@@ -306,12 +291,23 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         gated_experts=gated,
         expert_params=sum(tensor.numel() for tensor in experts),
         shared_width=mlp if experts else 0,
-        router_params=sum(_count(module) for path, module in modules.items() if _is_router(path, module)),
-        norm_params=sum(_count(module) for module in modules.values() if _is_norm(module)),
+        router_params=sum(count(module) for path, module in modules.items() if _is_router(path, module)),
+        norm_params=sum(count(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
         linear_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
     )
-    return replace(kind, other_params=_count(block) - kind.params)
+    return replace(kind, other_params=count(block) - kind.params)
+
+
+def _settings(block: nn.Module) -> str:
+    """A short text of what its modules are set to (`is_kv_shared_layer`), but for their place among the blocks."""
+    found = [
+        (path, name, value)
+        for path, module in block.named_modules()
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, bool | int | str) and not name.startswith("_") and not _PLACES.search(name)
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:8]
 
 
 def _expert_tensors(block: nn.Module) -> list[torch.Tensor]:
@@ -348,7 +344,3 @@ def _is_router(path: str, module: nn.Module) -> bool:
 def _is_norm(module: nn.Module) -> bool:
     """Whether it is a norm itself, not a list or block of norms."""
     return "norm" in type(module).__name__.lower() and bool(list(module.parameters(recurse=False)))
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 TRACE_VERSION = 15
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 5
+SHAPE_VERSION = 6
 """The same for shapes."""
 _SHAPE = TypeAdapter(ModelShape)
 

@@ -39,6 +39,8 @@ class StepSettings:
 
     model: Mapping[str, Any]
     """The model's config.json as plain data."""
+    code: str | None = None
+    """Folder or hub name of a model whose own code defines its class."""
     mode: Literal["full", "lora", "qlora"] = "qlora"
     peft: Mapping[str, Any] | None = None
     """PEFT's config as plain data (`peft_type`, `r`, `target_modules`, ...); None in full mode."""

@@ -69,6 +69,20 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
     Raises:
         TraceUnavailable: as `trace_step`.
     """
+    with situated(settings, real=real, mesh=mesh) as (run, skeleton):
+        return run.log, run.whole(skeleton)
+
+
+@contextlib.contextmanager
+def situated(
+    settings: StepSettings, *, real: bool = False, mesh: Any = None, depth: int | None = None
+) -> Iterator[tuple[Loop, Any]]:
+    """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or `real` ones in
+    the group of `mesh`. `depth`: only the first this many blocks.
+
+    Raises:
+        TraceUnavailable: as `trace_step`.
+    """
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     from sft_play.training import repeated_keys
@@ -79,9 +93,11 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
         stack.enter_context(_collected())
         stack.enter_context(_library_faults())
         situation = replacements.Situation(settings, log)
+        log.is_padded = lambda: situation.mask == "padded"
         stack.enter_context(patches.installed(situation))
         stack.enter_context(repeated_keys.using(repeated=settings.repeats_kv))
-        model = build.skeleton(settings)
+        model = build.skeleton(settings, depth=depth)
+        stack.enter_context(build.reference_code(build.base_of(model)))
         if settings.kernels == "liger":
             stack.enter_context(liger.replaced(model))
         if settings.strategy in SHARDED and mesh is None:
@@ -92,10 +108,10 @@ def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> t
         if not real:
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(log)
-        return log, _Run(situation, mesh).whole(model)
+        yield Loop(situation, mesh), model
 
 
-class _Run:
+class Loop:
     """The loop of a training script: build, steps of micro-batches, clip, update, evaluation."""
 
     def __init__(self, situation: replacements.Situation, mesh: Any) -> None:
@@ -106,7 +122,7 @@ class _Run:
     def whole(self, skeleton: Any) -> dict[str, int]:
         """Run it with this model; returns counts of parameters."""
         settings, log = self.settings, self.log
-        model, counts = self._loaded(skeleton)
+        model, counts = self.loaded(skeleton)
         if settings.empty_cache_after_load:
             log.empty_cache()
         log.mark("prepare")
@@ -133,11 +149,11 @@ class _Run:
         if settings.eval_batch:
             log.empty_cache()  # as the trainer does between the moments of a run
             log.mark("evaluation", settings.optimizer_steps - 1)
-            self._evaluate(model)
+            self.evaluates(model, settings.eval_batch, settings.seq_len)
         log.mark("end", settings.optimizer_steps - 1)
         return counts
 
-    def _loaded(self, skeleton: Any) -> tuple[Any, dict[str, int]]:
+    def loaded(self, skeleton: Any) -> tuple[Any, dict[str, int]]:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
         if self.settings.strategy not in SHARDED:
             model = build.furnish(skeleton, self.settings)
@@ -164,7 +180,7 @@ class _Run:
 
         return ranks.Buckets(model, self.settings, self.log).after_backward
 
-    def _batch(self, rows: int, length: int) -> dict[str, Any]:
+    def batch(self, rows: int, length: int) -> dict[str, Any]:
         """The collator's tensors: packs without a mask, for flash attention in one row with their boundaries."""
         is_packed = self.situation.mask == "packed"
         is_flat = is_packed and self.settings.attention in ("flash_attention_2", *BY_BOUNDARIES)
@@ -183,7 +199,7 @@ class _Run:
                 batch["chat_lengths"] = (length,) * rows
         return batch
 
-    def _loss(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    def loss(self, model: Any, batch: dict[str, Any]) -> tuple[torch.Tensor, Any]:
         """The loss of a batch as the script computes it, and what it keeps of the outputs."""
         dtype = self.settings.autocast
         with torch.autocast("cpu", dtype=getattr(torch, dtype)) if dtype else contextlib.nullcontext():
@@ -211,7 +227,7 @@ class _Run:
         lengths = self.settings.lengths or (self.settings.seq_len,)
         length = lengths[self._passes % len(lengths)]
         self._passes += 1
-        loss, self._held = self._loss(model, self._batch(self.settings.micro_batch, length))
+        loss, self._held = self.loss(model, self.batch(self.settings.micro_batch, length))
         if self.settings.grad_accum > 1:
             loss = loss / self.settings.grad_accum
         self.log.mark("backward", step)
@@ -227,11 +243,12 @@ class _Run:
         if not self.settings.zero_grad_late:
             optimizer.zero_grad(set_to_none=True)
 
-    def _evaluate(self, model: Any) -> None:
+    def evaluates(self, model: Any, rows: int, length: int) -> None:
+        """A pass of an evaluation."""
         model.eval()
         self.situation.evaluating = True
         with torch.no_grad():
-            self._loss(model, self._batch(self.settings.eval_batch or 1, self.settings.seq_len))
+            self.loss(model, self.batch(rows, length))
         self.situation.evaluating = False
         model.train()
 

@@ -35,16 +35,20 @@ class StorageLog(TorchDispatchMode):
     """The events of a run: enter it inside the FakeTensorMode, if there is one.
 
     `current` and `peak` are live bytes, not rounded to blocks. `labelled` is the share of tokens with a label: on fake
-    tensors, where a boolean index has no length, this many of its positions count as true.
+    tensors, where a boolean index has no length, this many of its positions count as true. `is_padded` answers where a
+    model asks whether its mask is all ones.
     """
 
-    def __init__(self, *, workspace: Workspace | None = None, labelled: float = 1.0) -> None:
+    def __init__(
+        self, *, workspace: Workspace | None = None, labelled: float = 1.0, is_padded: Callable[[], bool] | None = None
+    ) -> None:
         super().__init__()
         self.events: list[Event] = []
         self.current = self.peak = 0
         self.operators = 0
         self._workspace = workspace
         self._labelled = labelled
+        self.is_padded = is_padded
         self._live: dict[int, tuple[int, int]] = {}
         self._next_key = 0
         self._hidden = 0
@@ -122,6 +126,14 @@ class StorageLog(TorchDispatchMode):
             weakref.finalize(storage, self._died, storage._cdata).atexit = False
         elif entry[1] != storage.nbytes():
             self.resized(storage)
+
+    def key_of(self, tensor: torch.Tensor) -> int | None:
+        """The key of a tensor's storage; None for one that is not live here."""
+        return self._live.get(tensor.untyped_storage()._cdata, (None, 0))[0]
+
+    def lives(self, key: int | None) -> bool:
+        """Whether the storage of this key is still there."""
+        return any(entry[0] == key for entry in self._live.values())
 
     def resized(self, storage: Any) -> None:
         """`storage.resize_` is not an operator; FSDP empties and refills its gathered parameters with it."""
@@ -235,10 +247,19 @@ def _selected(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
     return torch.empty(log.chosen(args[1]), dtype=args[0].dtype)
 
 
+def _is_unpadded(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
+    """The value of a boolean without one: models ask only whether a mask is all ones (masking_utils.py,
+    `create_recurrent_attention_mask`)."""
+    if log.is_padded is None or not isinstance(args[0], FakeTensor) or args[0].dtype != torch.bool:
+        return func(*args, **kwargs)
+    return not log.is_padded()
+
+
 _CHOOSING: dict[Any, Callable[[StorageLog, Any, Any, Any], Any]] = {
     torch.ops.aten.index.Tensor: _by_positions,
     torch.ops.aten.index_put_.default: _by_positions,
     torch.ops.aten.index_put.default: _by_positions,
     torch.ops.aten._index_put_impl_.default: _by_positions,
     torch.ops.aten.masked_select.default: _selected,
+    torch.ops.aten._local_scalar_dense.default: _is_unpadded,
 }

@@ -14,6 +14,7 @@ from sft_play.environment import allocator_words
 from sft_play.errors import DoesNotFit, HardwareError
 from sft_play.facts.unseen import ON_CPU, torch_is_blind
 from sft_play.log import one_line
+from sft_play.planner.batching import divisors
 from sft_play.planner.memory.margins import DESKTOP_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.units import GIB
@@ -120,10 +121,20 @@ def out_of_memory_explained(plan: Plan) -> Iterator[None]:
 
 def out_of_memory_message(plan: Plan, error: BaseException) -> str:
     """What was predicted and what to do: the plan was wrong, or another process took the memory."""
-    batch = plan.batch.micro_batch
-    smaller = f"train.batch_size={batch // 2}" if batch > 1 else "a shorter model.max_seq_len"
     return (
         f"CUDA out of memory; the plan predicted {plan.memory.required / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB "
-        f"with micro-batch {batch} ({one_line(str(error), limit=300)}). Check with nvidia-smi whether another process "
-        f"took memory meanwhile; try {smaller}"
+        f"with micro-batch {plan.batch.micro_batch} ({one_line(str(error), limit=300)}). Check with nvidia-smi whether "
+        f"another process took memory meanwhile; try {_smaller(plan)}"
     )
+
+
+def _smaller(plan: Plan) -> str:
+    """What needs less memory, by settings that the run can be resumed with where there are any: rows of a step stay."""
+    batch = plan.batch
+    if batch.micro_batch > 1:
+        half = max(size for size in divisors(batch.micro_batch) if size <= batch.micro_batch // 2)
+        passes = batch.micro_batch * batch.grad_accum // half
+        return f"SET='train.batch_size={half} train.grad_accum={passes}', which resume takes too"
+    if plan.gradient_checkpointing is not True:
+        return "SET=train.gradient_checkpointing=true, which resume takes too"
+    return "more GPUs, or a new run with a shorter model.max_seq_len"

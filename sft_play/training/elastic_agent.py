@@ -273,7 +273,8 @@ def _note_in_run(lines: Sequence[str], code: int) -> None:
             if folder.log_path.exists():
                 with folder.log_path.open("a", encoding="utf-8") as log:
                     log.writelines(f"{line}\n" for line in lines)
-            if code == 1 and manifest.get("status") in ("running", "failed"):
+            # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost connection
+            if code != Interrupted.exit_code and manifest.get("status") in ("running", "failed"):
                 line = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
                 folder.update_manifest(status="failed", error=line.partition("error: ")[2] or line)
     except (SftPlayError, OSError):  # the folder was never made, was removed, or has become another run's

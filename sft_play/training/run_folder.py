@@ -15,7 +15,7 @@ from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
 from sft_play.runs.creation import create_run, discard_run, write_start
 from sft_play.runs.disk import refusals
-from sft_play.runs.folder import DEEPSPEED_FILE
+from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED
 from sft_play.runs.locking import Lock, lock
 from sft_play.runs.manifest import new_manifest
 from sft_play.runs.resuming import check_same_run
@@ -86,7 +86,10 @@ def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -
         job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
     )
     resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
-    job.folder.update_manifest(status="running", resumed=resumed, **spread_facts(job.plan))
+    # how the stopped run ended is not how this one does
+    job.folder.update_manifest(
+        status="running", resumed=resumed, **dict.fromkeys(HOW_IT_ENDED), **spread_facts(job.plan)
+    )
     return mark
 
 

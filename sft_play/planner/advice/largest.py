@@ -75,7 +75,7 @@ def _micro(config: RunConfig) -> int:
 
 def _nearest(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> Candidate:
     """The simplest layout that fits, those that offload last; if none does, the one closest to fitting."""
-    given = wished_layers(job.config, job.shape.num_layers)
+    given = wished_layers(job.config, job.shape)
     count = job.shape.num_layers if given is None else given
     job = dataclasses.replace(job, seq_len=length)
 

@@ -165,6 +165,7 @@ def _changes(request: PlanRequest) -> list[str]:
     checkpointing = config.train.gradient_checkpointing
     wishes = ["train.gradient_checkpointing=true"] if checkpointing not in ("auto", True, "offload") else []
     wishes += ["train.gradient_checkpointing=offload"] if checkpointing != "offload" else []
+    wishes = wishes if request.shape.can_checkpoint else []
     wishes += _smaller_batches(config.train)
     if config.tuning.mode == "full" and config.train.weight_updates == "float32":
         wishes.append("train.weight_updates=auto")

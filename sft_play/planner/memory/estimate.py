@@ -24,6 +24,7 @@ from sft_play.planner.memory.margins import (
     reserved_over,
     stays,
 )
+from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.model_states import paged_bytes
 from sft_play.planner.memory.saving import Form, Saving, saving_of
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded, largest
@@ -116,7 +117,7 @@ class MemoryEstimate:
 
 def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
     """The predicted peak of a step on one rank: the largest of its moments, and what must be free for it."""
-    return estimate_of(Walk(config, shape, precision, step), precision)
+    return estimate_of(walk_of(config, shape, precision, step), precision)
 
 
 def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
@@ -138,7 +139,8 @@ def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
         optim=config.train.optim,
         layout=layout,
         experts=shape.num_experts > 0,
-        approximate=bool(shape.note),
+        measured=shape.meter is not None,
+        own_kernels=bool(shape.kernel_packages),
         autocast=precision.load != precision.compute,
     )
     # not a share: what other processes take does not grow with the run

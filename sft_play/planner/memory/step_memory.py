@@ -19,6 +19,7 @@ from sft_play.planner.memory.block import BlockBytes, block_bytes, forward_peak
 from sft_play.planner.memory.block_spec import BlockSpec, Numbers
 from sft_play.planner.memory.gather import Gathering, units, zero_buckets
 from sft_play.planner.memory.lm_head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
+from sft_play.planner.memory.measured import LayerBytes
 from sft_play.planner.memory.model_states import (
     optimizer_transient,
     part_of_trained,
@@ -136,6 +137,7 @@ class Walk:
         self.specs = self._specs(padded=step.padded, packed=config.data.packing != "none")
         self.gathering = self._gathering() if layout.shards_params else None
         self.blocks, self.widths = self._blocks()
+        self.layers = self._layers()
 
     # --- what the step is made of -------------------------------------------------------------------------------------
     def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
@@ -199,7 +201,8 @@ class Walk:
         return Gathering(model_units, self.shape.layer_order, share, self.step.layout.shard, wider)
 
     def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
-        """Every block's bytes, and the width of each one's input and of the last one's output."""
+        """Every block's bytes as the closed form has them, and the width of each one's input and of the last one's
+        output."""
         blocks: list[BlockBytes] = []
         widths = [self.width]
         for layer, place in enumerate(self.shape.layer_order):
@@ -216,9 +219,31 @@ class Walk:
             widths.append(block.width)
         return blocks, widths
 
+    def _layers(self) -> list[LayerBytes]:
+        """Every block's bytes in this step."""
+        batch, offloads = self.step.micro_batch, self.step.offloads
+        layers = []
+        for layer, block in enumerate(self.blocks):
+            if layer >= self.recomputed:
+                way = LayerBytes(block.forward, block.kept, block.backward)
+            else:
+                # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block
+                # runs forward again first, and its input stays until its backward pass has ended
+                alone = self._forward_alone(layer, batch, self.specs, training=True)
+                hidden, peak = self._hidden(batch, layer), max(block.backward + block.input, block.recompute)
+                way = LayerBytes(alone, hidden, peak, cast=block.cast_weights)
+                way = way.offloaded if offloads else way
+            layers.append(replace(way, gradients=block.gradients, rebuilt=block.rebuilt, input=block.input))
+        return layers
+
     def _forward_alone(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
         spec, width = specs[self.shape.layer_order[layer]], self.widths[layer]
         return forward_peak(spec, batch=batch, length=self.step.length, width=width, training=training)
+
+    def _evaluated(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
+        """A block where nothing is held for a backward pass; autocast keeps copies of its fp32 parameters there too."""
+        forward = self._forward_alone(layer, rows, specs, training=False)
+        return LayerBytes(forward, cast=self.blocks[layer].cast_weights)
 
     def _head(self, batch: int, *, grad: bool) -> HeadBytes:
         words = self.shape.vocab_size
@@ -290,7 +315,11 @@ class Walk:
     def offloaded(self) -> int:
         """Bytes of RAM that checkpointed blocks' inputs take (`save_on_cpu`, page-locked)."""
         layers = range(self.recomputed) if self.step.offloads else ()
-        return sum(self._hidden(self.step.micro_batch, layer) for layer in layers)
+        return sum(self._checkpoint(layer) for layer in layers)
+
+    def _checkpoint(self, layer: int) -> int:
+        """What a recomputed block keeps: its input."""
+        return self._hidden(self.step.micro_batch, layer)
 
     def moments(self) -> Iterator[tuple[Moment, Terms]]:
         """Every moment that can be the peak, with its terms: of each part of the step the highest, then the others."""
@@ -324,6 +353,10 @@ class Walk:
         """Hidden states before a block, or after the last."""
         return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
 
+    def _embedded(self, batch: int) -> int:
+        """The embedding's output, which the model's own forward keeps until it returns."""
+        return self._hidden(batch, 0)
+
     def _between(self) -> int:
         """Gradients between steps: ZeRO-3 keeps their buffer (bytes counted on real ranks), all others free them."""
         layout = self.step.layout
@@ -341,17 +374,13 @@ class Walk:
         """
         gathering, batch = self.gathering, self.step.micro_batch
         older, cast = self._older_gradients(), 0
-        for layer, block in enumerate(self.blocks):
-            checkpointed = layer < self.recomputed
-            cast += block.cast_weights if checkpointed else 0
-            alone = self._forward_alone(layer, batch, self.specs, training=True)
+        for layer, block in enumerate(self.layers):
+            cast += block.cast
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
-            embedded = self._hidden(batch, 0) if layer and not self.recomputed else 0
-            # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it
-            live = held[-1] + cast + embedded + (alone if checkpointed else block.forward)
+            embedded = self._embedded(batch) if layer and not self.recomputed else 0
+            live = held[-1] + cast + embedded + block.forward
             yield self._at("forward", older, live, gather_buffers=gathering.forward(layer) if gathering else 0)
-            kept = 0 if self.step.offloads else self._hidden(batch, layer)
-            held.append(held[-1] + (kept if checkpointed else block.kept))
+            held.append(held[-1] + block.kept)
         size = self._hidden(batch, -1)
         if gathering:
             yield self._at("forward", older, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail())
@@ -369,14 +398,11 @@ class Walk:
         with_embedding = gathering is not None and self.shape.tied  # one unit, sharded when the embedding is done
         new = 0 if self.adds_up else self._kept_of(head.gradients)
         done = self._older_gradients() + (head.gradients if with_embedding else new)
-        for layer, block in reversed(list(enumerate(self.blocks))):
-            # a checkpointed block runs forward again first, and its input stays until its backward pass has ended
-            peak = max(block.backward + block.input, block.recompute) if layer < self.recomputed else block.backward
-            peak += self._hidden(self.step.micro_batch, layer) if self.step.offloads else 0  # back from RAM
+        for layer, block in reversed(list(enumerate(self.layers))):
             yield self._at(
                 "backward",
                 done,
-                held[layer] + peak - block.rebuilt,
+                held[layer] + block.backward - block.rebuilt,
                 dequantised=block.rebuilt,
                 gather_buffers=gathering.backward(layer) if gathering else 0,
             )
@@ -411,12 +437,13 @@ class Walk:
         batch, gathering, there = self._batch(rows, specs), self.gathering, self._between()
         # blocks of one kind need the same, and the last of them comes with the most casts held
         last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
-        for layer, (place, block) in enumerate(zip(self.shape.layer_order, self.blocks, strict=True)):
+        for layer, place in enumerate(self.shape.layer_order):
+            block = self._evaluated(layer, rows, specs)
             if last[place] == layer:
                 embedded = self._hidden(rows, 0) if layer else 0
-                live = batch + cast + embedded + self._forward_alone(layer, rows, specs, training=False)
+                live = batch + cast + embedded + block.forward
                 yield self._at("evaluation", there, live, gather_buffers=gathering.forward(layer) if gathering else 0)
-            cast += block.cast_weights
+            cast += block.cast
         head = self._head(rows, grad=False)
         live = batch + cast + self._hidden(rows, 0) + 2 * self._hidden(rows, -1)
         before = gathering.before_tail() if gathering else 0

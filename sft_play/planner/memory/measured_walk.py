@@ -1,0 +1,81 @@
+"""The walk of a step through a class whose blocks are measured, where the closed form does not know them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.model_shape import ModelShape
+from sft_play.planner.memory.block import BlockBytes
+from sft_play.planner.memory.block_spec import BlockSpec
+from sft_play.planner.memory.lm_head import HeadBytes
+from sft_play.planner.memory.measured import LayerBytes, MeasuredPass, Way
+from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.precision import Precision
+
+
+def walk_of(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Walk:
+    """The walk of this step."""
+    kind = Walk if shape.meter is None else MeasuredWalk
+    return kind(config, shape, precision, step)
+
+
+class MeasuredWalk(Walk):
+    """A walk whose blocks, and what is live around them, are those that `ModelShape.meter` measures."""
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether few real tokens were carried on to the step's."""
+        return self._measured(self._way(0), self.step.micro_batch).on_cpu
+
+    def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
+        return [], [self.width] * (self.shape.num_layers + 1)
+
+    def _layers(self) -> list[LayerBytes]:
+        layers = [self._layer(self._way(layer), layer) for layer in range(self.shape.num_layers)]
+        return [one.offloaded for one in layers] if self.step.offloads else layers
+
+    def _checkpoint(self, layer: int) -> int:
+        return self._layer("recomputed", layer).kept
+
+    def _batch(self, batch: int, specs: Sequence[BlockSpec]) -> int:
+        trains = specs is self.specs
+        return self._measured(self._way(0) if trains else "evaluated", batch).before
+
+    def _embedded(self, batch: int) -> int:
+        return self._measured("kept", batch).embedded
+
+    def _evaluated(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
+        return self._layer("evaluated", layer, rows)
+
+    def _head(self, batch: int, *, grad: bool) -> HeadBytes:
+        found = self._measured(self._way(self.shape.num_layers - 1) if grad else "evaluated", batch)
+        usual = super()._head(batch, grad=grad)
+        # a few tokens do not show how many it takes at once, and whole logits were not run
+        if found.on_cpu or self.step.loss != "chunked":
+            return usual
+        # its tiles are full from some batch on, so that it is not below the line between two batches; what a class has
+        # beside the usual last norm and head was run
+        forward, backward = max(found.tail.forward, usual.forward), max(found.tail.backward, usual.backward)
+        return HeadBytes(usual.kept, forward, backward, found.tail.gradients)
+
+    def _way(self, layer: int) -> Way:
+        return "recomputed" if layer < self.recomputed else "kept"
+
+    def _layer(self, way: Way, layer: int, batch: int | None = None) -> LayerBytes:
+        found = self._measured(way, batch or self.step.micro_batch)
+        return found.layers[self.shape.layer_order[layer]] if layer else found.first
+
+    def _measured(self, way: Way, batch: int) -> MeasuredPass:
+        assert self.shape.meter is not None
+        if (way, batch) not in self._passes:
+            self._passes[way, batch] = self.shape.meter(
+                self.config, self.shape, self.precision, self.step, self.numbers, way, batch,
+                accumulates=self._accumulating(),
+            )  # fmt: skip
+        return self._passes[way, batch]
+
+    @cached_property
+    def _passes(self) -> dict[tuple[Way, int], MeasuredPass]:
+        return {}

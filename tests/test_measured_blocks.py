@@ -1,0 +1,331 @@
+"""Classes outside the table of families: their own blocks are run, and a plan's activations are those."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import ConfigError, ModelError
+from sft_play.facts.architecture import parse_config
+from sft_play.facts.families import FAMILIES
+from sft_play.facts.hardware import named
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.measured import LayerBytes, MeasuredPass, between
+from sft_play.planner.memory.measured_walk import walk_of
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
+from sft_play.trace import block_meter, blocks
+from sft_play.trace.block_meter import first_blocks, meter_of
+from sft_play.trace.confirm import settings_of
+from sft_play.trace.meta_shape import shape_on_meta
+from sft_play.trace.settings import StepSettings
+from sft_play.trace.step import record
+from tests.test_every_class import classes, small_on_meta
+from tests.test_memory import BF16
+from tests.test_meta_shape import SMALL
+from tests.test_trace import phase_peaks
+
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 512, "max_position_embeddings": 4096, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LINEAR = {"linear_num_value_heads": 8, "linear_num_key_heads": 4, "linear_key_head_dim": 64,
+          "linear_value_head_dim": 64}  # fmt: skip
+MAMBA = {"mamba_n_heads": 16, "mamba_d_head": 64, "mamba_d_state": 32, "mamba_n_groups": 1, "mamba_chunk_size": 32}
+CLASSES = {
+    "qwen3_5_text": LINEAR,
+    "falcon_h1": {**MAMBA, "mamba_d_ssm": 1024},
+    "granitemoehybrid": {**MAMBA, "layer_types": ["mamba", "attention"] * 3, "num_local_experts": 4,
+                         "num_experts_per_tok": 2, "shared_intermediate_size": 512},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 3, "block_ff_dim": 1024},
+    "gemma4_text": {"vocab_size_per_layer_input": 512, "global_head_dim": 64},
+    "deepseek_v4": {},
+    "flint": {},
+}  # fmt: skip
+
+
+OFTEN = ("qwen3_5_text", "falcon_h1", "lfm2")
+"""Linear attention, a state beside attention, convolutions: in the default tests."""
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(block_meter, "_seen", {})
+
+
+def run(mode="lora", text="", length=256):
+    rank = "" if mode == "full" else ", lora: {r: 8}"
+    return config_from_text(
+        f"model: {{name: m, max_seq_len: {length}}}\ntuning: {{mode: {mode}{rank}}}\n{text}", name="x"
+    )
+
+
+def wide(kind, **more):
+    """A config of moderate width, as transformers would write it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if kind in ("deepseek_v4", "flint"):  # sizes that depend on one another
+        from sft_play.training.packable import small_config
+
+        config = small_config(CONFIG_MAPPING[kind]().get_text_config())
+    else:
+        config = CONFIG_MAPPING[kind](**{**WIDE, **CLASSES.get(kind, {}), **more}).get_text_config()
+    return json.loads(json.dumps(config.to_dict(), default=str))
+
+
+def measured_shape(fields, kind=""):
+    return dataclasses.replace(shape_on_meta(fields, name=kind or "m"), meter=meter_of(fields))
+
+
+def step_of(shape, **changes):
+    attention = "sdpa" if shape.has_sdpa else "eager"
+    usual = Step(2, 1, 256, attention=attention, masks=False, saves=False, checkpointed_layers=0)
+    return dataclasses.replace(usual, **changes)
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
+def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
+    """Llama's: 8 of its kind by the closed form, line by line, against the same by running them."""
+    fields = {**WIDE, "model_type": "llama", "num_hidden_layers": 8}
+    closed = parse_config(fields, name="m")
+    measured = dataclasses.replace(closed, meter=meter_of(fields))
+    draw = random.Random(7)
+    for checkpointed in (0, None, 3):
+        step = step_of(
+            closed, micro_batch=draw.choice([1, 2, 8]), seq_len=draw.choice([128, 512, 1000]),
+            grad_accum=draw.choice([1, 3]), checkpointed_layers=checkpointed, eval_batch=draw.choice([0, 8]),
+        )  # fmt: skip
+        known, found = (estimate(run(mode), shape, BF16, step) for shape in (closed, measured))
+        for moment, size in known.moments.items():
+            assert found.moments[moment] == pytest.approx(size, rel=0.01 if moment != "evaluation" else 0.03), (moment, step)
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow) for kind in sorted(CLASSES)]
+)
+def test_a_class_outside_the_table_needs_what_its_whole_step_does(kind):
+    """The plan from a few blocks against a trace of all of them, both ways of a block, adapters and full weights."""
+    assert kind not in FAMILIES
+    fields = wide(kind)
+    shape = measured_shape(fields)
+    for mode, layers in (("lora", 0), ("full", None)):
+        step = step_of(shape, checkpointed_layers=layers, eval_batch=4)
+        found = estimate(run(mode), shape, BF16, step)
+        # live bytes: the allocator rounds blocks up to the next MiB, which counts in small models
+        peaks = phase_peaks(record(settings_of(run(mode), fields, shape, BF16, step))[0])
+        assert found.allocated == pytest.approx(max(peaks.values()), rel=0.002), (mode, layers)
+        assert found.moments["evaluation"] == pytest.approx(peaks["evaluation 1"], rel=0.002), (mode, layers)
+
+
+@pytest.mark.slow
+def test_every_class_outside_the_table_is_measured_or_refused_by_name():
+    """What cannot be measured is named, with the reason; nothing is planned on a guess."""
+    refused, measured = {}, 0
+    for kind in classes():
+        built = small_on_meta(kind) if kind not in FAMILIES else None
+        if built is None:
+            continue
+        fields = json.loads(json.dumps(built[1].to_dict(), default=str))
+        try:
+            shape = measured_shape(fields, kind)
+            found = estimate(run(), shape, BF16, step_of(shape))
+            assert found.moments["forward"] > 0
+            measured += 1
+        except ModelError as error:
+            refused[kind] = str(error)
+    assert set(refused) <= REFUSED, refused
+    assert measured > 70
+
+
+REFUSED = {
+    "hrm_text",  # calls its blocks again and again
+    "blt", "longcat_flash", "longcat2", "zamba", "xlnet", "xlm", "rwkv", "trocr",
+    "dots3_note", "dots3_note_text",
+}  # fmt: skip
+"""Types, by transformers 5.23, whose small models can be made and whose blocks cannot be measured."""
+
+
+def test_long_rows_of_states_are_carried_on_from_short_ones():
+    """Operators grow with the length, chunk by chunk in Python: as many tokens in short rows stand for long ones."""
+    fields = wide("qwen3_5_text")
+    shape = measured_shape(fields)
+    step = step_of(shape, micro_batch=2, seq_len=1024)
+    assert step.seq_len > block_meter.CHUNK * 4
+    lengths = []
+    original = blocks.run_blocks
+
+    def watched(settings, passes, *words, **options):
+        passes = list(passes)
+        lengths.extend(length for _, length in passes)
+        return original(settings, passes, *words, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "run_blocks", watched)
+        found = estimate(run(length=1024), shape, BF16, step)
+    assert set(lengths) == {block_meter.CHUNK, 2 * block_meter.CHUNK}
+    peaks = phase_peaks(record(settings_of(run(length=1024), fields, shape, BF16, step))[0])
+    assert found.allocated == pytest.approx(max(peaks.values()), rel=0.01)
+
+
+def test_a_class_that_needs_values_is_measured_small_on_the_cpu():
+    """JetMoE splits tokens by lists of numbers, which tensors without bytes do not have."""
+    fields = {
+        **SMALL, "model_type": "jetmoe", "hidden_size": 256, "kv_channels": 32, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "num_key_value_heads": 2, "num_attention_heads": 4, "intermediate_size": 512,
+    }  # fmt: skip
+    shape = measured_shape(fields)
+    step = step_of(shape, micro_batch=1, seq_len=128)
+    walk = walk_of(run(length=128), shape, BF16, step)
+    assert walk.on_cpu
+    # the same step with real tensors; attention's scores are counted in both, and the head's tile is a full one there
+    settings = dataclasses.replace(settings_of(run(length=128), fields, shape, BF16, step), attention="eager")
+    real = record(settings, real=True)[0]
+    assert real.peak == pytest.approx(estimate(run(length=128), shape, BF16, step).allocated, rel=0.1)
+    twice = walk_of(run(length=128), shape, BF16, step_of(shape, micro_batch=2, seq_len=128))
+    assert twice.layers[1].kept == pytest.approx(2 * walk.layers[1].kept, rel=0.1)
+    plan = make_plan(PlanRequest(run(length=128), shape, named("1xH100")))
+    assert any("few real tokens on the CPU" in reason for reason in plan.reasons)
+
+
+def test_what_cannot_be_measured_is_refused_by_name_and_nothing_is_guessed(monkeypatch):
+    def fails(*words, **options):
+        raise block_meter.TraceUnavailable("no kernel")
+
+    fields = wide("qwen3_5_text")
+    monkeypatch.setattr(blocks, "run_blocks", fails)
+    monkeypatch.setattr(blocks, "operators", fails)
+    with pytest.raises(ModelError, match=r"no plan can be made for the class qwen3_5_text: .* \(no kernel; on the CPU"):
+        make_plan(PlanRequest(run(), measured_shape(fields), named("1xH100")))
+
+
+def test_a_class_that_repeats_its_blocks_is_refused():
+    built = small_on_meta("hrm_text")
+    assert built is not None
+    fields = json.loads(json.dumps(built[1].to_dict(), default=str))
+    shape = measured_shape(fields)
+    with pytest.raises(ModelError, match="calls a block more than once"):
+        estimate(run(), shape, BF16, step_of(shape))
+
+
+def test_a_plan_says_where_its_activations_are_from():
+    fields = wide("lfm2")
+    measured = make_plan(PlanRequest(run(), measured_shape(fields), named("1xRTX3060")))
+    assert measured.as_json()["activations_from"] == "measured"
+    assert any("tensors without bytes" in reason for reason in measured.reasons)
+    assert plan_from_json(json.loads(json.dumps(measured.as_json()))) == measured
+    llama = parse_config({**WIDE, "model_type": "llama"}, name="m")
+    known = make_plan(PlanRequest(run(), llama, named("1xRTX3060")))
+    assert known.as_json()["activations_from"] == "blocks"
+    assert not any(reason.startswith("activations:") for reason in known.reasons)
+
+
+def test_a_class_without_checkpointing_is_planned_without_it():
+    fields = {"model_type": "ctrl", "n_embd": 64, "dff": 96, "n_layer": 4, "n_head": 4, "vocab_size": 256}
+    shape = measured_shape(fields)
+    assert not shape.can_checkpoint
+    plan = make_plan(PlanRequest(run(length=64), shape, named("1xRTX3060")))
+    assert {candidate.checkpointed for candidate in plan.candidates} == {0}
+    with pytest.raises(ConfigError, match="model type ctrl has no activation checkpointing; set it to false or auto"):
+        make_plan(
+            PlanRequest(run(text="train: {gradient_checkpointing: true}\n", length=64), shape, named("1xRTX3060"))
+        )
+
+
+def test_passes_are_measured_once(tmp_path, monkeypatch):
+    fields = wide("lfm2")
+    shape = measured_shape(fields)
+    step = step_of(shape, eval_batch=3)
+    first = estimate(run(), shape, BF16, step)
+    monkeypatch.setattr(block_meter, "_seen", {})  # as in another process
+    monkeypatch.setattr(blocks, "run_blocks", lambda *words, **options: pytest.fail("measured again"))
+    assert estimate(run(), shape, BF16, step) == first
+    for file in (tmp_path / "cache" / "blocks").iterdir():
+        file.write_text("[]x")
+    monkeypatch.setattr(block_meter, "_seen", {})
+    with pytest.raises(pytest.fail.Exception, match="measured again"):
+        estimate(run(), shape, BF16, step)
+
+
+def test_a_class_runs_its_own_code_where_a_package_would_replace_it(monkeypatch):
+    """Kernels of a package do not run on tensors without bytes."""
+    from transformers.models.qwen3_5 import modeling_qwen3_5
+
+    own = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    @functools.wraps(own)
+    def of_a_package(*words, **options):
+        pytest.fail("the package's kernel was called")
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", of_a_package)
+    fields = wide("qwen3_5_text")
+    shape = measured_shape(fields)
+    assert estimate(run(), shape, BF16, step_of(shape)).allocated > 0
+    assert modeling_qwen3_5.torch_chunk_gated_delta_rule is of_a_package
+    assert set(shape.kernel_packages) == {"causal-conv1d", "flash-linear-attention"}
+
+
+def test_all_functions_that_packages_replace_are_found():
+    """By the text of transformers' files: as many as there are decorators."""
+    import re
+    from pathlib import Path
+
+    import transformers
+
+    from sft_play.trace.build import _REPLACEABLE
+
+    files = list(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
+    texts = [file.read_text(encoding="utf-8") for file in files]
+    uses = sum(len(re.findall(r"^@use_kernel_func_from_hub_with_fallback\(", text, re.MULTILINE)) for text in texts)
+    assert uses == sum(len(_REPLACEABLE.findall(text)) for text in texts) > 50
+
+
+def test_a_mask_of_padded_rows_is_answered_without_values():
+    """transformers asks whether a mask is all ones before it gives it to layers with states."""
+    fields = wide("lfm2")
+    settings = StepSettings(model=fields, mode="full", micro_batch=2, seq_len=64, checkpointing=False)
+    peaks = {mask: record(dataclasses.replace(settings, mask=mask))[0].peak for mask in ("ones", "padded")}
+    assert peaks["ones"] < peaks["padded"]
+
+
+def test_between_two_passes_bytes_lie_on_their_line():
+    low = MeasuredPass(2, 10, 20, LayerBytes(100, 50, 300), (LayerBytes(8),), LayerBytes(4, gradients=2))
+    high = MeasuredPass(8, 70, 80, LayerBytes(700, 350, 600), (LayerBytes(20),), LayerBytes(4, gradients=8))
+    found = between(low, high, 4)  # a third of the way
+    assert found == MeasuredPass(4, 30, 40, LayerBytes(300, 150, 400), (LayerBytes(12),), LayerBytes(4, gradients=4))
+    assert between(low, high, 8) == high
+
+
+def test_as_many_blocks_run_as_show_every_kind_behind_another():
+    assert first_blocks((0, 0, 0, 1, 0)) == (0, 0, 0, 1)
+    assert first_blocks((0, 1, 1)) == (0, 1)
+    assert first_blocks((0,)) == (0,)
+    assert first_blocks((0, 1, 0, 2)) == (0, 1, 0, 2)
+    draw = random.Random(3)
+    for _ in range(200):
+        order = tuple(draw.choices(range(3), k=draw.randrange(1, 12)))
+        order = tuple(list(dict.fromkeys(order)).index(place) for place in order)
+        found = first_blocks(order)
+        assert found == order[: len(found)]
+        for place in set(order):
+            wanted = place in order[1:]
+            assert place in (found[1:] if wanted else found)
+        assert len(found) == 1 or any(place not in found[1:-1] for place in found[1:])
+
+
+def test_blocks_that_share_keys_of_earlier_ones_are_a_kind_of_their_own():
+    """The last two of Gemma 3n's layers here keep no keys and values."""
+    fields = {"model_type": "gemma3n_text", **SMALL, "num_kv_shared_layers": 2, "vocab_size_per_layer_input": 256,
+              "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.0] * 4}  # fmt: skip
+    shape = measured_shape(fields)
+    step = step_of(shape, seq_len=64)
+    walk = walk_of(run(length=64), shape, BF16, step)
+    own, shared = walk.layers[1].kept, walk.layers[3].kept
+    assert shape.layer_order[1] != shape.layer_order[3]
+    assert shared < own

@@ -1,0 +1,84 @@
+"""A run that ran out of memory: its advice is what resume takes, and a run that then finishes has no error."""
+
+from __future__ import annotations
+
+import random
+import re
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+
+from sft_play.config.load import LoadedConfig, config_from_text
+from sft_play.planner.batching import BatchPlan
+from sft_play.planner.layout import Stopped
+from sft_play.runs.creation import create_run
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.manifest import new_manifest
+from sft_play.runs.resuming import check_same_run
+from sft_play.starting.resumed import kept_of
+from sft_play.training.checkpoints import path_of
+from sft_play.training.device_checks import out_of_memory_message
+from sft_play.units import GIB
+
+
+def loaded_config(*settings: str) -> LoadedConfig:
+    config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml", overrides=settings)
+    return LoadedConfig(config, Path("run.yaml"), "", settings)
+
+
+def advised(batch: BatchPlan, checkpointing: object) -> str:
+    memory = SimpleNamespace(required=30 * GIB)
+    plan = SimpleNamespace(memory=memory, budget_bytes=23 * GIB, batch=batch, gradient_checkpointing=checkpointing)
+    return out_of_memory_message(plan, RuntimeError("no room"))  # type: ignore[arg-type]
+
+
+def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
+    draw, kinds = random.Random(27), set()
+    for number in range(60):
+        micro, accum, ranks = draw.choice([1, 2, 3, 4, 6, 7, 9, 16]), draw.choice([1, 2, 5]), draw.choice([1, 2, 3])
+        started, whole = BatchPlan(micro, accum, ranks), micro * accum * ranks
+        given = draw.choice(
+            [
+                (f"train.effective_batch_size={whole}",),
+                (f"train.batch_size={micro}", f"train.grad_accum={accum}"),
+                (f"train.batch_size={micro}", f"train.effective_batch_size={whole}"),
+            ]
+        )
+        loaded = loaded_config(*given)
+        manifest = {**new_manifest(loaded, hardware={}, data={}), "batch": vars(started), "layout": "ddp"}
+        folder = RunFolder(tmp_path / str(number))
+        create_run(folder, loaded, manifest=manifest, plan={"effective_batch": whole}).close()
+        path_of(folder.checkpoints, 1).mkdir(parents=True)
+        checkpointing = draw.choice([False, True, "selective"])
+        advice = advised(started, checkpointing)
+        found = re.search(r"SET=(\S+|'[^']*'), which resume takes too", advice)
+        assert bool(found) == (micro > 1 or checkpointing is not True), advice
+        if found is None:
+            assert "more GPUs, or a new run with a shorter model.max_seq_len" in advice
+            kinds.add("nothing")
+            continue
+        again = loaded_config(*given, *shlex.split(shlex.split(found[1])[0]))
+        stopped = Stopped("ddp", micro, accum, ranks)
+        kept = kept_of(again.config, stopped, ranks).batch or BatchPlan(
+            int(again.config.train.batch_size), int(again.config.train.grad_accum), ranks
+        )
+        assert kept.effective_batch == whole
+        check_same_run(folder, again, data={}, batch=vars(kept))
+        assert kept.micro_batch < micro or (micro == 1 and again.config.train.gradient_checkpointing is True)
+        kinds.add(len(given))
+    assert kinds == {"nothing", 1, 2}
+
+
+def test_a_run_that_goes_on_keeps_no_earlier_error(tmp_path):
+    folder = RunFolder(tmp_path)
+    loaded = loaded_config()
+    create_run(
+        RunFolder(tmp_path / "run"), loaded, manifest=new_manifest(loaded, hardware={}, data={}), plan={}
+    ).close()
+    folder = RunFolder(tmp_path / "run")
+    folder.update_manifest(status="failed", error="DoesNotFit: CUDA out of memory", ended="2026-11-24")
+    folder.update_manifest(status="running", error=None, ended=None)
+    manifest = folder.manifest()
+    assert manifest["status"] == "running"
+    assert not {"error", "ended"} & set(manifest)
+    assert manifest["format"]
