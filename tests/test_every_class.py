@@ -24,7 +24,7 @@ NO_DEFAULT = {
 }
 """Sizes for which the config class has no default."""
 NOT_BUILT = {
-    "cohere_compass_text", "dbrx", "emu3", "gemma4_assistant", "gemma4_unified_assistant", "mllama", "musicgen",
+    "cohere_compass_text", "dbrx", "emu3", "gemma4_assistant", "mllama", "musicgen",
     "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer",
 }  # fmt: skip
 """Types whose class cannot be built from its config's own defaults (transformers 5.23), of sound and images too."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from sft_play.facts.architecture import UnknownArchitecture, config_json, parse_
 from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.remembered import cached_shape
+from sft_play.trace.settings import StepSettings
 
 SMALL = {
     "hidden_size": 64,
@@ -99,7 +99,7 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path):
     assert "__float__" in (tmp_path / "config.json").read_text()
     read = config_json(str(tmp_path))
     assert read["time_step_limit"] == [0.0, float("inf")]
-    assert trace_config_of(SimpleNamespace(model=read)).time_step_limit[1] == float("inf")
+    assert trace_config_of(StepSettings(model=read)).time_step_limit[1] == float("inf")
     (tmp_path / "cache").mkdir()
     first = cached_shape(read, name="m", folder=tmp_path / "cache")
     assert cached_shape(read, name="m", folder=tmp_path / "cache", measure=None) == first

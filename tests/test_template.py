@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 from datetime import date
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 from benchmarks.mask_score.score import CASES
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.masks.watchdog import ended_after
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
@@ -165,6 +168,17 @@ ENDLESS = {
     "replacements": "{{ ('x' * 1000000) | replace('x', 'y' * 1000) }}",
     "translations": "{{ ('x' * 1000000).translate({120: 'y' * 100000}) }}",
     "joins": "{{ ('x' * 1000000) | join('y' * 1000) }}",
+    "tuples in tuples, as a key": NESTED.replace("[1]", "1").replace("[ns.x, ns.x]", "(ns.x, ns.x)")
+                                  + "{{ {ns.x: 1} }}",
+    "a tuple times two, as a key": NESTED.replace("[1]", "1").replace("[ns.x, ns.x]", "(ns.x,) * 2")
+                                   + "{{ {ns.x: 1} }}",
+    "a wrapped text": "{{ ('x' * 60000000) | wordwrap(1) }}",
+    "wrapped texts": "{{ range(100000) | map('string') | map('center', 9999) | map('wordwrap', 1) | list | length }}",
+    "padded texts, kept": "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}"
+                          "{% set ns.x = [ns.x, i | string | center(99999)] %}{% endfor %}",
+    "padded texts of a map, kept": "{{ range(100000) | map('string') | map('center', 99999) | list | length }}",
+    "padded texts by a method, kept": "{% set ns = namespace(x=[]) %}{% for i in range(100000) %}"
+                                      "{% set ns.x = [ns.x, 'é'.ljust(99999)] %}{% endfor %}",
 }  # fmt: skip
 
 
@@ -173,6 +187,52 @@ def test_a_template_without_end_is_stopped(name):
     made = template(ENDLESS[name])
     with pytest.raises(Endless, match=r"does not end in reasonable time or size|calls itself without end"):
         made.render(CHAT)
+
+
+def test_a_filter_that_asks_nobody_is_stopped_where_it_is(monkeypatch):
+    """In any thread: the server renders in one of its own."""
+    monkeypatch.setattr("sft_play.data.masks.template.MAX_SECONDS", 0.05)
+    monkeypatch.setattr("sft_play.data.masks.template.GRACE_S", 0.0)
+    monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.05)
+    made, found = template("{{ ('x ' * 500000) | wordwrap(1) }}"), []
+
+    def render():
+        try:
+            made.render(CHAT)
+        except Endless as error:
+            found.append(str(error))
+
+    began = time.thread_time()
+    render()
+    assert time.thread_time() - began < 5
+    thread = threading.Thread(target=render)
+    thread.start()
+    thread.join(30)
+    assert len(found) == 2
+    assert all("seconds" in text for text in found)
+
+
+def use_up(seconds):
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_what_ends_in_time_is_not_stopped_later(monkeypatch):
+    """Nor is the next rendering, which has a time of its own."""
+    monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.01)
+    ended = []
+    for used in [0.0, 0.01, 0.02, 0.03] * 25 + [0.2]:
+        is_ended = False
+        try:
+            with ended_after(0.02, RuntimeError):
+                use_up(used)
+        except RuntimeError:
+            is_ended = True
+        use_up(0.03)  # what arrived here would end the test
+        ended.append((used, is_ended))
+    assert (0.2, True) in ended
+    assert not any(is_ended for used, is_ended in ended if used < 0.02)
 
 
 def test_a_slow_template_is_stopped_by_the_clock(monkeypatch):

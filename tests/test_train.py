@@ -58,6 +58,10 @@ def losses(folder: Path) -> list[float]:
     return [line["loss"] for line in metrics(folder) if "loss" in line]
 
 
+def logged(folder: Path, name: str) -> list[float]:
+    return [line[name] for line in metrics(folder) if name in line]
+
+
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     (file,) = [*folder.glob("adapter/*.safetensors"), *folder.glob("model/*.safetensors")]
     return load_file(file)
@@ -193,11 +197,15 @@ def test_a_run_with_workers_and_dropout_resumes_to_the_same_numbers_across_epoch
 
 
 def test_losses_logged_every_few_steps_are_the_same_after_a_resume(train):
-    same = ["tuning.mode=lora", "train.max_steps=6", "train.logging_steps=3"]
+    same = ["tuning.mode=lora", "train.max_steps=6", "train.logging_steps=3", "eval.steps=3"]
     _, _, whole = train("whole", *same)
     train("parts", *same, "train.stop_after_steps=2")
     _, _, parts = train("parts", *same, verb="resume")
     assert losses(whole) == losses(parts)
+    for name in ("num_tokens", "samples_seen", "eval_test_num_tokens", "eval_num_tokens"):  # counted on
+        assert logged(whole, name) == logged(parts, name), name
+    assert logged(whole, "num_tokens")[-1] > logged(whole, "num_tokens")[0] > 0
+    assert logged(parts, "train_loss")[-1] == pytest.approx(logged(whole, "train_loss")[-1])
 
 
 def test_the_command_that_is_printed_goes_on_with_the_run(train, command, tmp_path):

@@ -84,7 +84,7 @@ def test_the_library_counts_the_tokens_of_batches_that_are_not_empty(monkeypatch
 
 
 @pytest.mark.parametrize(("first_step", "steps"), [(0, 5), (100, 5)])
-def test_the_mean_loss_of_a_run_is_that_of_all_ranks_however_many_steps_came_before(monkeypatch, first_step, steps):
+def test_the_mean_loss_of_a_run_is_that_of_all_ranks_and_steps_however_many_came_before(monkeypatch, first_step, steps):
     """The Trainer's last sum since a log is one rank's own: 4.0 here, 6.0 on average; 6.0 were logged before."""
     logged = {}
     monkeypatch.setattr(Trainer, "log", lambda self, logs, start_time=None: logged.update(logs))
@@ -94,10 +94,10 @@ def test_the_mean_loss_of_a_run_is_that_of_all_ranks_however_many_steps_came_bef
     monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 6.0)
     for divisor in (steps, first_step + steps):  # transformers 5.23's, and that of older versions
         loop.log({"train_loss": 10.0 / divisor})
-        assert logged["train_loss"] == pytest.approx(12.0 / divisor)
+        assert logged["train_loss"] == pytest.approx(12.0 / (first_step + steps))
     monkeypatch.setattr(loop, "_mean_loss_sum", lambda: 4.0)  # one process: nothing to put right
     loop.log({"train_loss": 0.7})
-    assert logged["train_loss"] == 0.7
+    assert logged["train_loss"] == pytest.approx(10.0 / (first_step + steps))
 
 
 def test_the_installed_libraries_are_known():

@@ -189,7 +189,7 @@ def _check_file(
             raise TokenizerError(
                 f"the GGUF's tokenizer ({own.kind}, {own.pre}) is not the one that was trained with: "
                 f"{_first_difference(one, ids, prompts.tokenizer)}. llama.cpp cannot run this tokenizer as it is; "
-                f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.path}"
+                f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
             )
     stops = set(stop_tokens(run, prompts.tokenizer, prompts.configured_stops)) - own.stop_ids
     lost = ", ".join(prompts.tokenizer.convert_ids_to_tokens(sorted(stops)))

@@ -204,7 +204,7 @@ def find_gguf(run: FinishedRun, path: Path | None) -> Path:
         if files:
             return files[0]
     raise RunFolderError(
-        f"there is no GGUF in {' or '.join(map(str, folders))}; make export FORMAT=gguf RUN={run.folder.path} writes "
+        f"there is no GGUF in {' or '.join(map(str, folders))}; make export FORMAT=gguf RUN={run.folder.quoted} writes "
         "one (a folder for vLLM is compared by make merge-test)"
     )
 

@@ -101,7 +101,7 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no adapter to compare with")
     if not (target / "config.json").is_file():
-        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.path} writes it")
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
     quiet_libraries()
     data = held_out(run)
     chosen = spaced(data.split.rows, rows)

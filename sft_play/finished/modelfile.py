@@ -48,7 +48,7 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
         raise NoGoTemplate(
             f"the chat template cannot be written as an Ollama template: {error}. Ollama would send other prompts than "
             "training did. llama-server --jinja runs the chat template itself: make export FORMAT=gguf "
-            f"RUN={run.folder.path}"
+            f"RUN={run.folder.quoted}"
         ) from None
     notes = _rows_rendered_differently(run, prompts, template, bos)
     if prompts.writes_date:

@@ -192,10 +192,10 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     merged, target = merged_model(run), run.folder.path / MERGED
     if merged is None and target.exists():
         raise RunFolderError(
-            f"{target} is no merged model of this adapter; make merge RUN={run.folder.path} FORCE=1 writes it again"
+            f"{target} is no merged model of this adapter; make merge RUN={run.folder.quoted} FORCE=1 writes it again"
         )
     if merged is None:
-        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.path} writes it")
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
     refuse_another_model(merged, run)
     return merged
 

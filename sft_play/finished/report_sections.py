@@ -248,7 +248,7 @@ def _reproduce(record: Record) -> Section:
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return Section(
         "How to reproduce it",
-        commands="\n".join([*commands, f"make reproduce RUN={shlex.quote(str(record.folder.path))}"]),
+        commands="\n".join([*commands, f"make reproduce RUN={record.folder.quoted}"]),
         folded=[("config.yaml, as given", text)] if text else [],
     )
 

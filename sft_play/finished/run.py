@@ -69,7 +69,7 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
     if manifest.get("status") != "finished":
         raise RunFolderError(
             f"the run {folder.path} is not finished (its manifest says {one_line(str(manifest.get('status')))}): "
-            f"make resume RUN={folder.path.name} trains it to its end"
+            f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
         )
     config = folder.settings(trusts=trusts)
     if config.curriculum:

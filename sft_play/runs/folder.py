@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,11 @@ class RunFolder:
     def stage(self) -> str | None:
         """The name of the stage; None for a whole run."""
         return self.path.name if self.run is not None else None
+
+    @property
+    def quoted(self) -> str:
+        """Its path as a word of a shell, for commands that messages show."""
+        return shlex.quote(str(self.path))
 
     @property
     def manifest_path(self) -> Path:

@@ -106,5 +106,5 @@ def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutNa
         return  # without a checkpoint it starts again from the first step
     raise RunFolderError(
         f"{folder.path} cannot be resumed: {because}; resume with NPROC={stopped.processes} STRATEGY={stopped.layout}, "
-        f"or write out what it has learned so far: make consolidate RUN={folder.path}"
+        f"or write out what it has learned so far: make consolidate RUN={folder.quoted}"
     )

@@ -42,9 +42,11 @@ CHUNK = 64
 """Tokens that states are computed by at once, at least."""
 _CHUNKS = ("chunk_size", "mamba_chunk_size", "block_size")
 """Names of the same in configs."""
-BATCHES: dict[Way, tuple[int, ...]] = {"kept": (1, 2, 4, 8, 32), "recomputed": (1, 2, 4, 8, 32),
-                                       "evaluated": (1, 4, 16, 64)}  # fmt: skip
+BATCHES: dict[Way, tuple[int, ...]] = {"kept": (1, 2, 8, 32), "recomputed": (1, 2, 8, 32),
+                                       "evaluated": (1, 8, 64)}  # fmt: skip
 """Rows that are run together: what a plan asks for first. Sizes cost nothing, so that many rows take no longer."""
+SHORTEST = 64
+"""Tokens of a row at least."""
 ON_CPU = (64, 128)
 """Tokens of the two rows that run on the CPU."""
 _PASSES = TypeAdapter(list[MeasuredPass])
@@ -82,12 +84,14 @@ class BlockMeter:
         Raises:
             ModelError: the class's blocks run neither on tensors without bytes nor on this machine's CPU.
         """
+        # a run plans before it has counted its rows and after: short ones need not be measured twice
+        step = replace(step, seq_len=max(step.seq_len, SHORTEST * step.layout.context_parallel))
         places = first_blocks(shape.layer_order)
-        settings = self._settings(config, shape, precision, step, numbers, way, batch)
+        settings = self._settings(config, shape, precision, step, numbers, way)
         padded = replace(step, varlen=False, one_by_one=False, padded=True, masks=True)
         blocks = Blocks(
             settings,
-            self._settings(config, shape, precision, padded, numbers, way, batch) if step.varlen else settings,
+            self._settings(config, shape, precision, padded, numbers, way) if step.varlen else settings,
             way,
             places,
             # adapters' gradients are too small to tell whether they are added to older ones
@@ -104,7 +108,6 @@ class BlockMeter:
         step: Step,
         numbers: Numbers,
         way: Way,
-        batch: int,
     ) -> StepSettings:
         # DeepSpeed's adapters of half the width would be measured apart, and hardly differ
         alone = replace(
@@ -112,7 +115,7 @@ class BlockMeter:
             checkpointed_layers=None if way == "recomputed" else 0,
         )  # fmt: skip
         settings = settings_of(config, json.loads(self.model), shape, precision, alone)
-        evaluated = is_padded(config, step.layout, rows=batch, masks=step.masks)
+        evaluated = is_padded(config, step.layout, rows=2, masks=step.masks)
         half: DtypeName = precision.compute if precision.compute != "float32" else "bfloat16"
         wide: dict[int, DtypeName] = {4: "float32", 2: half}
         return replace(

@@ -88,15 +88,18 @@ def furnish(model: Any, settings: StepSettings) -> Any:
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of a model's blocks and its path: among the outermost lists of modules the one with the most parameters;
-    an empty list where there is none."""
+    """The list of a model's blocks and its path: among the outermost lists of modules that beside the token embedding
+    (others are an encoder's of sound or images), and of those the one with the most parameters. An empty list where
+    there is none."""
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {
         path: module
         for path, module in lists.items()
         if count(module) and not any(path.startswith(f"{other}.") for other in lists)
     }
-    path = max(outermost, key=lambda path: count(outermost[path]), default="")
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    beside = next((path.rpartition(".")[0] for path, module in model.named_modules() if module is embedding), "")
+    path = max(outermost, key=lambda path: (path.rpartition(".")[0] == beside, count(outermost[path])), default="")
     return path, outermost.get(path, nn.ModuleList())
 
 

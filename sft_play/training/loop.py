@@ -36,7 +36,7 @@ from sft_play.training.compiling import Compiler, plain_code
 from sft_play.training.distributed import own_devices
 from sft_play.training.exact_match import Answer, Question, answers
 from sft_play.training.kernels import Taken
-from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreLossSum
+from sft_play.training.loop_checkpoints import CheckpointedLoop, RestoreSums
 from sft_play.training.monitor import head_figures, scored_labels, source_losses, tokens_in
 from sft_play.training.pickles import without_code
 from sft_play.training.rows import (
@@ -213,7 +213,7 @@ class PlannedLoop(CheckpointedLoop):
             callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
         checkpoint = options.get("resume_from_checkpoint")
         if checkpoint:
-            callbacks.append(RestoreLossSum(self, Path(checkpoint)))
+            callbacks.append(RestoreSums(self, Path(checkpoint)))
         if self.compiler is not None:
             self.compiler.waiting.append(self._monitor.wait)
             callbacks.append(self.compiler)
@@ -286,10 +286,10 @@ class PlannedLoop(CheckpointedLoop):
         if prefix is not None and self._eval_head is not None:
             logs |= self._eval_figures(self._eval_head, prefix=prefix)
         if "train_loss" in logs:
-            # to the means logged so far the Trainer adds this rank's own sum since the last log, then divides by steps:
-            # those since the start of this process in transformers 5.23, all steps of the run in older versions
-            correction = self._mean_loss_sum() - self._tr_loss.item()
-            logs["train_loss"] *= 1 + correction / self._total_loss_scalar if self._total_loss_scalar else 1
+            # to the means logged so far the Trainer has added this rank's own sum since the last log, and divided by
+            # the steps of this process (transformers 5.23), or by all steps of the run (older versions)
+            of_all = self._total_loss_scalar + self._mean_loss_sum() - self._tr_loss.item()
+            logs["train_loss"] = of_all / max(1, self.state.global_step)
         super().log(logs, start_time)
 
     def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
@@ -303,7 +303,8 @@ class PlannedLoop(CheckpointedLoop):
             figures |= source_losses([rank[width + 1 :] for rank in ranks], self._monitor.sources, prefix=prefix)
         counted = ranks[:: self._layout.tensor_parallel]
         self._eval_head = self._eval_sources = None
-        return figures | {f"{prefix}num_tokens": sum(rank[width] for rank in counted)}
+        seen_now = sum(rank[width] for rank in counted)
+        return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + seen_now}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -33,13 +33,14 @@ from sft_play.units import GIB
 logger = logging.getLogger(__name__)
 
 LOGGING_STATE = "logging_state.json"
-"""In a checkpoint: the losses summed since the last log, so that the next logged mean is the unbroken run's."""
+"""In a checkpoint: sums of losses, rows and tokens, so that what is logged after a resume is the unbroken run's."""
 
 
-class RestoreLossSum(TrainerCallback):
-    """Restores the sum of losses since the last log, once the Trainer has set it to zero.
+class RestoreSums(TrainerCallback):
+    """Restores the sums of losses, of the run and since the last log, and of rows and tokens, once the Trainer has set
+    them to zero.
 
-    The sum is the mean over ranks, which does not depend on their number.
+    They are of all ranks, or the mean over them, and do not depend on their number.
     """
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
@@ -50,7 +51,9 @@ class RestoreLossSum(TrainerCallback):
         state = json.loads(self._path.read_text(encoding="utf-8"))
         self._trainer._tr_loss += state["loss_sum"]
         self._trainer._globalstep_last_logged = state["last_logged"]
+        self._trainer._total_loss_scalar = state.get("total_loss", 0.0)
         self._trainer.finite.left_out = state.get("left_out", 0)
+        self._trainer._monitor.continue_from(state.get("seen", {}))
 
 
 class CheckpointedLoop(Trainer):
@@ -105,7 +108,7 @@ class CheckpointedLoop(Trainer):
 
     def _write_checkpoint(self, model: Any, trial: Any) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
-        loss_sum = self._mean_loss_sum()
+        loss_sum, seen = self._mean_loss_sum(), self._monitor.seen()
         if distributed.is_first():
             checkpoints.staging(folder)
         distributed.barrier()  # no rank may write before the folder was emptied
@@ -119,8 +122,10 @@ class CheckpointedLoop(Trainer):
             self.wait_for_disk()
         if distributed.is_first():
             written = checkpoints.path_of(staging, step)
-            state = {"loss_sum": loss_sum, "last_logged": self._globalstep_last_logged}
-            state["left_out"] = self.finite.left_out
+            state = {
+                "loss_sum": loss_sum, "last_logged": self._globalstep_last_logged,
+                "total_loss": self._total_loss_scalar, "left_out": self.finite.left_out, "seen": seen,
+            }  # fmt: skip
             (written / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
             if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
                 best = checkpoints.path_of(folder, self.state.best_global_step)

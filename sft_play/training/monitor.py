@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,10 +105,24 @@ class Monitor(TrainerCallback):
         self._clock = _Clock(on_gpu=self._on_gpu)
         self._optimizer_start: Any = None
         self.samples_seen = 0.0
-        """Rows with a trained token (chats of packs) that all ranks have seen since this process started."""
+        """Rows with a trained token (chats of packs) that all ranks have seen in the run, as of the last log."""
         self.tokens_seen = 0.0
-        """Tokens without padding that all ranks have seen since this process started."""
+        """Tokens without padding that all ranks have seen in the run, as of the last log."""
+        self.tokens_before = 0.0
+        """Of those: seen before this process started."""
         self._reset()
+
+    def seen(self) -> dict[str, float]:
+        """Rows and tokens of all ranks until now, for a checkpoint; every rank calls it."""
+        return {
+            "samples": self.samples_seen + distributed.total(round(float(self._samples))) / self._copies,
+            "tokens": self.tokens_seen + distributed.total(int(self._tokens)) / self._copies,
+        }
+
+    def continue_from(self, seen: Mapping[str, float]) -> None:
+        """Count on from what a checkpoint says; an older version's says nothing."""
+        self.samples_seen, self.tokens_seen = seen.get("samples", 0.0), seen.get("tokens", 0.0)
+        self.tokens_before = self.tokens_seen
 
     def _reset(self) -> None:
         self._loss: torch.Tensor | float = 0.0

@@ -282,18 +282,36 @@ def _cut_layers(small: Any, layers: int) -> None:
     kinds = [[str(item) for item in value] for value in lists.values()]
     firsts = [value.index(item) + 1 for value in kinds for item in set(value)] if kinds else [_MOST_LAYERS]
     kept = min(layers, max(2, min(_MOST_LAYERS, max(firsts))))
+    if field_of(small, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
+        shared = max(value.index(item) + 1 for value in kinds for item in set(value)) if kinds else 1
+        small.num_kv_shared_layers, kept = shared, 2 * shared
     for name, value in lists.items():
         setattr(small, name, value[:kept])
+    overrides = _own_sizes(small)
+    if overrides:
+        small.per_layer_config = None
     small.num_hidden_layers = kept
+    if overrides:
+        small.per_layer_config = {layer: sizes for layer, sizes in overrides.items() if layer < kept}
     if isinstance(getattr(small, "attention_types", None), list):  # gpt-neo: [[kinds, times]]
         small.attention_types = [[[kind for kinds, _ in small.attention_types for kind in kinds][:kept], 1]]
         small.num_hidden_layers = len(small.attention_types[0][0])
         small.attention_layers = small.attention_types[0][0]
 
 
+def _own_sizes(small: Any) -> dict[int, dict[str, Any]]:
+    """The sizes of layers that differ from the config's, by layer (transformers' `per_layer_config`)."""
+    if not getattr(small, "is_heterogeneous", False):
+        return {}
+    return {int(layer): dict(sizes) for layer, sizes in small.to_dict()["per_layer_config"].items()}
+
+
 def _narrow(small: Any) -> None:
     """Give the config small widths. The kind of attention (one, some or all key heads) stays; absent sizes stay
     absent."""
+    overrides = _own_sizes(small)
+    if overrides:  # which hide the config's own sizes of the same names
+        small.per_layer_config = None
     heads = field_of(small, "num_attention_heads")
     groups = field_of(small, "num_key_value_heads") or field_of(small, "num_kv_heads")
     sizes = dict(_NARROW)
@@ -309,6 +327,12 @@ def _narrow(small: Any) -> None:
     if isinstance(chosen, int):
         sizes["num_experts_per_tok"] = min(chosen, 4)
     _set(small, {**sizes, **_states(small)})
+    if overrides:
+        small.per_layer_config = {
+            layer: {name: 2 * sizes[name] if name in sizes and isinstance(value, int) else value
+                    for name, value in own.items()}
+            for layer, own in overrides.items()
+        }  # fmt: skip
     rotation = getattr(small, "rope_parameters", None)
     if isinstance(rotation, dict):
         turned = int(sizes["head_dim"] * float(rotation.get("partial_rotary_factor", None) or 1.0)) // 2

@@ -197,12 +197,12 @@ def _moments_line(peaks: Mapping[str, Mapping[str, int | None]]) -> str:
 
 def _next_lines(job: Job) -> list[str]:
     """What to try next."""
-    run = job.folder.path
+    run = job.folder.quoted
     lines = [f"Talk to it: make chat RUN={run}", f"Is it better than its base: make ship RUN={run}"]
     if job.loaded.config.tuning.mode != "full":
         lines.append(f"As one model, without its base: make merge RUN={run}")
     if "tensorboard" in job.loaded.config.train.report_to:
-        lines.append(f"See the curves: make tensorboard RUN={job.folder.path}")
+        lines.append(f"See the curves: make tensorboard RUN={run}")
     if Path(job.loaded.path).name == Path(CONFIG).name:
         lines.append('Try next: make train CONFIG=configs/run_bnb.yaml SET="data.train_path=…" (your own data)')
     return lines

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.probe_conversations import PROBE_TOOLS
+from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
 from sft_play.facts.architecture import local_folder
 from sft_play.heap import importing
@@ -129,7 +131,7 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
     if wanted is not None:
         text, note = _template_text(wanted, tokenizer)
         tokenizer.chat_template = text
-        _try_template(tokenizer, wanted)
+        _try_template(tokenizer, config, wanted)
         return [note]
     if config.task_mode != "cpt" and tokenizer.chat_template is None:
         # without eos neither template fits: no answer would have an end
@@ -144,15 +146,20 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
     return []
 
 
-def _try_template(tokenizer: Any, wanted: str) -> None:
+def _try_template(tokenizer: Any, config: RunConfig, wanted: str) -> None:
     """Raises TokenizerError for a template that is not Jinja or drops the answer, before data is read."""
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    try:
+        variables = {**tokenizer.special_tokens_map, **config.data.chat_template_kwargs}
+        template = ChatTemplate(tokenizer.chat_template, variables=variables, today=date.today())
+    except TokenizerError as error:
+        raise TokenizerError(f"data.chat_template={one_line(wanted)}: {error}") from error
     problem: Exception | None = None
     text = ""
-    for tools in (None, PROBE_TOOLS):  # a template for rows with tools may iterate over them unconditionally
+    for tools in ((), PROBE_TOOLS):  # a template for rows with tools may iterate over them unconditionally
         try:
-            text = tokenizer.apply_chat_template(turns, tools=tools, tokenize=False)
-        except Exception as error:  # jinja2's errors and the template's own
+            text = template.render(turns, tools=tools)
+        except RenderError as error:
             problem = problem or error
         else:
             break

@@ -15,9 +15,10 @@ from typing import Any
 import jinja2
 from jinja2 import meta, nodes
 
-from sft_play.data.masks.template_limits import MAX_CHARS, Budget, LimitedEnvironment, TooMuch
+from sft_play.data.masks.template_limits import MAX_CHARS, MAX_SECONDS, Budget, LimitedEnvironment, TooMuch
 from sft_play.data.masks.template_watch import WatchingEnvironment
 from sft_play.data.masks.token_row import Span
+from sft_play.data.masks.watchdog import ended_after
 from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
@@ -25,6 +26,8 @@ from sft_play.log import one_line
 MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""
 
+GRACE_S = 1.0
+"""Beyond MAX_SECONDS, which a template's own loops and calls ask for: a filter of Jinja's asks nobody."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
 the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
@@ -118,7 +121,7 @@ class ChatTemplate:
         template = self._watched if watched and self._watched else self._template
         environment.budget = Budget()  # a new one for each rendering
         written = 0
-        with _as_render_error():
+        with _as_render_error(), ended_after(MAX_SECONDS + GRACE_S, TooMuch):
             for piece in template.generate(
                 messages=[_as_transformers_gives(message) for message in messages],
                 tools=list(tools) or None,  # transformers passes None where there are none; templates test for it
@@ -138,7 +141,8 @@ def _as_render_error() -> Iterator[None]:
     try:
         yield
     except TooMuch as error:
-        raise Endless(f"the chat template does not end in reasonable time or size: {error}") from None
+        words = str(error) or f"more than {MAX_SECONDS:.0f} seconds"
+        raise Endless(f"the chat template does not end in reasonable time or size: {words}") from None
     except RecursionError:
         raise Endless("the chat template calls itself without end, or the row is nested too deeply") from None
     except MemoryError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from datetime import date, datetime
@@ -25,10 +26,14 @@ MAX_STEPS = 2_000_000
 """Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
 MAX_CHARS = 64 * 2**20
 """Longest text that a template may put together."""
+MAX_WRITTEN = 2**30
+"""Bytes of all texts that a template makes in one rendering, together: it may keep every one of them."""
 MAX_SECONDS = 5.0
 """CPU time of one rendering. A conversation of a thousand turns takes some hundredths of a second."""
 MAX_WIDTH = 100_000
 """Largest number that a template may pad, indent or repeat a text by."""
+WRAPPING = 64
+"""What wrapping a character costs: it is split into words at once, which nothing can end."""
 MAX_NODES = 1_000_000
 """Values inside a list or an object that is written as text; lists that hold a list twice double quickly."""
 MAX_BITS = 1_000_000
@@ -54,6 +59,7 @@ class Budget:
 
     def __init__(self) -> None:
         self.steps, self.until = MAX_STEPS, time.thread_time() + MAX_SECONDS
+        self.written = 0
 
     def take(self, steps: int) -> None:
         """Use up steps; raises TooMuch when none are left or the time is up."""
@@ -63,18 +69,20 @@ class Budget:
         if time.thread_time() > self.until:
             raise TooMuch(f"more than {MAX_SECONDS:.0f} seconds")
 
+    def write(self, made: Any) -> Any:
+        """Count what the template has made, if it is a text or a list, and return it."""
+        if isinstance(made, (str, list, tuple)):
+            _check_chars(len(made))
+            self.written += sys.getsizeof(made)
+            if self.written > MAX_WRITTEN:
+                raise TooMuch(f"texts of more than {MAX_WRITTEN / 2**30:.0f} GiB in all")
+        return made
+
 
 def _check_chars(count: int) -> None:
     """Raise TooMuch for a text of so many characters."""
     if count > MAX_CHARS:
         raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
-
-
-def _short(text: Any) -> Any:
-    """The text or list, if it is not too long."""
-    if isinstance(text, (str, list, tuple)):
-        _check_chars(len(text))
-    return text
 
 
 _METHODS_OF_DICT = frozenset(dir(dict))
@@ -117,15 +125,15 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
             self.filters[name] = _narrow(name, self.filters[name])
         for name in self.filters.keys() - _OF_LISTS:
-            self.filters[name] = _of_flat(self.filters[name])
+            self.filters[name] = self._counted(_of_flat(self.filters[name]))
         tests: Any = self.tests
         for name in _COMPARING_TESTS:
             tests[name] = _of_flat(tests[name])
-        self.filters["join"] = _checked(self.filters["join"], _check_join)
-        self.filters["replace"] = _checked(self.filters["replace"], _check_replace)
+        for name, check in (("join", _check_join), ("replace", _check_replace)):
+            self.filters[name] = _checked(self.filters[name], check)
         self.filters["bounded"] = self._bounded
         self.filters["flat"] = flat
-        self.filters["joined"] = lambda parts: _short("".join(str(flat(part)) for part in parts))
+        self.filters["joined"] = lambda parts: self.budget.write("".join(str(flat(part)) for part in parts))
 
         def refuse_chance(*_: Any, **__: Any) -> None:
             raise jinja2.exceptions.TemplateError("the chat template writes something else each time, by chance")
@@ -137,6 +145,15 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.globals["strftime_now"] = now.strftime
         self.globals["dict"] = MakeDict()
         self.globals["namespace"] = PlainNamespace
+
+    def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """A filter whose texts are counted; `map` calls one for each of its items."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.budget.take(1)
+            return self.budget.write(plain(*args, **kwargs))
+
+        return passing_as(plain, counted)
 
     def _bounded(self, items: Any) -> Any:
         """What a loop goes over, counted before it begins."""
@@ -152,18 +169,18 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         owner = owner_of(__obj)
         if isinstance(owner, (str, bytes)):
             _check_method(owner, __obj.__name__, args, kwargs)
-        return _short(super().call(__context, __obj, *args, **kwargs))
+        return __self.budget.write(super().call(__context, __obj, *args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         """`+`, `*`, `**` and `%`, whose results may be huge."""
         if operator == "+" and type(left) is str and type(right) is str:  # most of them
-            return _short(left + right)
+            return self.budget.write(left + right)
         if operator in ("*", "**"):
             _check_product(operator, left, right)
         elif operator == "%" and isinstance(left, (str, bytes)):
             _check_format(str(left), _PERCENT_WIDTH)
             flat(right)
-        return _short(super().call_binop(context, operator, left, right))
+        return self.budget.write(super().call_binop(context, operator, left, right))
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         """`message.role`: of a plain dictionary the item at once, unless it is a method's name, which comes first."""
@@ -188,6 +205,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             if not any(isinstance(side.expr, nodes.Const) for side in sides):
                 for side in sides:
                     side.expr = filter_node(side.expr, "flat")
+        elif isinstance(node, nodes.Tuple) and node.ctx == "load":
+            return filter_node(node, "flat")  # as a key it is hashed, through all that it holds
         elif isinstance(node, nodes.Concat):
             return filter_node(nodes.List(node.nodes).set_lineno(node.lineno), "joined")
         return node
@@ -341,6 +360,8 @@ def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         # how often the padding or separator may be written
         places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
         sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
+        if name == "wordwrap":
+            _check_chars(WRAPPING * len(text))
         if name in ("wordwrap", "format", "indent"):
             _check_chars(places * max(sizes, default=0))
         return plain(*args, **kwargs)
