@@ -66,6 +66,31 @@ def leave_with_starter() -> None:
         leave_with(int(parent), signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM)
     elif make.isdigit() and child == str(os.getpid()):  # else this is the child of a wrapper (VENV=), not of make
         leave_with(int(make), signal.SIGTERM)
+        if sys.platform == "linux" and _catches_ctrl_c(int(make)):
+            threading.Thread(target=_hear, args=(int(make),), daemon=True, name="sft_play make watch").start()
+
+
+def _hear(make: int) -> None:
+    """Pass on a SIGINT that make alone was sent, as a CI's cancel does: make keeps it to itself and waits for us.
+
+    The default action of the signal, which make sets once it has come, tells. A Ctrl-C at the terminal, or a signal to
+    the whole group, reaches this process first.
+    """
+    while _catches_ctrl_c(make):
+        time.sleep(_LOOK_S)
+    time.sleep(_LOOK_S)
+    if not _heard and os.getppid() == make:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def _catches_ctrl_c(process: int) -> bool:
+    """Whether a process has a handler for SIGINT; Linux only."""
+    try:
+        with open(f"/proc/{process}/status", encoding="utf-8") as status:
+            caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+    except (OSError, StopIteration, IndexError):
+        return False
+    return bool(int(caught, 16) >> (signal.SIGINT - 1) & 1)
 
 
 def main() -> None:
@@ -83,6 +108,15 @@ def main() -> None:
 _asked_at: float | None = None
 """When this process was first asked to stop (monotonic seconds); shared by all open StopSignals."""
 _open = 0
+_heard = False
+"""Whether this process itself got a signal that asks it to stop."""
+
+
+def ctrl_c(number: int, frame: FrameType | None) -> None:
+    """Python's own handler of SIGINT, which raises KeyboardInterrupt, with a note that the signal has come."""
+    global _heard
+    _heard = True
+    signal.default_int_handler(number, frame)
 
 
 class StopSignals:
@@ -115,7 +149,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        global _asked_at
+        global _asked_at, _heard
+        _heard = True
         if os.getpid() != self._process:  # a fork, such as a data loader's worker: its parent ends it
             return
         if number == signal.SIGHUP:

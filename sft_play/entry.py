@@ -43,6 +43,7 @@ def main(command: "Optional[str]" = None) -> int:
     try:
         from sft_play.cli import main as run
         from sft_play.cli import prepare
+        from sft_play.endings import ctrl_c
         from sft_play.log import output_failure, survive_lost_output
 
         prepare(words)
@@ -54,7 +55,7 @@ def main(command: "Optional[str]" = None) -> int:
     survive_lost_output()
     sys.unraisablehook = _unraisable
     if is_heard:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGINT, ctrl_c)
     code = _guarded(run, words, name)
     if is_heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left

@@ -202,19 +202,56 @@ def test_a_variable_of_the_parents_reaches_no_grandchild(monkeypatch):
     assert len(told) == 2
 
 
-def test_a_command_ends_when_its_make_is_killed(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_command_ends_when_its_make_alone_gets_a_signal(tmp_path, number):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
-    program = f"import os; open('pid', 'w').write(str(os.getpid())); {WAITS}"
+    program = (
+        "import os, signal; open('pid', 'w').write(str(os.getpid())); "
+        f"signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); {WAITS}"  # as sft_play/entry.py does
+    )
     python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c \"{program}\"\n")
     python.chmod(0o755)
     environment = {**os.environ, "VENV": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    make = subprocess.Popen(["make", "-f", str(ROOT / "Makefile"), "train"], cwd=tmp_path, env=environment)
+    words = ["make", "-f", str(ROOT / "Makefile"), "train"]
+    make = subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True)
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     child = int((tmp_path / "pid").read_text())
-    make.kill()
-    make.wait()
-    wait_for(lambda: not is_alive(child), within_s=30)
+    wait_for(lambda: _tethered(child))
+    make.send_signal(number)
+    try:
+        make.wait(timeout=30)
+        wait_for(lambda: not is_alive(child), within_s=30)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(make.pid, signal.SIGKILL)
+        make.wait()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_ctrl_c_that_reached_the_command_too_is_not_passed_on(tmp_path):
+    """As make does it: its handler puts the default action back, and it waits for its command."""
+    command = (
+        "import os, signal, sys, time\n"
+        "from sft_play import endings\n"
+        "got = []\n"
+        "signal.signal(signal.SIGINT, lambda *_: (got.append(1), setattr(endings, '_heard', sys.argv[1] == 'heard')))\n"
+        "os.environ[endings.MAKE_VARIABLE] = f'{os.getppid()}:{os.getpid()}'\n"
+        "endings.leave_with_starter()\n"
+        "os.kill(os.getpid(), signal.SIGINT) if sys.argv[1] == 'heard' else None\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "time.sleep(3)\n"
+        "print(len(got))\n"
+    )
+    make = (
+        "import signal, subprocess, sys\n"
+        "signal.signal(signal.SIGINT, lambda number, _: signal.signal(number, signal.SIG_DFL))\n"
+        "print(subprocess.run(sys.argv[1:], capture_output=True, text=True, check=True).stdout)\n"
+    )
+    for told in ("heard", "alone"):
+        words = [sys.executable, "-c", make, sys.executable, "-c", command, told]
+        answer = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+        assert answer.stdout.strip() == "1", told
 
 
 def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, tmp_path):

@@ -388,12 +388,30 @@ class TestGradientCheck:
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data += 1
-        model.zero_grad()
+            elif "lora_A" in name:
+                parameter.grad = None
         with pytest.raises(TrainingError, match="lora_A"):
             check.on_pre_optimizer_step(None, self.State(), None, model=model)
         model(torch.ones(1, 2)).sum().backward()
         check.on_pre_optimizer_step(None, self.State(), None, model=model)
         assert check.done
+
+    def test_a_run_that_its_learning_rate_broke_names_the_learning_rate(self, train):
+        """Not the tensors: at the third step no gradient is left, or the loss is not a number."""
+        code, printed, _ = train("one", "train.learning_rate=1e6", "train.max_steps=8", "train.on_nan=stop")
+        assert code == 2
+        assert "start a new run with a lower train.learning_rate" in printed
+        assert "lora_A" not in printed.splitlines()[-1]
+
+    def test_gradients_that_all_end_after_some_were_there_are_told_from_a_tensor_without_any(self):
+        model = self.Model()
+        check = GradientCheck()
+        check._waiting = {name: value for name, value in model.named_parameters() if name.startswith("unused")}
+        with pytest.raises(TrainingError, match="every gradient is zero, though"):
+            check.on_pre_optimizer_step(None, self.State(), None, model=model)
+        model.used(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(TrainingError, match=r"unused\.weight"):
+            check.on_pre_optimizer_step(None, self.State(), None, model=model)
 
     def test_a_run_whose_frozen_layers_pass_no_gradient_stops(self, train, monkeypatch):
         """As the trap would do it: the first layer's adapters get nothing."""
@@ -766,7 +784,7 @@ def test_memory_that_runs_out_is_exit_code_3_with_what_was_predicted(train, monk
     assert code == 3
     assert "CUDA out of memory; the plan predicted " in printed
     assert "(CUDA out of memory. Tried to allocate 2.00 GiB)" in printed
-    assert "try train.batch_size=4" in printed
+    assert "try SET='train.batch_size=4 train.grad_accum=2'" in printed
     assert json.loads((folder / "manifest.json").read_text())["status"] == "failed"
 
 

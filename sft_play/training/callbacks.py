@@ -71,6 +71,9 @@ class GradientCheck(TrainerCallback):
         ready = [name for name in self._waiting if not self._is_early(name, named)]
         without = [name for name in ready if not _has_gradient(self._waiting[name])]
         if without:
+            learnt = [named[name] for name in named if named[name].requires_grad and name not in self._waiting]
+            if learnt and not any(_has_gradient(parameter) for parameter in learnt):
+                raise TrainingError(self._died_out(state.global_step + 1, optimizer))
             shown = ", ".join(without[:6]) + (f" and {len(without) - 6} more" if len(without) > 6 else "")
             raise TrainingError(
                 f"step {state.global_step + 1}: {len(without)} of {len(ready)} trainable tensors have no gradient "
@@ -78,6 +81,17 @@ class GradientCheck(TrainerCallback):
             )
         for name in ready:
             del self._waiting[name]
+
+    @staticmethod
+    def _died_out(step: int, optimizer: Any) -> str:
+        """The message where tensors that had a gradient at an earlier step have none any more."""
+        groups = getattr(optimizer, "param_groups", None) or [{}]
+        rate = max(float(group.get("lr") or 0.0) for group in groups)
+        return (
+            f"step {step}: every gradient is zero, though earlier steps had some: the updates before drove the weights "
+            f"so far that no output depends on them any more (learning rate of this step: {rate:g}). Nothing more "
+            "would be learned, so the run stops; start a new run with a lower train.learning_rate"
+        )
 
     @staticmethod
     def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:
