@@ -85,9 +85,11 @@ def _hear(make: int) -> None:
 
 def _catches_ctrl_c(process: int) -> bool:
     """Whether a process has a handler for SIGINT; Linux only."""
+    from pathlib import Path
+
     try:
-        with open(f"/proc/{process}/status", encoding="utf-8") as status:
-            caught = next(line.split()[1] for line in status if line.startswith("SigCgt:"))
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8")
+        caught = next(line.split()[1] for line in status.splitlines() if line.startswith("SigCgt:"))
     except (OSError, StopIteration, IndexError):
         return False
     return bool(int(caught, 16) >> (signal.SIGINT - 1) & 1)
