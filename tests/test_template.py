@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import os
 import threading
 import time
 from datetime import date
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from benchmarks.mask_score.score import CASES
+from sft_play.data.masks import watchdog
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.watchdog import ended_after
 from sft_play.errors import TokenizerError
@@ -189,8 +193,10 @@ def test_a_template_without_end_is_stopped(name):
         made.render(CHAT)
 
 
-def test_a_filter_that_asks_nobody_is_stopped_where_it_is(monkeypatch):
-    """In any thread: the server renders in one of its own."""
+@pytest.mark.parametrize("platform", ["linux", "darwin"])
+def test_a_filter_that_asks_nobody_is_stopped_where_it_is(platform, monkeypatch):
+    """In any thread: the server renders in one of its own. Elsewhere than on Linux no thread's clock can be read."""
+    monkeypatch.setattr("sft_play.data.masks.watchdog.sys", SimpleNamespace(platform=platform))
     monkeypatch.setattr("sft_play.data.masks.template.MAX_SECONDS", 0.05)
     monkeypatch.setattr("sft_play.data.masks.template.GRACE_S", 0.0)
     monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.05)
@@ -210,6 +216,28 @@ def test_a_filter_that_asks_nobody_is_stopped_where_it_is(monkeypatch):
     thread.join(30)
     assert len(found) == 2
     assert all("seconds" in text for text in found)
+
+
+def test_a_fork_ends_its_own_templates_and_no_others(monkeypatch):
+    """Whoever held the lock at that moment."""
+    monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.02)
+    with watchdog._lock, ended_after_in_another_thread():
+        child = os.fork()
+        if child == 0:
+            try:
+                with ended_after(0.05, RuntimeError):
+                    use_up(20)
+            except RuntimeError:
+                os._exit(len(watchdog._watched))
+            os._exit(9)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@contextlib.contextmanager
+def ended_after_in_another_thread():
+    watchdog._watched[0] = watchdog._Watched(0, lambda: 1 / 0, 0.0, RuntimeError)
+    yield
+    del watchdog._watched[0]
 
 
 def use_up(seconds):

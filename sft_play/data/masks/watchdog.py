@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 EVERY_S = 1.0
 _raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
@@ -24,7 +26,7 @@ class _Watched:
     """A thread, until when its processor time may go, and what is raised in it."""
 
     thread: int
-    clock: int
+    used: Callable[[], float]
     until: float
     error: type[BaseException]
     is_told: bool = False
@@ -36,13 +38,31 @@ _of_process = 0
 """The process that has a watching thread: a fork has none."""
 
 
+def _in_fork() -> None:
+    """Another thread may have held the lock, and been watched, when the process was forked."""
+    global _lock
+    _lock = threading.Lock()
+    _watched.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_fork)
+
+
+def _clock(thread: int) -> Callable[[], float]:
+    """A clock of the thread's processor time in seconds; where the system has none (macOS, Windows), of time."""
+    if sys.platform == "linux":
+        return partial(time.clock_gettime, time.pthread_getcpuclockid(thread))
+    return time.monotonic
+
+
 @contextmanager
 def ended_after(seconds: float, error: type[BaseException]) -> Iterator[None]:
     """Raise `error`, without words, inside this thread once it has used so much processor time."""
     global _of_process
     thread = threading.get_ident()
-    clock = time.pthread_getcpuclockid(thread)
-    one = _Watched(thread, clock, time.clock_gettime(clock) + seconds, error)
+    used = _clock(thread)
+    one = _Watched(thread, used, used() + seconds, error)
     with _lock:
         _watched[thread] = one
         if _of_process != os.getpid():
@@ -62,6 +82,6 @@ def _look() -> None:
         time.sleep(EVERY_S)
         with _lock:
             for one in _watched.values():
-                if not one.is_told and time.clock_gettime(one.clock) > one.until:
+                if not one.is_told and one.used() > one.until:
                     one.is_told = True
                     _raise_in(ctypes.c_ulong(one.thread), ctypes.py_object(one.error))
