@@ -88,6 +88,7 @@ VARIABLES = (
         "SFT_PLAY_MAKE",
         "TORCHELASTIC_ERROR_FILE",
     ),
+    *("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "MAKELEVEL"),  # of `make test TESTS=…`
     "GLOO_SOCKET_IFNAME",
     "PYTEST_ADDOPTS",
 )

@@ -200,7 +200,8 @@ def test_a_filter_that_asks_nobody_is_stopped_where_it_is(platform, monkeypatch)
     monkeypatch.setattr("sft_play.data.masks.template.MAX_SECONDS", 0.05)
     monkeypatch.setattr("sft_play.data.masks.template.GRACE_S", 0.0)
     monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.05)
-    made, found = template("{{ ('x ' * 500000) | wordwrap(1) }}"), []
+    # long enough for a watch that has just begun a whole second's wait
+    made, found = template("{% for i in range(9) %}{{ ('x ' * 500000) | wordwrap(1) }}{% endfor %}"), []
 
     def render():
         try:
