@@ -178,7 +178,9 @@ def own_message(said: str = TORCH_SAYS) -> str:
     from sft_play.training.device_checks import out_of_memory_message
 
     plan = SimpleNamespace(
-        memory=SimpleNamespace(required=30 * GIB), budget_bytes=int(23.2 * GIB), batch=SimpleNamespace(micro_batch=32, grad_accum=2)
+        memory=SimpleNamespace(required=30 * GIB),
+        budget_bytes=int(23.2 * GIB),
+        batch=SimpleNamespace(micro_batch=32, grad_accum=2),
     )
     return out_of_memory_message(plan, RuntimeError(said))  # type: ignore[arg-type]
 
