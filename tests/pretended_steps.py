@@ -29,13 +29,13 @@ from sft_play.facts.hardware import Hardware
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training import varlen
-from sft_play.training.callbacks import GradientCheck, LossScaleCheck
-from sft_play.training.exact_match import Question
-from sft_play.training.model_loading import load_model
-from sft_play.training.model_spec import build_model_spec
-from sft_play.training.trainer import PlannedTrainer, build_trainer, training_arguments
-from sft_play.training.updates import UpdateCheck
+from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck
+from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, training_arguments
+from sft_play.training.measure.exact_match import Question
+from sft_play.training.measure.updates import UpdateCheck
+from sft_play.training.model import varlen
+from sft_play.training.model.model_loading import load_model
+from sft_play.training.prepare.model_spec import build_model_spec
 from tests import pretended
 from tests.models import make_tokenizer
 from tests.ranks_evaluation import rows_of

@@ -23,7 +23,7 @@ from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import build_trainer
+from sft_play.training.loop.trainer import build_trainer
 from tests.ranks import write_found
 
 SIZES = (1, 3, 5, 11, 64)

@@ -21,7 +21,7 @@ from sft_play.planner.lora_targets import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.confirm import _adapter
-from sft_play.training import adapter_trial, packable
+from sft_play.training.proofs import adapter_trial, packable
 from tests.conftest import ROOT, Command, chat
 from tests.models import make_tokenizer
 from tests.test_architecture import file_of
@@ -96,7 +96,7 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     small_of(kind).save_pretrained(tmp_path)
     config = run_with(tmp_path)

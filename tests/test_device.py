@@ -284,7 +284,7 @@ def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monk
     import torch
 
     from sft_play.starting.plan_run import plan_for
-    from sft_play.training.device_checks import check_device
+    from sft_play.training.prepare.device_checks import check_device
 
     wanted = config(f"model.name={json.dumps(str(tiny_llama))}")
     on_cpu = wanted.model_copy(update={"train": wanted.train.model_copy(update={"device": "cpu"})})

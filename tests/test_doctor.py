@@ -629,7 +629,7 @@ def test_ranks_that_loaded_other_libraries_are_named():
 def test_the_ranks_are_started_as_those_of_a_run():
     made = ranks.launch_of(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), out=Path("/x"), timeout_s=35.0)
     assert (
-        "--nproc-per-node 2 --module sft_play.training.collective_check --out /x --device cuda --timeout 35.0"
+        "--nproc-per-node 2 --module sft_play.training.ranks.collective_check --out /x --device cuda --timeout 35.0"
         in made.line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"

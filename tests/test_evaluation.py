@@ -117,7 +117,7 @@ def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
 @QUICK
 @given(rows=st.integers(1, 2000), most=st.integers(1, 64), ranks=st.integers(1, 16))
 def test_batches_are_evened_without_another_pass(rows, most, ranks):
-    from sft_play.training.rows import evened
+    from sft_play.training.loop.rows import evened
 
     batch = evened(rows, most=most, ranks=ranks)
     assert 1 <= batch <= most
@@ -130,7 +130,7 @@ def test_batches_are_evened_without_another_pass(rows, most, ranks):
 def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
     from datasets import Dataset
 
-    from sft_play.training.rows import filled, longest_first
+    from sft_play.training.loop.rows import filled, longest_first
 
     draw = np.random.default_rng(3)
     lengths = draw.integers(2, 6, size=40)
@@ -149,7 +149,7 @@ def test_the_ranks_that_share_rows_each_get_every_batch(seed):
     """Batch n goes to rank n modulo the ranks, so that the ranks of a group have consecutive ones."""
     from datasets import Dataset
 
-    from sft_play.training.rows import longest_first
+    from sft_play.training.loop.rows import longest_first
 
     draw = np.random.default_rng(seed)
     batch, copies, groups = (int(number) for number in draw.integers(1, 5, size=3))

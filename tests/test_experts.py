@@ -18,9 +18,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
 from sft_play.planner.precision import Precision
-from sft_play.training.experts import CASTING, choose_experts
-from sft_play.training.model_loading import load_model
-from sft_play.training.model_spec import build_model_spec
+from sft_play.training.model.model_loading import load_model
+from sft_play.training.prepare.experts import CASTING, choose_experts
+from sft_play.training.prepare.model_spec import build_model_spec
 
 pytestmark = pytest.mark.build
 
@@ -391,9 +391,9 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
     """TRL looks for `num_experts` in the config, which some call otherwise; a class that computes none has none."""
     from transformers import AutoConfig
 
-    from sft_play.training.experts import balance_coefficient, fit_balance_loss
-    from sft_play.training.fused_head import fused_head
-    from sft_play.training.packable import small_config
+    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
+    from sft_play.training.proofs.packable import small_config
 
     small = small_config(AutoConfig.for_model(kind))
     assert balance_coefficient(small) > 0
@@ -420,7 +420,7 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
 def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch):
     from transformers import AutoConfig
 
-    from sft_play.training import experts as module
+    from sft_play.training.prepare import experts as module
 
     config = AutoConfig.for_model("mixtral")
     monkeypatch.setattr(module, "on_small_model", lambda *args, **options: (None, "too large"))
@@ -431,8 +431,8 @@ def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch
 def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
     from transformers import AutoConfig
 
-    from sft_play.training.fused_head import name_backbone
-    from sft_play.training.packable import small_config
+    from sft_play.training.model.fused_head import name_backbone
+    from sft_play.training.proofs.packable import small_config
 
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
     assert model.base_model is model

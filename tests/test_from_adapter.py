@@ -214,7 +214,7 @@ def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
     from sft_play.data.splits import build_splits
     from sft_play.finished.load import load_as_trained
     from sft_play.finished.run import find_finished
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     finished = find_finished(run.parent, run.name)
     model = load_as_trained(finished)

@@ -52,7 +52,7 @@ LAYERS = {
 """Package or module of the package: layer. `sft_play/__init__.py` itself holds the version and the names of `api`."""
 
 STARTED = {
-    ("launch.command", "training.elastic_agent"): "the program that is run in the place of torch.distributed.run",
+    ("launch.command", "training.ranks.elastic_agent"): "the program that is run in the place of torch.distributed.run",
 }
 """A module of a higher layer that a string names, since it is started as a process of its own, and why."""
 
@@ -225,7 +225,7 @@ def test_the_data_package_imports_heavy_libraries_only_inside_functions():
 def test_only_the_trainer_its_templates_and_traces_know_trl():
     """By an import, or by a module's name in a string, as importlib takes it."""
     importing = {name for name, path in modules().items() if any(item.split(".")[0] == "trl" for item in imports(path))}
-    assert importing == {"training.trainer", "training.trl_template", "training.fused_head"}
+    assert importing == {"training.loop.trainer", "training.prepare.trl_template", "training.model.fused_head"}
     naming = {
         name
         for name, path in modules().items()
@@ -250,7 +250,8 @@ def test_planning_loads_no_torch():
 def test_the_map_of_a_large_package_names_each_of_its_modules_once(package):
     """Its docstring: where a reader finds what."""
     named = re.findall(r"`(\w+)`", ast.get_docstring(tree_of(PACKAGE / package / "__init__.py")) or "")
-    theirs = {name.rpartition(".")[2] for name in modules() if name.startswith(f"{package}.")}
+    inside = [path for name, path in modules().items() if name.startswith(f"{package}.")]
+    theirs = [path.stem for path in inside if path.name != "__init__.py"]
     assert len(theirs) > 10
     assert sorted(named) == sorted(theirs)
 

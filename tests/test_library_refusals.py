@@ -173,7 +173,7 @@ def started(monkeypatch):
     import torch
     from bitsandbytes import cextension
 
-    from sft_play.training import device_checks
+    from sft_play.training.prepare import device_checks
 
     def start(mode: str, *, kernel: Exception | None = None, library: object = None) -> None:
         def zeros(*_: object, **__: object) -> torch.Tensor:

@@ -379,7 +379,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 @pytest.mark.build
 def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_differ(caplog: Any) -> None:
-    from sft_play.training.kernels import Taken, _require_room
+    from sft_play.training.proofs.kernels import Taken, _require_room
 
     caplog.set_level(logging.WARNING)
     plan = plan_of("liger")
@@ -411,7 +411,7 @@ def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_
 def test_experts_keep_their_gates(monkeypatch: Any) -> None:
     from torch import nn
 
-    from sft_play.training import kernels
+    from sft_play.training.proofs import kernels
 
     asked: list[dict[str, bool]] = []
 

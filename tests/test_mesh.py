@@ -32,7 +32,7 @@ from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
-from sft_play.training.engine_check import WRAPPED_CLASS
+from sft_play.training.ranks.engine_check import WRAPPED_CLASS
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
 from tests.ranks_mesh import NOT_DIVIDED

@@ -287,7 +287,7 @@ def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
     stored, mode, said, place, command: Command, tmp_path: Path
 ):
     from sft_play.planner.precision import choose_precision
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     fields = {**LLAMA, "quantization_config": stored}
     if place == "text_config":

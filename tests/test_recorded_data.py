@@ -33,7 +33,7 @@ from sft_play.data.sources.formats import Chat, first_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.data.splits import build_splits
 from sft_play.errors import SftPlayError
-from sft_play.training.rows import to_dataset
+from sft_play.training.loop.rows import to_dataset
 from tests.conftest import digest, need_documents_extra
 from tests.models import CHATML, make_tokenizer
 

@@ -34,9 +34,9 @@ from sft_play.trace.confirm import settings_of
 from sft_play.trace.settings import Device, StepSettings
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
-from sft_play.training import repeated_keys, sdpa, varlen
-from sft_play.training.collate import CHAT_LENGTHS, Collator
-from sft_play.training.trainer import PlannedTrainer
+from sft_play.training.loop.collate import CHAT_LENGTHS, Collator
+from sft_play.training.loop.trainer import PlannedTrainer
+from sft_play.training.model import repeated_keys, sdpa, varlen
 
 pytestmark = pytest.mark.build
 

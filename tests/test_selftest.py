@@ -175,10 +175,12 @@ TORCH_SAYS = (
 
 def own_message(said: str = TORCH_SAYS) -> str:
     """The message of a run that ran out of memory, by the code that words it."""
-    from sft_play.training.device_checks import out_of_memory_message
+    from sft_play.training.prepare.device_checks import out_of_memory_message
 
     plan = SimpleNamespace(
-        memory=SimpleNamespace(required=30 * GIB), budget_bytes=int(23.2 * GIB), batch=SimpleNamespace(micro_batch=32, grad_accum=2)
+        memory=SimpleNamespace(required=30 * GIB),
+        budget_bytes=int(23.2 * GIB),
+        batch=SimpleNamespace(micro_batch=32, grad_accum=2),
     )
     return out_of_memory_message(plan, RuntimeError(said))  # type: ignore[arg-type]
 

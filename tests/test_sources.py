@@ -222,8 +222,8 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     from sft_play.facts.hardware import Hardware
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs.folder import RunFolder
-    from sft_play.training.monitor import Monitor
-    from sft_play.training.trainer import build_trainer
+    from sft_play.training.loop.trainer import build_trainer
+    from sft_play.training.measure.monitor import Monitor
 
     config = load_config(run_yaml, overrides=overrides).config
     name = config.model.name

@@ -22,7 +22,7 @@ from sft_play.data.sources.formats import Chat, recognise, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.data.splits import build_splits
 from sft_play.errors import TokenizerError
-from sft_play.training.tokenizer import load_tokenizer
+from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
 from tests.models import CHATML, make_tokenizer

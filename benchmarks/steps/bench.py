@@ -34,7 +34,7 @@ from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.throughput import predict_speed, rates_of
 from sft_play.runs.manifest import versions
 from sft_play.starting.plan_run import shape_for
-from sft_play.training.unsloth_environment import find_python
+from sft_play.training.unsloth.unsloth_environment import find_python
 
 logger = logging.getLogger(__name__)
 

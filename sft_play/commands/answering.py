@@ -9,7 +9,7 @@ from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.finished.run import FinishedRun, next_line
-from sft_play.training.quiet import quiet_libraries
+from sft_play.training.prepare.quiet import quiet_libraries
 
 HELP = {
     "chat": "talk to RUN in the terminal, with the adapter, without it, or both side by side",
@@ -29,7 +29,7 @@ def run(request: Request) -> Answer | int:
     quiet_libraries()
     if request.command == "chat":
         return _chat(request, finished)
-    from sft_play.finished.infer import infer
+    from sft_play.finished.answer.infer import infer
 
     assert request.input is not None
     assert request.output is not None
@@ -41,9 +41,9 @@ def run(request: Request) -> Answer | int:
 
 
 def _chat(request: Request, finished: FinishedRun) -> Answer:
-    from sft_play.finished.chat import HELP as KEYS
-    from sft_play.finished.chat import Conversation
-    from sft_play.finished.respond import Responder
+    from sft_play.finished.answer.chat import HELP as KEYS
+    from sft_play.finished.answer.chat import Conversation
+    from sft_play.finished.answer.respond import Responder
 
     with stdout_to_stderr(wanted=request.json):
         responder = Responder(finished)

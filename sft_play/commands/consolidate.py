@@ -30,7 +30,7 @@ def run(request: Request) -> Answer:
         given = output_dir_of(request) / checked_name(request.run, key="RUN")
     checkpoint = given if given.name.startswith("checkpoint-") else None
     folder = RunFolder(given.parents[1] if checkpoint else given)
-    from sft_play.training.consolidate import consolidate
+    from sft_play.training.checkpoints.consolidate import consolidate
 
     with stdout_to_stderr(wanted=request.json):
         path = consolidate(

@@ -15,7 +15,7 @@ def run(request: Request) -> Answer:
     """Evaluate base and trained model."""
     finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
-        from sft_play.finished.evaluation import evaluate_run
+        from sft_play.finished.evaluate.evaluation import evaluate_run
 
         evaluation = evaluate_run(
             finished,

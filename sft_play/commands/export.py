@@ -12,7 +12,7 @@ from sft_play.log import one_line
 from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
-    from sft_play.finished.exported import Format, Quant
+    from sft_play.finished.export.exported import Format, Quant
 
 HELP = {
     "export": "write RUN's model for an engine: FORMAT=gguf (llama.cpp), ollama or vllm",
@@ -42,11 +42,11 @@ def run(request: Request) -> Answer:
     finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         if request.command == "export-test":
-            from sft_play.finished.export_test import ROWS, export_test
+            from sft_play.finished.export.export_test import ROWS, export_test
 
             tested = export_test(finished, path=request.out, rows=request.limit or ROWS, llama_cpp=request.llama_cpp)
             return answer_of(tested, to_out=False)
-        from sft_play.finished.export import export_run
+        from sft_play.finished.export.export import export_run
 
         with lock(finished.folder):
             exported = export_run(

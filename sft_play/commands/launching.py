@@ -14,7 +14,7 @@ from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.finished.report import report_at_end, reported
+from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch.accelerate.launched import refuse_too_few_processes
 from sft_play.launch.accelerate.places import find_accelerate_file
 from sft_play.launch.accelerate.reading import read_accelerate_file

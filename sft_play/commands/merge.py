@@ -11,7 +11,7 @@ from sft_play.errors import ConfigError
 from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
-    from sft_play.finished.adapted_model import Base
+    from sft_play.finished.export.adapted_model import Base
 
 HELP = {
     "merge": "merge RUN's adapter into the 16-bit weights of its base, as a model that loads anywhere",
@@ -30,10 +30,10 @@ def run(request: Request) -> Answer:
     finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         if request.command == "merge-test":
-            from sft_play.finished.merge_test import ROWS, merge_test
+            from sft_play.finished.export.merge_test import ROWS, merge_test
 
             return answer_of(merge_test(finished, path=request.out, rows=request.limit or ROWS), to_out=False)
-        from sft_play.finished.merge import merge_run
+        from sft_play.finished.export.merge import merge_run
 
         with lock(finished.folder):
             merged = merge_run(

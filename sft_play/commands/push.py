@@ -5,7 +5,7 @@ from __future__ import annotations
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
-from sft_play.finished.push import push, upload_of
+from sft_play.finished.export.push import push, upload_of
 
 HELP = {
     "push": "upload RUN's adapter or model, or the merged one (MERGED=1), to REPO on the hub, after asking",

@@ -8,10 +8,10 @@ from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.machine import output_dir_or_default
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.compare import PAGE, Comparison, compare
-from sft_play.finished.curves import screen_of
-from sft_play.finished.record import find_run, read_record
-from sft_play.finished.report import Report, report
+from sft_play.finished.report.compare import PAGE, Comparison, compare
+from sft_play.finished.report.curves import screen_of
+from sft_play.finished.report.record import find_run, read_record
+from sft_play.finished.report.report import Report, report
 
 HELP = {
     "report": "write one page about RUN: curves, predicted against measured, answers, data, how to reproduce it",

@@ -13,6 +13,6 @@ def run(request: Request) -> Answer:
     """Train again and compare; exit code 2 where a tensor differs."""
     finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
-        from sft_play.finished.reproduce import reproduce
+        from sft_play.finished.manage.reproduce import reproduce
 
         return answer_of(reproduce(finished, by_this_code=request.force))

@@ -6,7 +6,7 @@ from sft_play.commands.answer import Answer, agreed, answer_of
 from sft_play.commands.machine import output_dir_or_default
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.listing import What, list_runs, prune, to_prune
+from sft_play.finished.manage.listing import What, list_runs, prune, to_prune
 from sft_play.units import gib
 
 HELP = {

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 def run(request: Request) -> int:
     """Serve. With JSON=1 (and OUT) its one object is written once the endpoint answers, and the command stays."""
-    from sft_play.finished import serve
+    from sft_play.finished.answer import serve
 
     host, port = request.host or serve.DEFAULT_HOST, serve.read_port(request.port)
     service = serve.service_of(request.engine or serve.ENGINES[0], finished_run(request), host, port)

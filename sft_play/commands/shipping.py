@@ -12,11 +12,11 @@ HELP = {"ship": "judge RUN: better at its task, nothing else lost, the merge equ
 def run(request: Request) -> Answer:
     """Measure and judge, or judge again what a file holds."""
     if request.replay is not None:
-        from sft_play.finished.ship_replay import replay
+        from sft_play.finished.evaluate.ship_replay import replay
 
         return answer_of(replay(request.replay))
     finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
-        from sft_play.finished.ship import ROWS, ship
+        from sft_play.finished.evaluate.ship import ROWS, ship
 
         return answer_of(ship(finished, rows=request.limit or ROWS, tolerance=request.tolerance))

@@ -25,7 +25,7 @@ from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
 
 NAME, SPEED = "all-reduce", "bandwidth"
-MODULE = "sft_play.training.collective_check"
+MODULE = "sft_play.training.ranks.collective_check"
 GIVE_UP_S = 5.0
 """The ranks' own limit is this much shorter, so that they can report what they were waiting for."""
 NVLINK_SHARE = 0.30
@@ -234,7 +234,7 @@ def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
     ]
 
 
-# by the last note that a rank of `training.collective_check` wrote
+# by the last note that a rank of `training.ranks.collective_check` wrote
 _STAGES = {
     "started": "has not reached its device",
     "device": "is waiting to join the others",

@@ -139,7 +139,7 @@ class _Checks:
             yield skipped("tokenizer", "not without the model files; see there")
             return
         with importing():  # here and not at the top: the checks before it answer without any library
-            importlib.import_module("sft_play.training.model_spec")
+            importlib.import_module("sft_play.training.prepare.model_spec")
         try:
             loaded = tokenizer_of(self._config)
         except SftPlayError as error:
@@ -297,16 +297,16 @@ class _Checks:
         if self._tokenizer is None or self._planned is None:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
-        from sft_play.training.backend import choose_backend
-        from sft_play.training.model_spec import build_model_spec
-        from sft_play.training.origin import origin_of
-        from sft_play.training.trainable import trainable_note
+        from sft_play.training.prepare.backend import choose_backend
+        from sft_play.training.prepare.model_spec import build_model_spec
+        from sft_play.training.prepare.origin import origin_of
+        from sft_play.training.prepare.trainable import trainable_note
 
         try:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here
                 choose_backend(self._config)
             if set(self._config.train.report_to) - {"tensorboard"}:
-                from sft_play.training.trainer import check_trackers  # imports TRL, which takes seconds
+                from sft_play.training.loop.trainer import check_trackers  # imports TRL, which takes seconds
 
                 check_trackers(self._config)
             if self._config.model.name == BASE_NAME:

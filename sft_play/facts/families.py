@@ -185,8 +185,8 @@ MOVED_NAMES = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2"
 MOVED_WORDS = "PEFT would put its adapter on this model's routed experts, which get none here"
 _TUPLE = "an adapter there fails: it returns a tuple"
 REFUSED_NAMES = {"llama4_text": {"router": _TUPLE}, "phimoe": {"router": _TUPLE}}
-"""Linear layers of the table's model types on which an adapter fails, and why: what `training/adapter_trial` finds on a
-small model of each; a test tries all of them again."""
+"""Linear layers of the table's model types on which an adapter fails, and why: what
+`training/proofs/adapter_trial` finds on a small model of each; a test tries all of them again."""
 
 
 def why_no_adapter(model_type: str, name: str) -> str | None:

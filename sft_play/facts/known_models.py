@@ -152,7 +152,7 @@ def _stablelm(*sizes: int, qkv_bias: bool) -> Config:
     return {"model_type": "stablelm", **_sizes(*sizes), "use_qkv_bias": qkv_bias}
 
 
-_STARTER = "made by this toolkit: sft_play/training/starter_base.py"
+_STARTER = "made by this toolkit: sft_play/training/prepare/starter_base.py"
 _STARTER_BASE: Config = {  # written out: its order is part of the key under which a made starter base is kept
     "model_type": "llama",
     "hidden_size": 192,

@@ -31,7 +31,7 @@ class Linear:
     outputs: int
     bias: bool = False
     adaptable: bool = True
-    """Whether it takes an adapter (`families.why_no_adapter`, `training/adapter_trial`)."""
+    """Whether it takes an adapter (`families.why_no_adapter`, `training/proofs/adapter_trial`)."""
 
     @property
     def name(self) -> str:

@@ -20,11 +20,11 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.resuming import first_day
-from sft_play.training import sdpa
-from sft_play.training.full_state_dict import ADAPTER_FILE
-from sft_play.training.model_loading import DTYPES, load_model
-from sft_play.training.model_spec import build_model_spec
-from sft_play.training.tokenizer import load_tokenizer
+from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE
+from sft_play.training.model import sdpa
+from sft_play.training.model.model_loading import DTYPES, load_model
+from sft_play.training.prepare.model_spec import build_model_spec
+from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

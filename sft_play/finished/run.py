@@ -127,7 +127,7 @@ def base_folder(run: FinishedRun) -> Path:
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
     """Raises ModelError where the base's files are no longer those that the run was trained on."""
-    from sft_play.training.model_loading import weights_facts
+    from sft_play.training.model.model_loading import weights_facts
 
     now = weights_facts(run.config.model.name, None)["sha256"]
     if recorded.get("sha256") not in (None, now):

@@ -340,7 +340,7 @@ def _traffic(
     if config.tuning.mode != "full":
         inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora
         shared = not (step.casts_inputs or lora.use_dora or lora.dropout or precision.compute == "float32")
-        # twice as much where PEFT casts the input of each adapter to fp32 (training/adapter_inputs.py)
+        # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapter_inputs.py)
         per_token += inputs * (8 if config.tuning.mode == "lora" and not shared else 4)
     return float(per_token * tokens * shape.num_layers)
 

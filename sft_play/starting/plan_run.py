@@ -37,7 +37,7 @@ from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
 
 if TYPE_CHECKING:
-    from sft_play.training.backend import Backend
+    from sft_play.training.prepare.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str) -> Backe
     Raises:
         BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
     """
-    from sft_play.training import backend as backends
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.prepare import backend as backends
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     backend = backends.choose_backend(
         config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ))

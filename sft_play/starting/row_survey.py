@@ -101,8 +101,8 @@ def _count(config: RunConfig) -> None:
         import numpy as np
 
         from sft_play.data.splits import build_splits
-        from sft_play.training.rows import lengths_of, to_dataset
-        from sft_play.training.tokenizer import load_tokenizer
+        from sft_play.training.loop.rows import lengths_of, to_dataset
+        from sft_play.training.prepare.tokenizer import load_tokenizer
 
     logger.info("Rows: counting their tokens before the plan is made")
     limit, positions = _limit(config)
@@ -175,7 +175,7 @@ def _model_folder(name: str) -> Path | None:
     """
     if name != BASE_NAME:
         return local_folder(name)
-    from sft_play.training.starter_base import built_base
+    from sft_play.training.prepare.starter_base import built_base
 
     folder = built_base()
     if folder is None:

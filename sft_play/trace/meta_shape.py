@@ -27,7 +27,7 @@ from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
-from sft_play.training.adapter_trial import adapter_places
+from sft_play.training.proofs.adapter_trial import adapter_places
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
