@@ -132,7 +132,7 @@ STAGES = {  # of `make train` the preparation of rows alone, which is all that r
         "sys.exit('\\n'.join(bad) if bad else 0)"
     ),
     "train": (
-        "from sft_play.data.splits import build_splits; from sft_play.data.sources.files import data_paths; "
+        "from sft_play.data.build.splits import build_splits; from sft_play.data.sources.files import data_paths; "
         "from sft_play.training.prepare.tokenizer import load_tokenizer; config = load_config('run.yaml').config; "
         "build_splits(config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=512)"
     ),

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import config_from_text
+from sft_play.data.build.splits import Split
+from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.splits import Split
-from sft_play.data.stats import RowStats
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import detect
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder

@@ -33,9 +33,9 @@ import psutil
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.endings import leave_with
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
@@ -119,7 +119,7 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
 
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What closed form and trace say of the row, in bytes."""
-    from sft_play.facts.architecture import config_json
+    from sft_play.facts.models.architecture import config_json
     from sft_play.trace.confirm import settings_of
     from sft_play.trace.remembered import cached_trace
     from sft_play.trace.settings import TraceUnavailable
@@ -238,9 +238,9 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy
 
+    from sft_play.data.build.splits import Split
+    from sft_play.data.build.stats import RowStats
     from sft_play.data.masks.token_row import TokenRow
-    from sft_play.data.splits import Split
-    from sft_play.data.stats import RowStats
     from sft_play.training.loop.trainer import build_trainer, plan_callbacks
 
     times: list[float] = []

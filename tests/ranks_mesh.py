@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sft_play.errors import ModelError
-from sft_play.facts.families import TENSOR_PARALLEL
+from sft_play.facts.models.families import TENSOR_PARALLEL
 from sft_play.planner.layout import Layout
 from sft_play.training.loop.collate import Collator
 from sft_play.training.model import context_parallel, tensor_parallel

@@ -13,8 +13,8 @@ import yaml
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.config.resolved import resolved
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.deepspeed.run_settings import with_batch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.largest import largest_that_fits

@@ -313,7 +313,7 @@ def test_ratios_are_those_of_medians():
 def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
     from sft_play.config.load import load_config
     from sft_play.facts.hardware import named
-    from sft_play.planner.throughput import rates_of
+    from sft_play.planner.speed.throughput import rates_of
     from sft_play.starting.plan_run import plan_for
 
     loaded = load_config(small / "padded.yaml")

@@ -17,9 +17,9 @@ from sft_play.commands.render import Renderings, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
+from sft_play.data.build.stats import LimitCost, trained_runs
+from sft_play.data.build.survey import Survey, tokens_by_role
 from sft_play.data.sources.formats import Chat
-from sft_play.data.stats import LimitCost, trained_runs
-from sft_play.data.survey import Survey, tokens_by_role
 from sft_play.diagnose.check_report import STATES, Report, finding_lines
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect, named
@@ -262,8 +262,8 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
     SmolLM2's with <|im_start|>, which its tokenizer names as BOS."""
     from transformers import AutoTokenizer
 
+    from sft_play.data.build.survey import RowMaker, Surveyor
     from sft_play.data.masks.render import Renderer
-    from sft_play.data.survey import RowMaker, Surveyor
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -280,9 +280,9 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     """Row numbers, places, the first repeated row, sums: only tokens by role are counted in other rows."""
     from transformers import AutoTokenizer
 
-    from sft_play.data import workers
+    from sft_play.data.build import workers
+    from sft_play.data.build.survey import RowMaker, Surveyor
     from sft_play.data.masks.render import Renderer
-    from sft_play.data.survey import RowMaker, Surveyor
 
     monkeypatch.setattr(workers, "_SMALLEST_PIECE", 1_500)
     rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]

@@ -13,10 +13,11 @@ from sft_play.config.load import load_config
 from sft_play.diagnose import device as rules
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
-from sft_play.facts import compiler, unseen
+from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, obstacle, require_compiler
+from sft_play.facts.gpus import unseen
+from sft_play.facts.gpus.unseen import LEAST_VRAM, Devices, Nvml, PciDevice, TorchBuild, torch_is_blind
 from sft_play.facts.hardware import Hardware, named, with_shared_gpu
-from sft_play.facts.unseen import LEAST_VRAM, Devices, Nvml, PciDevice, TorchBuild, torch_is_blind
 from sft_play.launch import device
 from sft_play.launch.command import visible_only
 from sft_play.launch.device import CPU_PARAMS, hide_gpus, machine_for, require_machine

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError, TrainingError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.command import Nodes, torchrun
 from sft_play.launch.launch_options import launch_options_of
 from sft_play.launch.ranks import ranks_of

@@ -31,9 +31,9 @@ from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
 from sft_play.diagnose.report import Report
 from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
@@ -710,7 +710,7 @@ def test_an_address_that_means_nothing_fails_at_once():
 
 def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[Planned, Hardware]:
     """A plan of a model on a machine, with its shapes from a config.json."""
-    from sft_play.facts.architecture import parse_config
+    from sft_play.facts.models.architecture import parse_config
 
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}", name="r", overrides=overrides)
     shape, hardware = parse_config(fields, name="m"), named(machine_name)

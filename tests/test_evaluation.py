@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, evaluation_rows
 from sft_play.planner.memory.margins import STAYS
@@ -267,7 +267,7 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
 @pytest.mark.build
 @pytest.mark.slow
 def test_the_trace_finds_the_evaluation_within_the_training_step():
-    from sft_play.facts.architecture import config_json
+    from sft_play.facts.models.architecture import config_json
     from sft_play.trace.confirm import settings_of
     from sft_play.trace.step import trace_step
 

@@ -8,8 +8,8 @@ import torch
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.families import OTHER_KINDS
 from sft_play.facts.hardware import named
+from sft_play.facts.models.families import OTHER_KINDS
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.trace.meta_shape import measure
 from sft_play.training.proofs.packable import small_config

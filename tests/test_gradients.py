@@ -13,8 +13,8 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import MixedPrecisionConfig, RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.deepspeed.run_settings import with_dtypes
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import candidate_of
@@ -24,8 +24,8 @@ from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.precision import BYTES, Precision
-from sft_play.planner.throughput import predict_speed, rates_of
-from sft_play.planner.traffic import sent_bytes, traffic_of
+from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.planner.speed.traffic import sent_bytes, traffic_of
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run

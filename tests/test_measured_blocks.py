@@ -11,9 +11,9 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.architecture import parse_config
-from sft_play.facts.families import FAMILIES
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import parse_config
+from sft_play.facts.models.families import FAMILIES
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.measured import LayerBytes, MeasuredPass, between
 from sft_play.planner.memory.measured_walk import walk_of

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from benchmarks.long_rows import LONG_ROWS, long_rows
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.launch import machine as of_ranks
 from sft_play.launch import resolve_options
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
-from sft_play.facts.gpu_catalog import ENTRIES
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.model_shape import Mla
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.model_shape import Mla
 from sft_play.planner import candidates
 from sft_play.planner.candidates import micro_batches
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_one_by_one
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.row_tokens import average_passes, row_tokens
-from sft_play.planner.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
+from sft_play.planner.speed.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"

@@ -18,12 +18,12 @@ import pytest
 from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
+from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import data_paths
-from sft_play.data.splits import build_splits
 from sft_play.errors import SftPlayError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
@@ -336,7 +336,7 @@ def headers(config: RunConfig) -> Facts:
 
 def worker_count(config: RunConfig) -> Facts:
     """How many processes are asked to make rows."""
-    from sft_play.data import splits as data_splits
+    from sft_play.data.build import splits as data_splits
 
     asked: list[Any] = []
     real = data_splits.build

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.seen import Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.seen import Seen, SeenGpu
 from sft_play.launch import machine
 from sft_play.launch.exported import refuse_tasks
 from sft_play.launch.ranks import Ranks, ranks_of

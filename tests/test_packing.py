@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft_play.data.packing import best_fit, grouped, padding_shares
+from sft_play.data.build.packing import best_fit, grouped, padding_shares
 from sft_play.errors import ConfigError
 from tests.conftest import chat
 
@@ -212,7 +212,7 @@ def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]
     """A batch of packs, each given as its chats, as training makes it."""
     from datasets import Dataset
 
-    from sft_play.data.packing import Packs
+    from sft_play.data.build.packing import Packs
     from sft_play.training.loop.collate import COUNTS, Collator
     from sft_play.training.loop.rows import TrainingRows
 
@@ -368,7 +368,9 @@ def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
     from sft_play.training.proofs.packable import require_packable
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
-    with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
+    with pytest.raises(
+        ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row"
+    ) as error:
         require_packable(CONFIG_MAPPING[kind](**options), attention="eager")
     assert says in str(error.value)
     assert "use data.packing=none" in str(error.value)
@@ -416,9 +418,9 @@ def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypat
 # --- the plan ---------------------------------------------------------------------------------------------------------
 def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
     from sft_play.config.load import config_from_text
-    from sft_play.facts.architecture import shape_of
-    from sft_play.facts.gpu import Gpu
+    from sft_play.facts.gpus.gpu import Gpu
     from sft_play.facts.hardware import Hardware
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
 
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
@@ -429,7 +431,10 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one(
         return make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), machine))
 
     single, text = plan(), plan("data.packing=best_fit", "task_mode=cpt")
-    packs, apart = plan("data.packing=best_fit", "model.attn_implementation=sdpa"), plan("data.packing=best_fit")
+    packs, apart = (
+        plan("data.packing=best_fit", "model.attn_implementation=sdpa"),
+        plan("data.packing=best_fit"),
+    )
     assert not single.choice.step.padded
     assert not apart.choice.step.padded
     assert apart.memory.terms == single.memory.terms  # boundaries cost nothing

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import parse_config, shape_of
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import kernel_of, repeats_kv

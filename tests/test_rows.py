@@ -182,10 +182,10 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.load import config_from_text
-    from sft_play.data.splits import Split
-    from sft_play.data.stats import RowStats
-    from sft_play.facts.architecture import shape_of
+    from sft_play.data.build.splits import Split
+    from sft_play.data.build.stats import RowStats
     from sft_play.facts.hardware import Hardware
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs.folder import RunFolder
     from sft_play.training.loop.trainer import build_trainer
@@ -306,9 +306,9 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
 
 def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
     from sft_play.config.load import config_from_text
+    from sft_play.data.build.splits import build_splits
     from sft_play.data.masks.tokenizer_parts import end_of_text_id
     from sft_play.data.sources.files import data_paths
-    from sft_play.data.splits import build_splits
     from sft_play.training.loop.rows import to_dataset
     from sft_play.training.prepare.tokenizer import load_tokenizer
 

@@ -15,7 +15,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, TrainingError
-from sft_play.facts.architecture import parse_config
+from sft_play.facts.models.architecture import parse_config
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory import saving
 from sft_play.planner.memory.estimate import estimate

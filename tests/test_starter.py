@@ -273,8 +273,8 @@ def test_the_base_is_made_by_one_process_whatever_waits_for_it(monkeypatch):
 def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_uses(tmp_path):
     """As plain text each `<|im_start|>` is five tokens, and the base never sees the one that every chat begins with."""
     from sft_play.config.load import load_config
+    from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import data_paths
-    from sft_play.data.splits import build_splits
     from sft_play.training.loop.rows import to_dataset
     from sft_play.training.prepare.starter_base import make_tokenizer
 

@@ -309,8 +309,8 @@ def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.schema import RunConfig
-    from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import detect
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.precision import choose_precision
     from sft_play.training.model.model_loading import load_model
     from sft_play.training.prepare.model_spec import build_model_spec

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout

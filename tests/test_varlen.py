@@ -282,8 +282,8 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
 
     from sft_play.config.load import config_from_text
     from sft_play.errors import ModelError
-    from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import named
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.training.prepare import attention
 

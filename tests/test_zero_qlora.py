@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import Layout, layouts_for
 from sft_play.planner.memory.estimate import estimate

@@ -243,11 +243,11 @@ class SourceConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] | None = leaf(None, owner="data.sources.files")
     """Name in the log and in the metrics (loss_NAME); null derives it from the path."""
 
-    weight: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="data.splits")
+    weight: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="data.build.splits")
     """Share of an epoch's rows: weight / sum of the weights, exactly. Set it for all sources or for none; without
     weights every row appears once per epoch."""
 
-    max_rows: Annotated[int, Field(ge=1)] | None = leaf(None, owner="data.splits")
+    max_rows: Annotated[int, Field(ge=1)] | None = leaf(None, owner="data.build.splits")
     """Use at most this many of its rows, the same ones for the whole run, drawn by train.seed; null uses all."""
 
     val_path: Name | None = leaf(None, owner="data.sources.files")
@@ -263,7 +263,7 @@ def _own_or_processed(validated: dict[str, Any]) -> str | None:
 class DataConfig(Section):
     """Training and evaluation data."""
 
-    sources: Annotated[tuple[SourceConfig, ...], Field(max_length=100)] = leaf((), owner="data.splits")
+    sources: Annotated[tuple[SourceConfig, ...], Field(max_length=100)] = leaf((), owner="data.build.splits")
     """Several sources of training rows instead of train_path, each with a share of every epoch: a list of {path,
     weight, max_rows, val_path, name}."""
 
@@ -283,10 +283,10 @@ class DataConfig(Section):
     text_path: Name | None = leaf(None, owner="data.sources.files")
     """Plain text for `task_mode: cpt_mixed`; train_path has the chats."""
 
-    text_fraction: float = leaf(0.5, owner="data.splits", gt=0.0, lt=1.0)
+    text_fraction: float = leaf(0.5, owner="data.build.splits", gt=0.0, lt=1.0)
     """Share of the training sequences in `task_mode: cpt_mixed` that are blocks of plain text."""
 
-    val_fraction: float = leaf(0.0, owner="data.splits", ge=0.0, le=0.5)
+    val_fraction: float = leaf(0.0, owner="data.build.splits", ge=0.0, le=0.5)
     """Share of the training rows held out for validation, by content hash, if there is no val_path."""
 
     columns: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.formats"})
@@ -332,21 +332,21 @@ class DataConfig(Section):
     drop_empty: bool = leaf(False, owner="data.sources.formats")
     """Leave out rows whose answer is empty or white space; otherwise they are counted and named."""
 
-    on_bad_row: Literal["fail", "skip"] = leaf("fail", owner="data.splits")
+    on_bad_row: Literal["fail", "skip"] = leaf("fail", owner="data.build.splits")
     """What to do with rows that cannot be used: stop with a list of them, or leave them out and count them."""
 
     truncate: Literal["end", "prompt", "drop"] = leaf("end", owner="data.masks.render")
     """Rows longer than max_seq_len: cut them at the end, cut them from the beginning (the answer stays), or leave them
     out."""
 
-    max_lost_fraction: float = leaf(0.05, owner="data.splits", ge=0.0, le=1.0)
+    max_lost_fraction: float = leaf(0.05, owner="data.build.splits", ge=0.0, le=1.0)
     """Largest share of the trained tokens that may be lost to max_seq_len. Above it the run stops and says which length
     would keep how much."""
 
-    packing: Literal["none", "best_fit"] = leaf("none", owner="data.packing")
+    packing: Literal["none", "best_fit"] = leaf("none", owner="data.build.packing")
     """best_fit: pack several chats into one row of max_seq_len tokens; no chat is cut, and none sees another."""
 
-    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.splits")
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.build.splits")
     """Processes that render and tokenise; auto uses one per core, up to 16, if there is enough to do."""
 
     process: ProcessConfig = ProcessConfig()
@@ -668,7 +668,7 @@ class RunConfig(Section):
     model: ModelConfig
     """The model to train."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed"] = leaf("sft", owner="data.splits")
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] = leaf("sft", owner="data.build.splits")
     """sft: chats, loss on the answers; cpt: plain text in full blocks; cpt_mixed: both, in the ratio
     data.text_fraction."""
 

@@ -17,7 +17,7 @@ import psutil
 from sft_play.diagnose.report import listed, ranks_words
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.endings import ends_with_me
-from sft_play.facts.gpu_catalog import find
+from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import LAUNCHER, Launch, Nodes, torchrun

@@ -11,7 +11,7 @@ from typing import Any
 from sft_play.config.adapter import LAST
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, RunFolderError
-from sft_play.facts.architecture import config_json, local_folder, text_only
+from sft_play.facts.models.architecture import config_json, local_folder, text_only
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder, Trust, trust_none

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import FLASH_HEAD, FLASH_SINCE, flash_runs
 
 AOTRITON = re.compile(r"gfx(90a|942|950|11\d\d|120\d)")

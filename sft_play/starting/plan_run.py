@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.size import rough_size
+from sft_play.data.build.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
-from sft_play.facts.architecture import (
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import cuda_libraries, missing_kernels
+from sft_play.facts.models.architecture import (
     ModelShape,
     UnknownArchitecture,
     config_json,
@@ -21,8 +23,6 @@ from sft_play.facts.architecture import (
     refuse_remote_code,
     text_only,
 )
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import cuda_libraries, missing_kernels
 from sft_play.launch.device import machine_for
 from sft_play.launch.exported import rank_variables
 from sft_play.planner import calibration, show

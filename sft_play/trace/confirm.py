@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import adapter_dtype, gradients_of

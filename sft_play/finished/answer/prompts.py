@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from sft_play.data.build.splits import Split
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
-from sft_play.data.splits import Split
 from sft_play.errors import TokenizerError
 from sft_play.finished.load import evenly_spaced, renderer_of
 from sft_play.finished.run import FinishedRun

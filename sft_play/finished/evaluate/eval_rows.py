@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sft_play.data.build.splits import Split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths, find_source
 from sft_play.data.sources.messages import Message
-from sft_play.data.splits import Split
 from sft_play.errors import ConfigError, DataError
 from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
 from sft_play.finished.run import FinishedRun

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from sft_play.data.arrow_rows import row_digest
+from sft_play.data.build.arrow_rows import row_digest
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.errors import DataError, ModelError, SftPlayError

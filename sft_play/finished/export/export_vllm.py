@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from sft_play.diagnose import engines
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.models.architecture import local_folder
 from sft_play.finished.answer.prompts import Prompts
 from sft_play.finished.export.exported import Written, shell_word
 from sft_play.finished.export.saved_configs import write_generation_config

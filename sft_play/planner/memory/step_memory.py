@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import gradients_of

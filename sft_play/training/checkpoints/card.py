@@ -18,7 +18,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import write_text
 from sft_play.starter.names import BASE_NAME, shown_name

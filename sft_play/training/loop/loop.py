@@ -24,9 +24,9 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import seed_worker
 
+from sft_play.data.build.mixing import Mix
+from sft_play.data.build.packing import Packs
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.data.mixing import Mix
-from sft_play.data.packing import Packs
 from sft_play.endings import leave_with
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches

@@ -23,9 +23,9 @@ import torch
 from datasets import Dataset, Features, List, Value, concatenate_datasets
 from transformers import TrainerCallback
 
+from sft_play.data.build.mixing import Mix
+from sft_play.data.build.packing import Packs, grouped
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.data.mixing import Mix
-from sft_play.data.packing import Packs, grouped
 from sft_play.planner.micro_batches import MicroBatches
 
 FILLER = -1

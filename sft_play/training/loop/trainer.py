@@ -19,9 +19,9 @@ from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.mixing import Sources, mix_table
-from sft_play.data.packing import Packs, best_fit, joined, wants_packing
-from sft_play.data.splits import Split
+from sft_play.data.build.mixing import Sources, mix_table
+from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
+from sft_play.data.build.splits import Split
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.planner.gradients import adapter_dtype

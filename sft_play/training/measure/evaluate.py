@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.splits import Split
+from sft_play.data.build.splits import Split
 from sft_play.training.job import Job
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sft_play.config.schema import EvalConfig
+from sft_play.data.build.splits import Split
 from sft_play.data.masks.render import Renderer
-from sft_play.data.splits import Split
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training.checkpoints.full_state_dict import tied_names

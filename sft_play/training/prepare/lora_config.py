@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.model_shape import AdapterPlaces
+from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
 from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
 

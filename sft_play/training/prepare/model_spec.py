@@ -17,9 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.packing import wants_packing
+from sft_play.data.build.packing import wants_packing
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import local_folder, refuse_quantised
+from sft_play.facts.models.architecture import local_folder, refuse_quantised
 from sft_play.log import one_line
 from sft_play.planner.experts import Experts
 from sft_play.planner.layout import SINGLE, Layout

@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, adapter_folder, run_of
 from sft_play.config.schema import RunConfig
-from sft_play.data.file_digests import digest_of
+from sft_play.data.build.file_digests import digest_of
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import adapter_names, is_saved_twice
 from sft_play.training.model.model_loading import weights_facts

@@ -24,7 +24,7 @@ from sft_play.endings import ends_with_me
 from sft_play.environment import deepspeed_on_cpu, for_another_run
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
 from sft_play.facts.hardware import detect
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.starter import language
 from sft_play.starter.names import BASE_NAME
 

@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.masks.probe_conversations import PROBE_TOOLS
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.models.architecture import local_folder
 from sft_play.heap import importing
 from sft_play.log import one_line
 

@@ -21,8 +21,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.facts.families import FAMILIES, why_no_adapter
-from sft_play.facts.model_shape import AdapterPlaces
+from sft_play.facts.models.families import FAMILIES, why_no_adapter
+from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.facts.remembered import keep, place_of
 from sft_play.log import one_line
 from sft_play.training.proofs.packable import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from sft_play.planner.layout import Layout
-from sft_play.planner.traffic import sent_bytes
+from sft_play.planner.speed.traffic import sent_bytes
 
 OPERATORS: Mapping[str, tuple[str, int, bool]] = {
     "c10d::allreduce_": ("all_reduce", 0, True),

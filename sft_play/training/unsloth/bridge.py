@@ -24,7 +24,7 @@ import sft_play
 from sft_play import endings, errors, failures
 from sft_play.config.resolved import resolved
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
-from sft_play.facts.architecture import local_folder
+from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
 from sft_play.training.job import Job

@@ -20,7 +20,7 @@ from transformers import TrainingArguments
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.data.splits import Split, Splits
+from sft_play.data.build.splits import Split, Splits
 from sft_play.errors import BackendError, ConfigError
 from sft_play.log import one_line, write_log_to
 from sft_play.planner.plan import Plan, plan_from_json

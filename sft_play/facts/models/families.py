@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from sft_play.facts.model_shape import LayerKind, NormKind
+from sft_play.facts.models.model_shape import LayerKind, NormKind
 
 Choice = bool | str
 """A fixed answer, or the name of the true-or-false field that gives it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import psutil
 
-from sft_play.facts.gpu_catalog import BF16_CAPABILITY
+from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY
 
 FP8_CAPABILITY = (8, 9)
 """CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++ Programming Guide)."""

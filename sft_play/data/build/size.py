@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.mixing import exact_shares
+from sft_play.data.build.mixing import exact_shares
 from sft_play.data.sources.file_kinds import kind_of
 from sft_play.data.sources.files import Part, data_files, find_source, read_part
 from sft_play.data.sources.raw import BadRow, blocks, is_gzipped

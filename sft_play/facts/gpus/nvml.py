@@ -12,8 +12,18 @@ from typing import Any
 
 import psutil
 
-from sft_play.facts.gpu_catalog import find
-from sft_play.facts.seen import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, abilities, matrix, process_name
+from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.seen import (
+    GpuProcess,
+    Instance,
+    Pcie,
+    Seen,
+    SeenGpu,
+    Topology,
+    abilities,
+    matrix,
+    process_name,
+)
 from sft_play.log import one_line
 
 VENDOR = "NVIDIA"

@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from statistics import NormalDist
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.architecture import ModelShape
-from sft_play.facts.gpu_catalog import find
+from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION
-from sft_play.planner.compiled import STARTS, TRAFFIC
+from sft_play.facts.models.architecture import ModelShape
 from sft_play.planner.experts import planned_experts
-from sft_play.planner.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.kernels import planned_kernels
 from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.planner.row_tokens import Passes
-from sft_play.planner.traffic import Collective, base_weights, traffic_of
+from sft_play.planner.speed.compiled import STARTS, TRAFFIC
+from sft_play.planner.speed.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.speed.traffic import Collective, base_weights, traffic_of
 
 MATRIX_SHARE = {7: 0.32, 8: 0.79, 9: 0.62, 10: 0.60, 12: 0.76}
 """Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.architecture import ModelShape
+from sft_play.facts.models.architecture import ModelShape
 from sft_play.planner.gradients import gradients_of
 from sft_play.planner.memory.block_spec import Numbers
 from sft_play.planner.memory.model_states import trained

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.facts.ask import text_of
+from sft_play.facts.gpus.nvml import driver, opened, see_through
+from sft_play.facts.gpus.visible_gpus import obstacle
 from sft_play.facts.installed import torch_cuda, torch_hip, torch_xpu, version_of
-from sft_play.facts.nvml import driver, opened, see_through
-from sft_play.facts.visible_gpus import obstacle
 from sft_play.log import one_line
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086

@@ -26,8 +26,10 @@ import numpy as np
 
 from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
-from sft_play.data.arrow_rows import RowWriter, write_blocks
-from sft_play.data.file_digests import digest_of
+from sft_play.data.build.arrow_rows import RowWriter, write_blocks
+from sft_play.data.build.file_digests import digest_of
+from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
+from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.data.masks.render import Draft, Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
@@ -35,8 +37,6 @@ from sft_play.data.sources.examples import characters, example_of
 from sft_play.data.sources.files import AnySource, Part, data_files, read_part
 from sft_play.data.sources.formats import Example, Format, Text, content_share, first_format
 from sft_play.data.sources.raw import BadRow
-from sft_play.data.stats import LimitCost, RowStats, trained_runs
-from sft_play.data.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.errors import DataError
 from sft_play.heap import give_back
 

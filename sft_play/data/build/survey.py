@@ -16,6 +16,8 @@ from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.build.stats import LimitCost, RowStats, add_up, trained_runs
+from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
@@ -25,8 +27,6 @@ from sft_play.data.sources.files import AnySource, Part, data_files, read_part
 from sft_play.data.sources.formats import Chat, Example, Format, check_columns, content_digest, first_format
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
-from sft_play.data.stats import LimitCost, RowStats, add_up, trained_runs
-from sft_play.data.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.heap import give_back
 
 ROLE_ROWS, FEWEST_ROLE_ROWS = 1_000, 10

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.errors import ModelError
-from sft_play.facts.class_defaults import CLASS_DEFAULTS
-from sft_play.facts.config_fields import Fields, UnknownArchitecture, refuse_other_models
-from sft_play.facts.families import FAMILIES, Experts, Family, marked
-from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape
+from sft_play.facts.models.class_defaults import CLASS_DEFAULTS
+from sft_play.facts.models.config_fields import Fields, UnknownArchitecture, refuse_other_models
+from sft_play.facts.models.families import FAMILIES, Experts, Family, marked
+from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape
 from sft_play.log import one_line
 
 _RESIDUAL_DROPOUT = (

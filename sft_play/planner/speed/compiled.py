@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 
 TRAFFIC = 0.5
 """Share of the bytes of norms, activations, rotations and adapters that a compiled block still moves: each group of

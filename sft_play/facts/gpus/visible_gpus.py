@@ -12,11 +12,12 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sft_play.facts import amd, host, nvml
+from sft_play.facts import host
 from sft_play.facts.ask import answer_of
-from sft_play.facts.gpu import Gpu, capability_pair
-from sft_play.facts.gpu_catalog import find
-from sft_play.facts.seen import Instance, SeenGpu
+from sft_play.facts.gpus import amd, nvml
+from sft_play.facts.gpus.gpu import Gpu, capability_pair
+from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.seen import Instance, SeenGpu
 from sft_play.units import GIB, MIB
 
 logger = logging.getLogger(__name__)

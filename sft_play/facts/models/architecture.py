@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sft_play.errors import ModelError
-from sft_play.facts.config_fields import UnknownArchitecture, refuse_other_models
-from sft_play.facts.decoder import parse_config
-from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.config_fields import UnknownArchitecture, refuse_other_models
+from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 
 Config = dict[str, Any]

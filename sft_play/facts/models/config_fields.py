@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.errors import ModelError
-from sft_play.facts.class_defaults import CLASS_DEFAULTS
-from sft_play.facts.families import FAMILIES, OTHER_KINDS, WRAPPERS, Choice
+from sft_play.facts.models.class_defaults import CLASS_DEFAULTS
+from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS, Choice
 from sft_play.log import one_line
 
 LARGEST = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.facts.gpu_catalog import AMD_BF16, BF16_CAPABILITY
+from sft_play.facts.gpus.gpu_catalog import AMD_BF16, BF16_CAPABILITY
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from sft_play.facts.ask import answers_of, number, size, whole
-from sft_play.facts.gpu_catalog import AMD_BF16
-from sft_play.facts.seen import Pcie, Seen, SeenGpu
+from sft_play.facts.gpus.gpu_catalog import AMD_BF16
+from sft_play.facts.gpus.seen import Pcie, Seen, SeenGpu
 
 VENDOR = "AMD"
 _FP8 = re.compile(r"gfx(94[0-2]|95\d|12\d\d)")

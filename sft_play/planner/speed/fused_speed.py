@@ -8,7 +8,7 @@ pairs of runs with and without fused kernels: benchmarks/LOG.md.
 from __future__ import annotations
 
 from sft_play.facts.liger import Replaced
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 
 NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
 """Seconds, forward and backward together, that a norm and a rotation of both queries and keys take less to start: the

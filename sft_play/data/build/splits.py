@@ -19,18 +19,18 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.arrow_rows import chat_of
-from sft_play.data.build import HELD, KEPT, Built, Recipe, build
+from sft_play.data.build.arrow_rows import chat_of
+from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
+from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
+from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.mixing import MAX_PASSES, Sources, drawn, mix_table
 from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part
 from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import BadRow
-from sft_play.data.stats import RowStats
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]

@@ -6,10 +6,10 @@ from collections.abc import Collection
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.installed import LINEAR_ATTENTION
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.experts import planned_experts
-from sft_play.planner.throughput import EXPERTS_PART, LINEAR_PART, Speed
+from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed
 
 PUBLISHED = {
     LINEAR_ATTENTION: "Qwen3.5-9B on 8 B200: 1.22 s a step without it, 0.70 s with it",
