@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "sft_play"
 
 LAYERS = {
+    "_version": 0,
     "errors": 0,
     "log": 0,
     "endings": 0,
@@ -58,6 +59,7 @@ STARTED = {
 
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
 LIGHT_PACKAGES = {
+    "_version",
     "errors",
     "log",
     "endings",
@@ -208,6 +210,21 @@ def test_no_modules_import_each_other_in_a_circle():
     assert cycle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
     assert cycle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
     assert cycle_in({name: used_by(name) for name in modules()}) == []
+
+
+def test_no_module_needs_the_root_of_the_package():
+    """It names `api`, which imports nearly all of them; only modules may be taken from it."""
+    for name, path in modules().items():
+        taken = {one for one in imports(path) if one.split(".")[0] == "sft_play"} - {"sft_play"}
+        assert all(one.split(".")[1] in {other.split(".")[0] for other in modules()} for one in taken), name
+        plain = {alias.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import) for alias in node.names}
+        assert "sft_play" not in plain, f"{name}: import sft_play._version, or the module that is meant"
+
+
+def test_no_folder_has_more_modules_than_a_reader_takes_in():
+    for folder in (path for path in PACKAGE.rglob("*") if (path / "__init__.py").is_file()):
+        own = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(own) <= 24, f"{folder.relative_to(PACKAGE)} has {len(own)} modules"
 
 
 @pytest.mark.parametrize("name", [name for name in sorted(modules()) if name.split(".")[0] in LIGHT_PACKAGES])

@@ -368,9 +368,7 @@ def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
     from sft_play.training.proofs.packable import require_packable
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
-    with pytest.raises(
-        ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row"
-    ) as error:
+    with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
         require_packable(CONFIG_MAPPING[kind](**options), attention="eager")
     assert says in str(error.value)
     assert "use data.packing=none" in str(error.value)

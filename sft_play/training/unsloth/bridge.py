@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sft_play
 from sft_play import endings, errors, failures
+from sft_play._version import __version__
 from sft_play.config.resolved import resolved
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
@@ -98,7 +98,7 @@ def _document(job: Job, prepared: Prepared, eval_set: EvalSet, started: float) -
     peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
     return handover.Document(
         schema_version=handover.SCHEMA,
-        sft_play=sft_play.__version__,
+        sft_play=__version__,
         folder=str(job.folder.path.absolute()),
         config_path=str(job.loaded.path),
         overrides=list(job.loaded.overrides),

@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-import sft_play
+from sft_play._version import __version__
 from sft_play.errors import BackendError
 from sft_play.log import one_line
 from sft_play.runs.files import sha256_of, write_text
@@ -111,9 +111,9 @@ def read(path: Path) -> Document:
             f"{path} has schema version {one_line(str(schema))}, but this worker reads {SCHEMA}: start the run again "
             "with one version of sft_play"
         )
-    if data.get("sft_play") != sft_play.__version__:
+    if data.get("sft_play") != __version__:
         raise BackendError(
-            f"{path} was written by sft_play {one_line(str(data.get('sft_play')))}, but this is {sft_play.__version__}"
+            f"{path} was written by sft_play {one_line(str(data.get('sft_play')))}, but this is {__version__}"
         )
     try:
         return Document.model_validate_json(json.dumps(data))

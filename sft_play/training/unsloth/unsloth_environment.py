@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import sft_play
+from sft_play import checkout
 from sft_play.cache import cache_dir
 from sft_play.environment import for_another_run
 from sft_play.errors import BackendError
@@ -63,8 +63,7 @@ def find_python(environment: Mapping[str, str]) -> Path | None:
                 "folder of an environment that has bin/python and Unsloth"
             )
         return python.absolute()
-    checkout = Path(sft_play.__file__).resolve().parents[1]
-    for folder in (Path.cwd() / FOLDER, checkout / FOLDER):
+    for folder in (Path.cwd() / FOLDER, checkout.ROOT / FOLDER):
         python = folder / "bin" / "python"
         if os.access(python, os.X_OK):
             return python.absolute()

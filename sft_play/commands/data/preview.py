@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.data.rows import first_stage, refuse_source
 from sft_play.commands.request import Request
-from sft_play.commands.rows import first_stage, refuse_source
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.data.picked import row_numbered, rows_spread, shown_rows
 from sft_play.data.preview import TERMINAL_PIECES, Shown, plain_lines, terminal_text

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.data.rows import first_stage, refuse_source
 from sft_play.commands.request import Request
-from sft_play.commands.rows import first_stage, refuse_source
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.data.rendered import RenderedFile, refuse_bad, render_file
 from sft_play.data.sources.files import data_paths

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands.answer import Answer, answer_of
-from sft_play.commands.check import check
+from sft_play.commands.data.check import check
+from sft_play.commands.data.render import render
 from sft_play.commands.machine import asked_machine
-from sft_play.commands.render import render
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
