@@ -21,12 +21,12 @@ from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
 from sft_play.finished.answer.prompts import Prompts
 from sft_play.finished.export import llama_cpp, llama_cpp_model
+from sft_play.finished.export.check_export import Answering, export_test
+from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.export_test import Answering, export_test
 from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, read_fields
 from sft_play.finished.export.llama_cpp import VERSION, find_converter, unpack
 from sft_play.finished.export.merge import merge_run
-from sft_play.finished.export.merge_test import limit_of
 from sft_play.finished.export.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.export.sentencepiece_file import prefixes_space, write_pieces
 from sft_play.finished.load import held_out

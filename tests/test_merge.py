@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.export import merged_weights, push
+from sft_play.finished.export.check_merge import limit_of, merge_test
 from sft_play.finished.export.export import export_run
 from sft_play.finished.export.merge import merge_run, merged_model, whole_model
 from sft_play.finished.export.merge_record import record_of, told, write_verdict
-from sft_play.finished.export.merge_test import limit_of, merge_test
 from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.run import find_finished
 from tests.finished_runs import SMALL, finished_run, make_base

@@ -63,7 +63,7 @@ def merge(path: Path = RUN / "merged") -> Any:
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
-    from sft_play.finished.export.merge_test import MergeTest
+    from sft_play.finished.export.check_merge import MergeTest
 
     return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 0.0, 1.0, 1.0, 1.0, 2.0, 1e-6)
 
@@ -76,7 +76,7 @@ def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gg
 
 
 def export_test() -> Any:
-    from sft_play.finished.export.export_test import ExportTest
+    from sft_play.finished.export.check_export import ExportTest
 
     return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), (), None, None)
 

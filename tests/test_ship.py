@@ -528,7 +528,7 @@ def test_a_merge_that_is_older_than_the_adapter_is_made_again(world, command):
 def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
     from safetensors.torch import load_file, save_file
 
-    from sft_play.finished.export.merge_test import merge_test
+    from sft_play.finished.export.check_merge import merge_test
     from sft_play.finished.run import find_finished
 
     folder = adapter_copy(world, "broken", lambda key, tensor: tensor)

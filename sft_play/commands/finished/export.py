@@ -42,7 +42,7 @@ def run(request: Request) -> Answer:
     finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         if request.command == "export-test":
-            from sft_play.finished.export.export_test import ROWS, export_test
+            from sft_play.finished.export.check_export import ROWS, export_test
 
             tested = export_test(finished, path=request.out, rows=request.limit or ROWS, llama_cpp=request.llama_cpp)
             return answer_of(tested, to_out=False)

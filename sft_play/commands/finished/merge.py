@@ -30,7 +30,7 @@ def run(request: Request) -> Answer:
     finished = finished_run(request)
     with stdout_to_stderr(wanted=request.json):
         if request.command == "merge-test":
-            from sft_play.finished.export.merge_test import ROWS, merge_test
+            from sft_play.finished.export.check_merge import ROWS, merge_test
 
             return answer_of(merge_test(finished, path=request.out, rows=request.limit or ROWS), to_out=False)
         from sft_play.finished.export.merge import merge_run

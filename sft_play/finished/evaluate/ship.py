@@ -36,8 +36,8 @@ from sft_play.finished.evaluate.ship_rule import (
     evidence_lines,
     judge,
 )
+from sft_play.finished.export.check_merge import merge_test
 from sft_play.finished.export.merge import merged_model, whole_model
-from sft_play.finished.export.merge_test import merge_test
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.finished.writing import writing

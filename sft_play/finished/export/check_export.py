@@ -24,6 +24,7 @@ from sft_play.errors import RunFolderError
 from sft_play.finished.answer.prompts import Asked, Prompts
 from sft_play.finished.evaluate.divergence import Scored, compared, log_probs, spaced
 from sft_play.finished.export import llama_cpp_model
+from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.exported import EXPORT
 from sft_play.finished.export.gguf_model import (
     NotReadHere,
@@ -38,7 +39,6 @@ from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, Unreadable, r
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.llama_cpp_model import LlamaCppModel
 from sft_play.finished.export.merge import whole_model
-from sft_play.finished.export.merge_test import limit_of
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
