@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.architecture import parse_config
 from sft_play.facts.hardware import detect
+from sft_play.facts.models.architecture import parse_config
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate

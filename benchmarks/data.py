@@ -7,7 +7,7 @@ conversations. Four things are measured on it, each in a process of its own that
 
 - `trl`: SFTTrainer's own preparation, built on a model of no size, nothing trained: with assistant_only_loss, and with
   prompt and completion; with one process and with two. Its clock runs over its maps alone, not over reading the file.
-- `ours`: `sft_play.data.build`, masks verified as before training; reading the file and writing the cache included.
+- `ours`: `sft_play.data.build.build`, masks verified as before training; reading the file and writing the cache too.
 - `tokenizer`: the tokenizer's own batch call on rendered texts, with its threads; its clock runs over the calls alone.
 - `ours_again`: a second start, which finds the cache.
 
@@ -163,7 +163,7 @@ def _ours(job: Job) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     from sft_play.config.schema import DataConfig
-    from sft_play.data.build import Recipe, build
+    from sft_play.data.build.build import Recipe, build
     from sft_play.data.masks.tokenizer_parts import TokenizerParts
 
     parts = TokenizerParts.of(AutoTokenizer.from_pretrained(job.tokenizer))

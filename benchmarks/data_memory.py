@@ -123,7 +123,7 @@ FORMS: dict[str, tuple[str, str, Callable[[Path, int], None]]] = {
 STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
     "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
     "check": (
-        "from sft_play.commands.check import check; from sft_play.facts.hardware import detect; "
+        "from sft_play.commands.data.check import check; from sft_play.facts.hardware import detect; "
         "from sft_play.diagnose.check_report import finding_lines; "
         "from pathlib import Path; "
         "report = check(Path('run.yaml'), (), detect()); "
@@ -132,8 +132,8 @@ STAGES = {  # of `make train` the preparation of rows alone, which is all that r
         "sys.exit('\\n'.join(bad) if bad else 0)"
     ),
     "train": (
-        "from sft_play.data.splits import build_splits; from sft_play.data.sources.files import data_paths; "
-        "from sft_play.training.tokenizer import load_tokenizer; config = load_config('run.yaml').config; "
+        "from sft_play.data.build.splits import build_splits; from sft_play.data.sources.files import data_paths; "
+        "from sft_play.training.prepare.tokenizer import load_tokenizer; config = load_config('run.yaml').config; "
         "build_splits(config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=512)"
     ),
 }

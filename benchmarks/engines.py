@@ -26,7 +26,7 @@ from typing import Any
 
 from sft_play.endings import ends_with_me
 from sft_play.facts.hardware import detect
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 
@@ -49,7 +49,7 @@ def write_model(name: str, folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from sft_play.training.starter_base import make_tokenizer
+    from sft_play.training.prepare.starter_base import make_tokenizer
 
     path = folder / name.replace("/", "--")
     if (path / "rows.jsonl").is_file():

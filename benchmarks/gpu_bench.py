@@ -27,7 +27,7 @@ from benchmarks.steps import material
 from benchmarks.steps.bench import compare
 from sft_play.errors import DoesNotFit, HardwareError
 from sft_play.facts.hardware import detect
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.units import GIB
@@ -79,7 +79,7 @@ def write_model(place: Path, name: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from sft_play.starter import language
-    from sft_play.training.starter_base import make_tokenizer
+    from sft_play.training.prepare.starter_base import make_tokenizer
 
     folder = place.with_name(f"{place.name}.writing")  # a folder with a config and no weights would pass as made
     shutil.rmtree(folder, ignore_errors=True)

@@ -22,20 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import config_from_text
+from sft_play.data.build.splits import Split
+from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.splits import Split
-from sft_play.data.stats import RowStats
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import detect
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import versions
-from sft_play.training.callbacks import MetricsFile
-from sft_play.training.monitor import Monitor, expected_of
-from sft_play.training.peaks import Peaks
-from sft_play.training.starter_base import make_model, make_tokenizer
-from sft_play.training.trainer import PlannedTrainer, build_trainer, plan_callbacks
+from sft_play.training.loop.callbacks import MetricsFile
+from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, plan_callbacks
+from sft_play.training.measure.monitor import Monitor, expected_of
+from sft_play.training.measure.peaks import Peaks
+from sft_play.training.prepare.starter_base import make_model, make_tokenizer
 
 SEQ_LEN, ROWS, STEPS = 256, 16, 12
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 
 MILLION = 2**20

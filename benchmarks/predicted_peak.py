@@ -33,9 +33,9 @@ import psutil
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.endings import leave_with
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import RunFolder
@@ -85,7 +85,7 @@ def grid(small: bool) -> list[Row]:
 
 def model_folder(name: str, scratch: Path) -> Path:
     """A folder with the model's config.json and a small tokenizer, without weights."""
-    from sft_play.training.starter_base import make_tokenizer
+    from sft_play.training.prepare.starter_base import make_tokenizer
 
     path = scratch / name.replace("/", "--")
     if not path.exists():
@@ -119,7 +119,7 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
 
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What closed form and trace say of the row, in bytes."""
-    from sft_play.facts.architecture import config_json
+    from sft_play.facts.models.architecture import config_json
     from sft_play.trace.confirm import settings_of
     from sft_play.trace.remembered import cached_trace
     from sft_play.trace.settings import TraceUnavailable
@@ -153,7 +153,7 @@ def random_model(config: RunConfig, plan: Plan, model_spec: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.model_loading import DTYPES, keep_4bit_trainable
+    from sft_play.training.model.model_loading import DTYPES, keep_4bit_trainable
 
     device = torch.device(plan.hardware.device)
     torch.manual_seed(0)
@@ -177,7 +177,7 @@ def quantise(model: Any, config: RunConfig, plan: Plan) -> None:
     from transformers.quantizers import AutoHfQuantizer
     from transformers.utils.quantization_config import QuantizationMethod
 
-    from sft_play.training.model_loading import DTYPES, quantization
+    from sft_play.training.model.model_loading import DTYPES, quantization
 
     head = model.get_output_embeddings()
     for module in list(model.modules()):
@@ -205,8 +205,8 @@ def measure(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """
     import torch
 
-    from sft_play.training.model_spec import build_model_spec
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.prepare.model_spec import build_model_spec
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     level = psutil.Process().memory_info().rss
     config, plan = planned(row, scratch, hardware)
@@ -238,10 +238,10 @@ def steps_of(row: Row, config: RunConfig, plan: Plan, model_spec: Any, model: An
     from transformers import TrainerCallback
     from transformers.trainer_utils import SaveStrategy
 
+    from sft_play.data.build.splits import Split
+    from sft_play.data.build.stats import RowStats
     from sft_play.data.masks.token_row import TokenRow
-    from sft_play.data.splits import Split
-    from sft_play.data.stats import RowStats
-    from sft_play.training.trainer import build_trainer, plan_callbacks
+    from sft_play.training.loop.trainer import build_trainer, plan_callbacks
 
     times: list[float] = []
 
@@ -277,7 +277,7 @@ def plain_loop(config: RunConfig, plan: Plan, model_spec: Any, model: Any) -> tu
     import torch
     from peft import get_peft_model
 
-    from sft_play.training.trainer import checkpoint_first_layers
+    from sft_play.training.loop.trainer import checkpoint_first_layers
 
     device = next(model.parameters()).device
     if config.train.gradient_checkpointing:
@@ -388,7 +388,7 @@ def main() -> int:
     runs: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     hardware = detect().first(1)
     import sft_play.trace.step
-    import sft_play.training.trainer  # noqa: F401  (imported once, before the forks)
+    import sft_play.training.loop.trainer  # noqa: F401  (imported once, before the forks)
 
     with tempfile.TemporaryDirectory() as scratch:
         for row, kind in tasks(grid(given.small), runs):

@@ -20,15 +20,15 @@ from typing import Any
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.decoder import parse_config
 from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed_error import SpeedError, speed_error
-from sft_play.planner.throughput import Speed, predict_speed, rates_of
+from sft_play.planner.speed.speed_error import SpeedError, speed_error
+from sft_play.planner.speed.throughput import Speed, predict_speed, rates_of
 
 ROWS = Path(__file__).with_name("published_speeds.csv")
 TARGET = (6.5e9, 73e9)

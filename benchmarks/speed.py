@@ -24,13 +24,13 @@ from benchmarks.long_rows import long_rows
 from benchmarks.scaling import scaling
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import detect, named
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.throughput import predict_speed, rates_of
+from sft_play.planner.speed.throughput import predict_speed, rates_of
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 

@@ -34,13 +34,14 @@ from sft_play.runs.manifest import versions
 from sft_play.starter.names import CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
-BASE = "import sys; from sft_play.training.starter_base import ensure_base; print(ensure_base(seed=int(sys.argv[1])))"
+STARTER_BASE = "sft_play.training.prepare.starter_base"
+BASE = f"import sys; from {STARTER_BASE} import ensure_base; print(ensure_base(seed=int(sys.argv[1])))"
 
 
 def recipe() -> str:
     """Twelve letters that change with what makes the base, the rows and the fine-tuning, not with words about it."""
     code = [
-        _without_words(ROOT / name) for name in ("sft_play/starter/language.py", "sft_play/training/starter_base.py")
+        _without_words(ROOT / name) for name in ("sft_play/starter/language.py", f"{STARTER_BASE.replace('.', '/')}.py")
     ]
     settings = [yaml.safe_load((ROOT / name).read_text()) for name in ("sft_play/starter/base.yaml", CONFIG)]
     return hashlib.sha256("\0".join([*code, json.dumps(settings, sort_keys=True)]).encode()).hexdigest()[:12]

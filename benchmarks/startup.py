@@ -75,7 +75,7 @@ class Start:
 def make_inputs(folder: Path) -> None:
     """A tiny model, its rows, an empty file, and the run YAMLs of the commands."""
     from sft_play.starter import language
-    from sft_play.training.starter_base import make_model, make_tokenizer
+    from sft_play.training.prepare.starter_base import make_model, make_tokenizer
 
     make_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)).save_pretrained(folder / "model")
     make_model().save_pretrained(folder / "model")

@@ -25,7 +25,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.sources.formats import Chat
 from sft_play.dist import get_accelerator, save_sharded, wrap_model_optimizer
-from sft_play.training.starter_base import make_tokenizer
+from sft_play.training.prepare.starter_base import make_tokenizer
 
 IGNORED = -100
 CHATS = [

@@ -5,10 +5,11 @@ From Python: `from sft_play import load_config, plan, train` (`sft_play.api` des
 
 from typing import TYPE_CHECKING
 
+from sft_play._version import __version__
+
 if TYPE_CHECKING:
     from sft_play.api import load_config, plan, train
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "load_config", "plan", "train"]
 
 

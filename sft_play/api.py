@@ -67,7 +67,7 @@ def train(run: LoadedConfig) -> dict[str, Any]:
     folder = new_folder(run.config.output, config_path=run.path)
     is_resumed = resumes(folder, run.config.output)
     if not (is_resumed and is_finished(folder)):
-        from sft_play.finished.report import reported
+        from sft_play.finished.report.report import reported
 
         with reported(folder):
             start_here(run, folder, resume=is_resumed)

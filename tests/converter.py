@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from sft_play.errors import ConfigError
-from sft_play.finished.llama_cpp import Converter, find_converter
+from sft_play.finished.export.llama_cpp import Converter, find_converter
 
 PYTHON = sys.executable
 """The real one, before a test puts another in its place."""

@@ -38,10 +38,10 @@ def finished_run(
     from sft_play.config.resolved import resolved
     from sft_play.runs.files import write_json
     from sft_play.runs.folder import FORMAT
-    from sft_play.training.model_loading import read_model, weights_facts
-    from sft_play.training.model_saving import save_model
-    from sft_play.training.model_spec import build_model_spec
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.checkpoints.model_saving import save_model
+    from sft_play.training.model.model_loading import read_model, weights_facts
+    from sft_play.training.prepare.model_spec import build_model_spec
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     data = folder.parent / f"{folder.name}.jsonl"
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -57,8 +57,8 @@ def whole_gradients(trainer: Any) -> int:
 def run(words: list[str], found: Path | None) -> int:
     """One run; its facts go into `found`."""
     from sft_play.cli import main as command
-    from sft_play.training import measure
-    from sft_play.training.trainer import PlannedTrainer
+    from sft_play.training.loop.trainer import PlannedTrainer
+    from sft_play.training.measure import measure
 
     facts: dict[str, Any] = {}
     check_engine, step = measure.check_engine, PlannedTrainer.training_step

@@ -22,20 +22,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.trainer_utils import SaveStrategy
 
 from sft_play.config.load import config_from_text
-from sft_play.data.splits import Split
-from sft_play.data.stats import RowStats
-from sft_play.facts.architecture import shape_of
+from sft_play.data.build.splits import Split
+from sft_play.data.build.stats import RowStats
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training import varlen
-from sft_play.training.callbacks import GradientCheck, LossScaleCheck
-from sft_play.training.exact_match import Question
-from sft_play.training.model_loading import load_model
-from sft_play.training.model_spec import build_model_spec
-from sft_play.training.trainer import PlannedTrainer, build_trainer, training_arguments
-from sft_play.training.updates import UpdateCheck
+from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck
+from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, training_arguments
+from sft_play.training.measure.exact_match import Question
+from sft_play.training.measure.updates import UpdateCheck
+from sft_play.training.model import varlen
+from sft_play.training.model.model_loading import load_model
+from sft_play.training.prepare.model_spec import build_model_spec
 from tests import pretended
 from tests.models import make_tokenizer
 from tests.ranks_evaluation import rows_of

@@ -16,14 +16,14 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sft_play.config.load import config_from_text
+from sft_play.data.build.splits import Split
+from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.token_row import IGNORED
-from sft_play.data.splits import Split
-from sft_play.data.stats import RowStats
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.runs.folder import RunFolder
-from sft_play.training.trainer import build_trainer
+from sft_play.training.loop.trainer import build_trainer
 from tests.ranks import write_found
 
 SIZES = (1, 3, 5, 11, 64)

@@ -15,13 +15,13 @@ from torch import nn
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.families import FAMILIES, REFUSED_NAMES
-from sft_play.facts.model_shape import AdapterPlaces
+from sft_play.facts.models.families import FAMILIES, REFUSED_NAMES
+from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.planner.lora_targets import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.confirm import _adapter
-from sft_play.training import adapter_trial, packable
+from sft_play.training.proofs import adapter_trial, packable
 from tests.conftest import ROOT, Command, chat
 from tests.models import make_tokenizer
 from tests.test_architecture import file_of
@@ -96,7 +96,7 @@ def test_plan_trace_and_run_put_adapters_where_each_learns(kind, tmp_path):
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     small_of(kind).save_pretrained(tmp_path)
     config = run_with(tmp_path)
@@ -196,7 +196,14 @@ def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
 
 def test_a_plan_never_says_that_adapters_fit_which_peft_refuses(command: Command, tmp_path, monkeypatch):
     small_of("falcon_h1").save_pretrained(tmp_path)
-    words = ["plan", "--config", str(ROOT / "configs" / "run_lora.yaml"), "--hardware", "1xH100", "data.packing=none"]
+    words = [
+        "plan",
+        "--config",
+        str(ROOT / "configs" / "run_lora.yaml"),
+        "--hardware",
+        "1xH100",
+        "data.packing=none",
+    ]
     words += [f"model.name={tmp_path}", "model.max_seq_len=32"]
     code, printed = command(*words)
     assert (code, "none on mamba.out_proj (the class reads" in printed) == (0, True), printed

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from sft_play.errors import DataError
-from sft_play.finished import infer as infer_module
-from sft_play.finished.chat import Conversation
-from sft_play.finished.infer import infer, read_prompts
-from sft_play.finished.respond import Responder
+from sft_play.finished.answer import infer as infer_module
+from sft_play.finished.answer.chat import Conversation
+from sft_play.finished.answer.infer import infer, read_prompts
+from sft_play.finished.answer.respond import Responder
 from sft_play.finished.run import find_finished
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import llama

@@ -11,12 +11,12 @@ import pytest
 import yaml
 
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import UnknownArchitecture, parse_config, shape_of
-from sft_play.facts.class_defaults import CLASS_DEFAULTS
-from sft_play.facts.config_fields import ALIASES
-from sft_play.facts.families import FAMILIES, OTHER_KINDS, WRAPPERS
-from sft_play.facts.known_models import KNOWN_MODELS
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.architecture import UnknownArchitecture, parse_config, shape_of
+from sft_play.facts.models.class_defaults import CLASS_DEFAULTS
+from sft_play.facts.models.config_fields import ALIASES
+from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS
+from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.model_shape import ModelShape
 from tests.bundled import SHARED_SLOWLY, model_configs
 from tests.conftest import ROOT
 
@@ -282,7 +282,7 @@ def test_known_models_have_sources_and_published_counts():
 
 
 def test_every_shipped_config_plans_without_a_network(monkeypatch):
-    monkeypatch.setattr("sft_play.facts.architecture._fetch_config", lambda *_: pytest.fail("asked the network"))
+    monkeypatch.setattr("sft_play.facts.models.architecture._fetch_config", lambda *_: pytest.fail("asked the network"))
     names = {
         yaml.safe_load(path.read_text(encoding="utf-8"))["model"]["name"]
         for path in sorted((ROOT / "configs").glob("run_*.yaml"))

@@ -13,8 +13,8 @@ import yaml
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.config.resolved import resolved
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.deepspeed.run_settings import with_batch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.largest import largest_that_fits
@@ -29,7 +29,7 @@ from sft_play.runs.manifest import new_manifest
 from sft_play.runs.resuming import check_same_run
 from sft_play.starting.over_ranks import plan_ranks
 from sft_play.starting.resumed import kept_of
-from sft_play.training.checkpoints import path_of
+from sft_play.training.checkpoints.checkpoints import path_of
 from tests.models import uneven_run
 from tests.test_distributed import start as call
 

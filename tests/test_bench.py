@@ -115,7 +115,7 @@ def test_trl_trains_the_same_rows_and_takes_its_fastest_micro_batch(small):
 @pytest.mark.parametrize("kind", ["packed", "joined"])
 def test_peers_of_a_run_with_boundaries_take_sdpa(kind, small, tmp_path, monkeypatch):
     """The attention that takes boundaries is registered by this toolkit: a peer's transformers does not have it."""
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     ours = importlib.import_module("benchmarks.steps.ours")
     used, write_facts = [], ours.write_facts
@@ -313,7 +313,7 @@ def test_ratios_are_those_of_medians():
 def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
     from sft_play.config.load import load_config
     from sft_play.facts.hardware import named
-    from sft_play.planner.throughput import rates_of
+    from sft_play.planner.speed.throughput import rates_of
     from sft_play.starting.plan_run import plan_for
 
     loaded = load_config(small / "padded.yaml")

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sft_play.runs.folder import RunFolder
-from sft_play.training import board
-from sft_play.training.board import Board, layout_of
-from sft_play.training.exact_match import Answer, Question
+from sft_play.training.measure import board
+from sft_play.training.measure.board import Board, layout_of
+from sft_play.training.measure.exact_match import Answer, Question
 from tests.conftest import chat
 
 TAGS_OF = {
@@ -179,7 +179,7 @@ def test_a_resumed_run_keeps_the_charts_of_its_earlier_figures(tmp_path):
 
 
 def test_what_is_measured_is_told_before_it_is(tmp_path):
-    from sft_play.training.evaluate import EvalSet
+    from sft_play.training.measure.evaluate import EvalSet
 
     asked, split = [Question([1], "a", "b")], SimpleNamespace(rows=())
     both = ["loss", "exact_match"]
@@ -200,7 +200,7 @@ def test_what_is_measured_is_told_before_it_is(tmp_path):
 
 @pytest.mark.parametrize(("name", "greater"), [("eval_loss", False), ("eval_exact_match", True)])
 def test_the_line_of_an_evaluation_names_the_best_so_far(name, greater):
-    from sft_play.training.loop import PlannedLoop
+    from sft_play.training.loop.loop import PlannedLoop
 
     draw = random.Random(2)
     for _ in range(200):

@@ -13,10 +13,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu_catalog import ENTRIES
-from sft_play.facts.gpu_prices import PRICES, Price, PriceList, cheapest
+from sft_play.facts.gpus.gpu_catalog import ENTRIES
+from sft_play.facts.gpus.gpu_prices import PRICES, Price, PriceList, cheapest
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.advice.budget import Budget, NoLength, Offer, budget_of
 from sft_play.planner.plan import PlanRequest, Work, make_plan
 from tests.conftest import Command

@@ -17,11 +17,11 @@ import torch
 import yaml
 
 from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.export.merge import merge_run
+from sft_play.finished.export.push import upload_of
 from sft_play.finished.load import load_as_trained, load_folder
-from sft_play.finished.merge import merge_run
-from sft_play.finished.push import upload_of
 from sft_play.finished.run import find_finished
-from sft_play.training.card import HERE, Base, base_of, card_of
+from sft_play.training.checkpoints.card import HERE, Base, base_of, card_of
 from tests.conftest import chat
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import gemma3_with_images, llama, logits
@@ -198,13 +198,15 @@ def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
 
 
 def test_front_matter_names_base_licence_and_data_of_the_hub(world, hub, monkeypatch):
-    from sft_play.finished import push
+    from sft_play.finished.export import push
 
     run = find_finished(world, "lora")
     data = run.config.data.model_copy(update={"train_path": "hub:org/rows:main", "text_path": "texts/*.txt"})
     changed = replace(run, config=run.config.model_copy(update={"data": data}))
     seen = {}
-    monkeypatch.setattr("sft_play.training.card.card_of", lambda facts, base: seen.update(facts=facts) or "# x")
+    monkeypatch.setattr(
+        "sft_play.training.checkpoints.card.card_of", lambda facts, base: seen.update(facts=facts) or "# x"
+    )
     push._card(changed, run.weights, Base("x", False, {}))
     monkeypatch.undo()
     text = card_of(seen["facts"], Base("Org/Base", True, {"license": "apache-2.0"}))

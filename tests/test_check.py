@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.check import check as check_run
-from sft_play.commands.full_pipeline import full_pipeline
-from sft_play.commands.preview import preview
-from sft_play.commands.render import Renderings, render
+from sft_play.commands.data.check import check as check_run
+from sft_play.commands.data.full_pipeline import full_pipeline
+from sft_play.commands.data.preview import preview
+from sft_play.commands.data.render import Renderings, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
+from sft_play.data.build.stats import LimitCost, trained_runs
+from sft_play.data.build.survey import Survey, tokens_by_role
 from sft_play.data.sources.formats import Chat
-from sft_play.data.stats import LimitCost, trained_runs
-from sft_play.data.survey import Survey, tokens_by_role
 from sft_play.diagnose.check_report import STATES, Report, finding_lines
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect, named
@@ -262,8 +262,8 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
     SmolLM2's with <|im_start|>, which its tokenizer names as BOS."""
     from transformers import AutoTokenizer
 
+    from sft_play.data.build.survey import RowMaker, Surveyor
     from sft_play.data.masks.render import Renderer
-    from sft_play.data.survey import RowMaker, Surveyor
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -280,9 +280,9 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
     """Row numbers, places, the first repeated row, sums: only tokens by role are counted in other rows."""
     from transformers import AutoTokenizer
 
-    from sft_play.data import workers
+    from sft_play.data.build import workers
+    from sft_play.data.build.survey import RowMaker, Surveyor
     from sft_play.data.masks.render import Renderer
-    from sft_play.data.survey import RowMaker, Surveyor
 
     monkeypatch.setattr(workers, "_SMALLEST_PIECE", 1_500)
     rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]
@@ -505,7 +505,7 @@ def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
 
 def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
     code = (
-        "import sys, sft_play.commands.full_pipeline, sft_play.commands.preview; "
+        "import sys, sft_play.commands.data.full_pipeline, sft_play.commands.data.preview; "
         "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
-from sft_play.training import checkpoints
-from sft_play.training.heartbeat import Heartbeat
-from sft_play.training.last_checkpoint import last_checkpoint
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
+from sft_play.training.ranks.heartbeat import Heartbeat
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -226,7 +226,7 @@ def test_checkpoints_without_digests_are_read_and_their_values_looked_at(train, 
 
 
 def test_a_best_checkpoint_that_was_damaged_is_not_loaded(train, monkeypatch):  # noqa: F811
-    from sft_play.training.loop import PlannedLoop
+    from sft_play.training.loop.loop import PlannedLoop
 
     same = ["tuning.mode=lora", "train.max_steps=3", "train.save_steps=1", "eval.steps=1"]
     same += ["train.load_best_model_at_end=true"]

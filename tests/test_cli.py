@@ -18,7 +18,7 @@ import pytest
 from sft_play import cli, commands
 from sft_play.commands.request import read_request
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.launch.machine import one_gpu
 from sft_play.planner import calibration

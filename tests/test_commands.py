@@ -188,7 +188,7 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
     if name == "push":
         Hub().take_the_place(monkeypatch)
     if name == "serve":  # it stays until it is ended
-        monkeypatch.setattr("sft_play.finished.serve.TransformersService.wait", ended_at_once)
+        monkeypatch.setattr("sft_play.finished.answer.serve.TransformersService.wait", ended_at_once)
     if name == "infer":
         monkeypatch.setenv("OUTPUT", str(tmp_path / "answers.jsonl"))
     monkeypatch.setenv("BROWSER", "")

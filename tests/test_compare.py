@@ -11,11 +11,11 @@ import pytest
 
 from sft_play.config.leaves import leaves
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished import compare as compare_module
-from sft_play.finished.compare import compare, differences, figures_of
-from sft_play.finished.curves import Screen
-from sft_play.finished.record import find_run, read_record
-from sft_play.finished.report_charts import charts_of
+from sft_play.finished.report import compare as compare_module
+from sft_play.finished.report.compare import compare, differences, figures_of
+from sft_play.finished.report.curves import Screen
+from sft_play.finished.report.record import find_run, read_record
+from sft_play.finished.report.report_charts import charts_of
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
 from tests.test_report import HOSTILE, _Reader
 

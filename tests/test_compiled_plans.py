@@ -15,14 +15,15 @@ from sft_play.config.load import config_from_text
 from sft_play.diagnose import device
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts import compiler
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.compiler import Toolchain, require_for_blocks
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.device import require_machine
-from sft_play.planner import calibration, compiled, show
+from sft_play.planner import calibration, show
 from sft_play.planner.layout import DEEPSPEED, Layout, layouts_for
 from sft_play.planner.plan import PlanRequest, Work, make_plan, plan_from_json
-from sft_play.planner.throughput import predict_speed, rates_of
+from sft_play.planner.speed import compiled
+from sft_play.planner.speed.throughput import predict_speed, rates_of
 from tests.test_plan_truth import measured
 
 GIB = 2**30
@@ -72,7 +73,7 @@ def test_compiled_steps_are_faster_in_what_is_not_a_product_and_take_no_more_mem
 
 def _reads(plan: Any, rates: Any) -> float:
     """Seconds of a step in which weights are read, which no compiler spares."""
-    from sft_play.planner.throughput import BANDWIDTH_SHARE, active_params
+    from sft_play.planner.speed.throughput import BANDWIDTH_SHARE, active_params
 
     step = plan.choice.step
     layers = plan.choice.layers

@@ -16,8 +16,8 @@ from sft_play.config.reference import REFERENCE, SCHEMA, json_schema, reference_
 from sft_play.config.resolved import differing_keys, resolved
 from sft_play.config.yaml_io import parse
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.units import GIB
 from tests.bundled import ORIGINS, bad_inputs

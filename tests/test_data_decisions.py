@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
+from sft_play.data.build.splits import FEW_DOCUMENTS, _longer_limits, build_splits
+from sft_play.data.build.stats import RowStats
 from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
@@ -24,8 +26,6 @@ from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import TEXT_CHARS, BadRow, is_long, pieces_of
-from sft_play.data.splits import FEW_DOCUMENTS, _longer_limits, build_splits
-from sft_play.data.stats import RowStats
 from sft_play.data.visible_text import signs
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer

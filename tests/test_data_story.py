@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from sft_play.data import checks
+from sft_play.data.build.survey import Survey
 from sft_play.data.sources.files import data_files
-from sft_play.data.survey import Survey
 from sft_play.data.written import RECORD, OutputFolder
 from sft_play.errors import DataError
 from tests.conftest import ROOT
@@ -129,7 +129,7 @@ def test_a_second_time_everything_is_the_same_and_the_tokens_are_there(story, mo
     for name in ("process", "style", "render"):
         assert story(name, STYLE="You are terse.")[0] == 0
     assert {file: content for file, (content, _) in states().items()} == {f: content for f, (content, _) in old.items()}
-    monkeypatch.setattr("sft_play.data.build._make", lambda *_: pytest.fail("the rows were made again"))
+    monkeypatch.setattr("sft_play.data.build.build._make", lambda *_: pytest.fail("the rows were made again"))
     code, said = story("train", SET="output.name=two")
     assert code == 0, said
     assert {folder.name: folder.stat().st_mtime for folder in cache.iterdir() if folder.is_dir()} == made

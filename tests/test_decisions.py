@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.command import LAUNCHER, Nodes, nccl_variables, torchrun
 from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.planner.batching import splits

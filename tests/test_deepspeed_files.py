@@ -13,8 +13,8 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill
 from sft_play.launch.deepspeed.layout import keeps_params, layout_of
 from sft_play.launch.deepspeed.run_settings import with_batch

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.check import check
-from sft_play.commands.preview import preview
-from sft_play.commands.render import render
+from sft_play.commands.data.check import check
+from sft_play.commands.data.preview import preview
+from sft_play.commands.data.render import render
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.resolved import resolved
 from sft_play.config.schema import DataConfig, RunConfig
+from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import data_paths
-from sft_play.data.splits import build_splits
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect
 from sft_play.starting.plan_run import has_eval

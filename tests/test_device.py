@@ -13,10 +13,11 @@ from sft_play.config.load import load_config
 from sft_play.diagnose import device as rules
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
-from sft_play.facts import compiler, unseen
+from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, obstacle, require_compiler
+from sft_play.facts.gpus import unseen
+from sft_play.facts.gpus.unseen import LEAST_VRAM, Devices, Nvml, PciDevice, TorchBuild, torch_is_blind
 from sft_play.facts.hardware import Hardware, named, with_shared_gpu
-from sft_play.facts.unseen import LEAST_VRAM, Devices, Nvml, PciDevice, TorchBuild, torch_is_blind
 from sft_play.launch import device
 from sft_play.launch.command import visible_only
 from sft_play.launch.device import CPU_PARAMS, hide_gpus, machine_for, require_machine
@@ -284,7 +285,7 @@ def test_an_accelerator_that_only_torch_sees_stops_a_run_on_the_cpu(config, monk
     import torch
 
     from sft_play.starting.plan_run import plan_for
-    from sft_play.training.device_checks import check_device
+    from sft_play.training.prepare.device_checks import check_device
 
     wanted = config(f"model.name={json.dumps(str(tiny_llama))}")
     on_cpu = wanted.model_copy(update={"train": wanted.train.model_copy(update={"device": "cpu"})})

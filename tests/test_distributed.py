@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError, TrainingError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.command import Nodes, torchrun
 from sft_play.launch.launch_options import launch_options_of
 from sft_play.launch.ranks import ranks_of
@@ -241,7 +241,7 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
     import torch
 
     from sft_play.config.load import load_config
-    from sft_play.training.engine_check import check_engine
+    from sft_play.training.ranks.engine_check import check_engine
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)

@@ -31,9 +31,9 @@ from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
 from sft_play.diagnose.report import Report
 from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
@@ -629,7 +629,7 @@ def test_ranks_that_loaded_other_libraries_are_named():
 def test_the_ranks_are_started_as_those_of_a_run():
     made = ranks.launch_of(machine(gpu(0), gpu(1)), LaunchOptions(gpus=(0, 1)), out=Path("/x"), timeout_s=35.0)
     assert (
-        "--nproc-per-node 2 --module sft_play.training.collective_check --out /x --device cuda --timeout 35.0"
+        "--nproc-per-node 2 --module sft_play.training.ranks.collective_check --out /x --device cuda --timeout 35.0"
         in made.line
     )
     assert made.environment["CUDA_VISIBLE_DEVICES"] == "0,1"
@@ -710,7 +710,7 @@ def test_an_address_that_means_nothing_fails_at_once():
 
 def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[Planned, Hardware]:
     """A plan of a model on a machine, with its shapes from a config.json."""
-    from sft_play.facts.architecture import parse_config
+    from sft_play.facts.models.architecture import parse_config
 
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}", name="r", overrides=overrides)
     shape, hardware = parse_config(fields, name="m"), named(machine_name)

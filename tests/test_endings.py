@@ -270,10 +270,10 @@ ENDED_OTHERWISE = {
     "sft_play.facts.ask": "programs of the driver's, with a time limit",
     "sft_play.facts.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.runs.manifest": "git, with a time limit",
-    "sft_play.commands.setup_accelerate": "accelerate's questions, in the same terminal",
-    "sft_play.finished.charts": "the charts of a report, with a time limit",
-    "sft_play.finished.run_code": "git, which clones a checkout of this disk",
-    "sft_play.training.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
+    "sft_play.commands.start.setup_accelerate": "accelerate's questions, in the same terminal",
+    "sft_play.finished.report.charts": "the charts of a report, with a time limit",
+    "sft_play.finished.manage.run_code": "git, which clones a checkout of this disk",
+    "sft_play.training.unsloth.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
 }
 
 
@@ -287,7 +287,7 @@ def test_every_process_that_the_package_starts_ends_with_it():
         )
     }
     careless = {name for name, source in starting.items() if "from sft_play.endings import" not in source}
-    whole = ("launch.start_ranks", "training.bridge", "finished.llama_cpp", "finished.reproduce")
+    whole = ("launch.start_ranks", "training.unsloth.bridge", "finished.export.llama_cpp", "finished.manage.reproduce")
     for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)
         assert "endings.ends_with_me(" in starting[name]

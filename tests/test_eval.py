@@ -20,14 +20,15 @@ import pytest
 import torch
 
 from sft_play.errors import ConfigError, DataError
-from sft_play.finished import respond, score
-from sft_play.finished.eval_figures import Figure
-from sft_play.finished.evaluation import evaluate_run
+from sft_play.finished.answer import respond
+from sft_play.finished.evaluate import score
+from sft_play.finished.evaluate.eval_figures import Figure
+from sft_play.finished.evaluate.evaluation import evaluate_run
+from sft_play.finished.evaluate.metrics import metrics_named, rouge_l, words
+from sft_play.finished.evaluate.score import RowScore, batch_tokens, score_rows
+from sft_play.finished.evaluate.statistics import Interval
 from sft_play.finished.load import held_out, load_as_trained
-from sft_play.finished.metrics import metrics_named, rouge_l, words
 from sft_play.finished.run import FinishedRun, find_finished
-from sft_play.finished.score import RowScore, batch_tokens, score_rows
-from sft_play.finished.statistics import Interval
 from tests.conftest import chat
 from tests.finished_runs import SMALL, finished_run, make_base
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, evaluation_rows
 from sft_play.planner.memory.margins import STAYS
@@ -117,7 +117,7 @@ def test_zero3_keeps_its_gradients_buffer_while_it_evaluates():
 @QUICK
 @given(rows=st.integers(1, 2000), most=st.integers(1, 64), ranks=st.integers(1, 16))
 def test_batches_are_evened_without_another_pass(rows, most, ranks):
-    from sft_play.training.rows import evened
+    from sft_play.training.loop.rows import evened
 
     batch = evened(rows, most=most, ranks=ranks)
     assert 1 <= batch <= most
@@ -130,7 +130,7 @@ def test_batches_are_evened_without_another_pass(rows, most, ranks):
 def test_the_longest_rows_come_first_and_equal_ones_in_their_order():
     from datasets import Dataset
 
-    from sft_play.training.rows import filled, longest_first
+    from sft_play.training.loop.rows import filled, longest_first
 
     draw = np.random.default_rng(3)
     lengths = draw.integers(2, 6, size=40)
@@ -149,7 +149,7 @@ def test_the_ranks_that_share_rows_each_get_every_batch(seed):
     """Batch n goes to rank n modulo the ranks, so that the ranks of a group have consecutive ones."""
     from datasets import Dataset
 
-    from sft_play.training.rows import longest_first
+    from sft_play.training.loop.rows import longest_first
 
     draw = np.random.default_rng(seed)
     batch, copies, groups = (int(number) for number in draw.integers(1, 5, size=3))
@@ -267,7 +267,7 @@ def test_a_traced_evaluation_has_a_mask_of_its_own():
 @pytest.mark.build
 @pytest.mark.slow
 def test_the_trace_finds_the_evaluation_within_the_training_step():
-    from sft_play.facts.architecture import config_json
+    from sft_play.facts.models.architecture import config_json
     from sft_play.trace.confirm import settings_of
     from sft_play.trace.step import trace_step
 

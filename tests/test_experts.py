@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
+from sft_play.facts.models.families import FAMILIES, MOVED_BY_PEFT, MOVED_NAMES
 from sft_play.planner.precision import Precision
-from sft_play.training.experts import CASTING, choose_experts
-from sft_play.training.model_loading import load_model
-from sft_play.training.model_spec import build_model_spec
+from sft_play.training.model.model_loading import load_model
+from sft_play.training.prepare.experts import CASTING, choose_experts
+from sft_play.training.prepare.model_spec import build_model_spec
 
 pytestmark = pytest.mark.build
 
@@ -245,7 +245,7 @@ def test_adapters_stay_on_the_layers_that_were_planned(tmp_path, kind):
     """PEFT would move those on shared experts and dense blocks to the routed experts."""
     from peft import get_peft_model
 
-    from sft_play.facts.architecture import shape_of
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.memory.model_states import adapter_params
 
     folder = saved(tmp_path / "m", kind, 1, **({"mlp_only_layers": [0]} if kind == "qwen3_moe" else {}))
@@ -278,8 +278,8 @@ def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozen
 
 def test_eager_experts_cost_what_was_published():
     """Qwen1.5-MoE-A2.7B, 24 blocks of 60 experts: 523 - 80 ms more in each pass."""
-    from sft_play.facts.architecture import parse_config
-    from sft_play.planner.throughput import EXPERTS_PART
+    from sft_play.facts.models.architecture import parse_config
+    from sft_play.planner.speed.throughput import EXPERTS_PART
 
     fields = {
         "model_type": "qwen2_moe", "hidden_size": 2048, "intermediate_size": 5632, "moe_intermediate_size": 1408,
@@ -310,7 +310,7 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from sft_play.facts.installed import LINEAR_ATTENTION
-    from sft_play.planner.throughput import LINEAR_PART
+    from sft_play.planner.speed.throughput import LINEAR_PART
     from sft_play.trace.meta_shape import shape_on_meta
 
     shape = shape_on_meta(CONFIG_MAPPING["qwen3_5_text"]().to_dict(), name="Qwen3.5-9B")
@@ -355,7 +355,7 @@ def test_qwen3_next_has_both(monkeypatch):
 def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     """The trace steps the class with the implementation of the run; the closed form is within 4% of it."""
 
-    from sft_play.facts.architecture import parse_config
+    from sft_play.facts.models.architecture import parse_config
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import settings_of
@@ -391,9 +391,9 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
     """TRL looks for `num_experts` in the config, which some call otherwise; a class that computes none has none."""
     from transformers import AutoConfig
 
-    from sft_play.training.experts import balance_coefficient, fit_balance_loss
-    from sft_play.training.fused_head import fused_head
-    from sft_play.training.packable import small_config
+    from sft_play.training.model.fused_head import fused_head
+    from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
+    from sft_play.training.proofs.packable import small_config
 
     small = small_config(AutoConfig.for_model(kind))
     assert balance_coefficient(small) > 0
@@ -420,7 +420,7 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
 def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch):
     from transformers import AutoConfig
 
-    from sft_play.training import experts as module
+    from sft_play.training.prepare import experts as module
 
     config = AutoConfig.for_model("mixtral")
     monkeypatch.setattr(module, "on_small_model", lambda *args, **options: (None, "too large"))
@@ -431,8 +431,8 @@ def test_a_class_that_cannot_be_tried_keeps_the_weight_of_its_config(monkeypatch
 def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
     from transformers import AutoConfig
 
-    from sft_play.training.fused_head import name_backbone
-    from sft_play.training.packable import small_config
+    from sft_play.training.model.fused_head import name_backbone
+    from sft_play.training.proofs.packable import small_config
 
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
     assert model.base_model is model

@@ -19,18 +19,18 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished import llama_cpp, llama_cpp_model
-from sft_play.finished.export import export_run
-from sft_play.finished.export_test import Answering, export_test
-from sft_play.finished.gguf_tokenizer import GgufTokenizer, read_fields
-from sft_play.finished.llama_cpp import VERSION, find_converter, unpack
+from sft_play.finished.answer.prompts import Prompts
+from sft_play.finished.export import llama_cpp, llama_cpp_model
+from sft_play.finished.export.check_export import Answering, export_test
+from sft_play.finished.export.check_merge import limit_of
+from sft_play.finished.export.export import export_run
+from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, read_fields
+from sft_play.finished.export.llama_cpp import VERSION, find_converter, unpack
+from sft_play.finished.export.merge import merge_run
+from sft_play.finished.export.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
+from sft_play.finished.export.sentencepiece_file import prefixes_space, write_pieces
 from sft_play.finished.load import held_out
-from sft_play.finished.merge import merge_run
-from sft_play.finished.merge_test import limit_of
-from sft_play.finished.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
-from sft_play.finished.prompts import Prompts
 from sft_play.finished.run import find_finished
-from sft_play.finished.sentencepiece_file import prefixes_space, write_pieces
 from tests import warm
 from tests.conftest import shared
 from tests.converter import converter
@@ -377,7 +377,7 @@ def test_real_sentencepiece_tokenizers_are_written_from_tokenizer_json(tmp_path,
 def test_what_llama_cpp_reads_otherwise_is_said(tmp_path, normalizer, says):
     from tokenizers import normalizers
 
-    from sft_play.finished.export_gguf import _engine_notes
+    from sft_play.finished.export.export_gguf import _engine_notes
 
     make_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -656,8 +656,8 @@ def test_the_commands_answer_in_words_and_json(exported, command):
 def test_the_starters_model_and_tokenizer_pass(tmp_path):
     """Its base before training: the same class, tokenizer and template."""
     from sft_play.starter import language
-    from sft_play.training.starter_base import make_model
-    from sft_play.training.starter_base import make_tokenizer as starter_tokenizer
+    from sft_play.training.prepare.starter_base import make_model
+    from sft_play.training.prepare.starter_base import make_tokenizer as starter_tokenizer
 
     converter()
     base = tmp_path / "base"

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import pytest
 
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import (
+from sft_play.facts.models.architecture import (
     config_json,
     hub_answers,
     local_folder,
@@ -69,7 +69,7 @@ def test_a_path_whose_first_part_exists_is_a_path(tmp_path, monkeypatch):
 
 
 def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(monkeypatch):
-    monkeypatch.setattr("sft_play.facts.architecture.hub_answers", lambda: False)
+    monkeypatch.setattr("sft_play.facts.models.architecture.hub_answers", lambda: False)
     with pytest.raises(ModelError, match=r"not a folder here .* not in the local cache, .* cannot be reached"):
         config_json("nobody/no-such-model")
 

@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from sft_play import cli
 from sft_play.errors import ConfigError, DoesNotFit
-from sft_play.training.heartbeat import Heartbeat
+from sft_play.training.ranks.heartbeat import Heartbeat
 
 mode, folder, timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
 rank = int(os.environ["RANK"])
@@ -100,7 +100,7 @@ class Started:
     def agent_process(self) -> psutil.Process:
         """The agent: the process itself, or its child."""
         for process in [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children()]:
-            if "sft_play.training.elastic_agent" in process.cmdline():
+            if "sft_play.training.ranks.elastic_agent" in process.cmdline():
                 self.agent = process.pid
                 return process
         pytest.fail(f"no agent; printed:\n{self.printed}")
@@ -156,7 +156,7 @@ def start(tmp_path) -> Iterator[Callable[..., Started]]:
 
 def two_ranks_of(module: str) -> list[str]:
     """The words that start two ranks of a module under the agent."""
-    agent = [sys.executable, "-m", "sft_play.training.elastic_agent"]
+    agent = [sys.executable, "-m", "sft_play.training.ranks.elastic_agent"]
     return [*agent, "--standalone", "--nproc-per-node", "2", "--module", module]
 
 
@@ -431,7 +431,15 @@ def test_of_two_nodes_each_says_what_it_knows(start, tmp_path):
         port = str(free.getsockname()[1])
 
     def node(number: int) -> Started:
-        words = [sys.executable, "-m", "sft_play.training.elastic_agent", "--nnodes", "2", "--node-rank", str(number)]
+        words = [
+            sys.executable,
+            "-m",
+            "sft_play.training.ranks.elastic_agent",
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(number),
+        ]
         words += ["--master-addr", "127.0.0.1", "--master-port", port, "--nproc-per-node", "1", "--module"]
         return start(*words, "probe_ranks", "run", str(tmp_path), "60", path=tmp_path)
 
@@ -475,13 +483,13 @@ def own(kind, *, rank=0, at=100.5, message="m", name="ValueError", code=1) -> Fa
 
 
 def ended(rank, code, *, at=100.0, **options):
-    from sft_play.training.elastic_agent import Ended
+    from sft_play.training.ranks.elastic_agent import Ended
 
     return Ended(rank, 10 + rank, code, at, **options)
 
 
 def test_the_root_is_the_first_failure_that_follows_from_no_other():
-    from sft_play.training.elastic_agent import root_of
+    from sft_play.training.ranks.elastic_agent import root_of
 
     lost = ended(0, 1, own=own("peer", at=100.1))
     killed = ended(1, -9, at=100.0)  # seen in second 100, after the connection broke
@@ -496,7 +504,7 @@ def test_the_root_is_the_first_failure_that_follows_from_no_other():
 
 
 def test_a_stop_that_fails_to_save_is_a_failure():
-    from sft_play.training.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import report
 
     full = ended(0, 1, own=own("fault", at=101.0, name="OSError", message="No space left on device"))
     text, code = report([full, ended(1, -15, at=101.0)], 2, stopped=True, memory_ran_out=False)
@@ -507,7 +515,7 @@ def test_a_stop_that_fails_to_save_is_a_failure():
 
 
 def test_of_a_stop_the_first_rank_tells_what_was_saved():
-    from sft_play.training.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import report
 
     early = ended(1, 130, own=own("stopped", rank=1, at=100.1, message="stopped"))
     first = ended(0, 130, own=own("stopped", rank=0, at=100.4, message="stopped, go on with"))
@@ -516,7 +524,7 @@ def test_of_a_stop_the_first_rank_tells_what_was_saved():
 
 
 def test_what_became_of_the_others_is_one_line():
-    from sft_play.training.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import report
 
     everybody = [ended(0, 1, own=own("fault", at=100.0)), ended(1, 1, own=own("fault", rank=1, at=100.2)),
                  ended(2, -15), ended(3, -9), ended(4, 1, own=own("peer", rank=4, at=100.3))]  # fmt: skip
@@ -535,7 +543,7 @@ def test_what_became_of_the_others_is_one_line():
     ],
 )
 def test_a_kill_says_whether_memory_ran_out(ran_out, words):
-    from sft_play.training.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import report
 
     text, code = report([ended(1, -9, step="17 (training)")], 4, stopped=False, memory_ran_out=ran_out)
     assert code == 1
@@ -544,7 +552,7 @@ def test_a_kill_says_whether_memory_ran_out(ran_out, words):
 
 
 def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
-    from sft_play.training.elastic_agent import report
+    from sft_play.training.ranks.elastic_agent import report
 
     mine = ended(1, 3, own=own("user", rank=1, code=3, message="CUDA out of memory"))
     text, code = report([mine, ended(0, -15)], 2, stopped=False, memory_ran_out=None)
@@ -555,14 +563,14 @@ def test_a_mistake_that_one_rank_alone_sees_names_it_and_keeps_its_exit_code():
 
 
 def beat(rank, step, count, **options):
-    from sft_play.training.heartbeat import Beat
+    from sft_play.training.ranks.heartbeat import Beat
 
     given = {"activity": "training", "since_s": 30.0, "published": 100.0, "number": 1, "where": ""} | options
     return Beat(rank, "a" if rank < 2 else "b", 10 + rank, step, count=count, **given)
 
 
 def test_who_is_waited_for_is_the_silent_rank_else_the_one_behind():
-    from sft_play.training.heartbeat import laggards, worded
+    from sft_play.training.ranks.heartbeat import laggards, worded
 
     beats = [beat(0, 18, 36), beat(1, 17, 34, where="collate (rows.py:3)"), beat(2, 18, 36), beat(3, 18, 36)]
     assert laggards(beats, set()) == [beats[1]]
@@ -648,7 +656,7 @@ def test_a_port_that_is_taken_is_said_before_anything_starts():
 def test_the_agent_is_run_where_torchs_launcher_is_shown():
     made = torchrun(["train"], processes=2, nodes=Nodes(), python="python")
     assert made.words[:3] == ("python", "-m", "torch.distributed.run")
-    assert made.watched == ("python", "-m", "sft_play.training.elastic_agent", *made.words[3:])
+    assert made.watched == ("python", "-m", "sft_play.training.ranks.elastic_agent", *made.words[3:])
 
 
 def test_nccl_is_told_the_timeout_where_the_user_has_not(monkeypatch):

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.size import rough_size
+from sft_play.data.build.size import rough_size
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.file_kinds import kind_of, suffix_of
 from sft_play.data.sources.files import Source, data_files, data_paths, read_part, read_rows, source_digest, split_part

@@ -20,14 +20,14 @@ from sft_play import cli
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, TrainingError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.fp16 import OVERFLOWS, fault, overflow_of
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.fp16 import OVERFLOWS, fault, overflow_of
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import choose_precision
-from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile
-from sft_play.training.model_loading import quantization
+from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck, MetricsFile
+from sft_play.training.model.model_loading import quantization
 from tests.bundled import ORIGINS, model_configs
 from tests.conftest import ROOT
 

@@ -210,11 +210,11 @@ def test_a_run_that_trained_all_weights_names_its_model(tmp_path, world):
 
 def loss_of(run: Path, world: Path, *, of_base: bool = False) -> float:
     """The mean loss over the trained tokens of all rows, of a finished run's model as PEFT loads it, or of its base."""
+    from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import data_paths
-    from sft_play.data.splits import build_splits
     from sft_play.finished.load import load_as_trained
     from sft_play.finished.run import find_finished
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     finished = find_finished(run.parent, run.name)
     model = load_as_trained(finished)

@@ -137,7 +137,7 @@ def test_answers_that_were_written_stay_and_are_gone_on_with(outputs, tmp_path, 
     whole = target.read_text()
     target.write_text(whole.splitlines(keepends=True)[0])
     with monkeypatch.context() as patch:
-        patch.setattr("sft_play.finished.infer.os.fsync", lambda _: _raise())
+        patch.setattr("sft_play.finished.answer.infer.os.fsync", lambda _: _raise())
         code, said = command(*words)
     assert (code, f"answers.jsonl cannot be written: {FULL}" in said) == (2, True), said
     assert target.read_text().startswith(whole.splitlines(keepends=True)[0])
@@ -159,7 +159,7 @@ def test_weights_that_find_no_place_leave_the_earlier_merge(outputs, tmp_path, c
         path.write_bytes(b"half")
         raise SafetensorError(f"Error while serializing: I/O error: {FULL} (os error {errno.ENOSPC})")
 
-    monkeypatch.setattr("sft_play.training.stream.save_file", no_place)
+    monkeypatch.setattr("sft_play.training.checkpoints.stream.save_file", no_place)
     code, said = command("merge", "--run", str(run), "--force")
     assert (code, f"merged cannot be written: {FULL}" in said, "Traceback" in said) == (2, True, False), said
     assert state(run) == before

@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from sft_play.runs.disk import free_bytes, refusal
-from sft_play.training import checkpoints
-from sft_play.training.loop import PlannedLoop
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
 from tests.test_sharded_checkpoints import SMALL
@@ -212,7 +212,7 @@ def test_final_weights_that_find_no_room_leave_the_checkpoints(train, monkeypatc
         raise OSError(errno.ENOSPC, FULL, str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("sft_play.training.model_saving.write_weights", half)
+        patch.setattr("sft_play.training.checkpoints.model_saving.write_weights", half)
         code, printed, folder = train("one", *SAME)
     assert "the trained weights cannot be written into" in printed
     assert WORDS.search(printed)
@@ -264,7 +264,7 @@ import errno, os, pathlib
 
 def fill():
     import torch
-    from sft_play.training import sharded_checkpoints
+    from sft_play.training.checkpoints import sharded_checkpoints
 
     save, write = torch.save, sharded_checkpoints._Counted.write
 

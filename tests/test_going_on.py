@@ -273,7 +273,7 @@ def test_saved_weights_that_are_not_the_models_are_found(tmp_path):
     import torch
     from safetensors.torch import save_file
 
-    from sft_play.training.model_saving import check_saved_weights
+    from sft_play.training.checkpoints.model_saving import check_saved_weights
 
     def check(tensors, expected, **options):
         save_file(tensors, tmp_path / "adapter_model.safetensors")

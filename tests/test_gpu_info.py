@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from sft_play.diagnose import assumed_machine, gpu_info, gpu_page, nvidia
-from sft_play.facts import amd, ask, hardware, host
+from sft_play.facts import ask, hardware, host
+from sft_play.facts.gpus import amd
+from sft_play.facts.gpus.seen import Pcie, Seen, SeenGpu
+from sft_play.facts.gpus.unseen import Devices
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
-from sft_play.facts.seen import Pcie, Seen, SeenGpu
-from sft_play.facts.unseen import Devices
 from tests.conftest import ROOT
 
 MIB = 2**20

@@ -13,8 +13,8 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import MixedPrecisionConfig, RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.deepspeed.run_settings import with_dtypes
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import candidate_of
@@ -24,8 +24,8 @@ from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.precision import BYTES, Precision
-from sft_play.planner.throughput import predict_speed, rates_of
-from sft_play.planner.traffic import sent_bytes, traffic_of
+from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.planner.speed.traffic import sent_bytes, traffic_of
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -324,7 +324,7 @@ def test_a_deepspeed_file_names_dtypes_too():
 
 # --- what is counted --------------------------------------------------------------------------------------------------
 def test_who_comes_last_waits_least():
-    from sft_play.training.communication import waiting
+    from sft_play.training.ranks.communication import waiting
 
     ranks = [[("all_reduce", 0.5), ("all_gather", 0.2)], [("all_reduce", 0.1), ("all_gather", 0.3)]]
     assert waiting(ranks) == pytest.approx([0.4, 0.1])
@@ -345,13 +345,13 @@ def test_who_comes_last_waits_least():
     ],
 )  # fmt: skip
 def test_the_backends_work_is_told_by_its_name(name, kind):
-    from sft_play.training.communication import kind_of
+    from sft_play.training.ranks.communication import kind_of
 
     assert kind_of(name) == kind
 
 
 def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
-    from sft_play.training.communication import timed_of
+    from sft_play.training.ranks.communication import timed_of
 
     collectives = [("all_gather", 8, True), ("reduce_scatter", 8, True)]
     work = [("gloo:all_reduce", 5e6, 7e6), ("aten::mm", 0.0, 9e6), ("gloo:all_gather", 1e6, 2e6)]
@@ -360,7 +360,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.training.communication import TOLERANCE, Counted, report
+    from sft_play.training.ranks.communication import TOLERANCE, Counted, report
 
     def counted(rank: int, seconds: float) -> Counted:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))

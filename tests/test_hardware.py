@@ -12,9 +12,19 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import HardwareError
-from sft_play.facts import host, visible_gpus
-from sft_play.facts.gpu import Gpu
-from sft_play.facts.gpu_catalog import CATALOG, ENTRIES, FAMILIES, find, gpus_by_memory, key_of, nearest, reserve_bytes
+from sft_play.facts import host
+from sft_play.facts.gpus import visible_gpus
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.gpu_catalog import (
+    CATALOG,
+    ENTRIES,
+    FAMILIES,
+    find,
+    gpus_by_memory,
+    key_of,
+    nearest,
+    reserve_bytes,
+)
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.units import GIB, MIB
 from tests.conftest import ROOT

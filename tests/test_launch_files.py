@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.launch.accelerate.machines import Machines, machines_of
 from sft_play.launch.accelerate.overridden import overridden_lines

@@ -17,6 +17,7 @@ from tests.conftest import ROOT
 PACKAGE = ROOT / "sft_play"
 
 LAYERS = {
+    "_version": 0,
     "errors": 0,
     "log": 0,
     "endings": 0,
@@ -52,12 +53,13 @@ LAYERS = {
 """Package or module of the package: layer. `sft_play/__init__.py` itself holds the version and the names of `api`."""
 
 STARTED = {
-    ("launch.command", "training.elastic_agent"): "the program that is run in the place of torch.distributed.run",
+    ("launch.command", "training.ranks.elastic_agent"): "the program that is run in the place of torch.distributed.run",
 }
 """A module of a higher layer that a string names, since it is started as a process of its own, and why."""
 
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
 LIGHT_PACKAGES = {
+    "_version",
     "errors",
     "log",
     "endings",
@@ -210,6 +212,21 @@ def test_no_modules_import_each_other_in_a_circle():
     assert cycle_in({name: used_by(name) for name in modules()}) == []
 
 
+def test_no_module_needs_the_root_of_the_package():
+    """It names `api`, which imports nearly all of them; only modules may be taken from it."""
+    for name, path in modules().items():
+        taken = {one for one in imports(path) if one.split(".")[0] == "sft_play"} - {"sft_play"}
+        assert all(one.split(".")[1] in {other.split(".")[0] for other in modules()} for one in taken), name
+        plain = {alias.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.Import) for alias in node.names}
+        assert "sft_play" not in plain, f"{name}: import sft_play._version, or the module that is meant"
+
+
+def test_no_folder_has_more_modules_than_a_reader_takes_in():
+    for folder in (path for path in PACKAGE.rglob("*") if (path / "__init__.py").is_file()):
+        own = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(own) <= 24, f"{folder.relative_to(PACKAGE)} has {len(own)} modules"
+
+
 @pytest.mark.parametrize("name", [name for name in sorted(modules()) if name.split(".")[0] in LIGHT_PACKAGES])
 def test_a_light_module_imports_no_heavy_library(name):
     heavy = {imported.split(".")[0] for imported in imports(modules()[name])} & HEAVY
@@ -225,7 +242,7 @@ def test_the_data_package_imports_heavy_libraries_only_inside_functions():
 def test_only_the_trainer_its_templates_and_traces_know_trl():
     """By an import, or by a module's name in a string, as importlib takes it."""
     importing = {name for name, path in modules().items() if any(item.split(".")[0] == "trl" for item in imports(path))}
-    assert importing == {"training.trainer", "training.trl_template", "training.fused_head"}
+    assert importing == {"training.loop.trainer", "training.prepare.trl_template", "training.model.fused_head"}
     naming = {
         name
         for name, path in modules().items()
@@ -250,7 +267,8 @@ def test_planning_loads_no_torch():
 def test_the_map_of_a_large_package_names_each_of_its_modules_once(package):
     """Its docstring: where a reader finds what."""
     named = re.findall(r"`(\w+)`", ast.get_docstring(tree_of(PACKAGE / package / "__init__.py")) or "")
-    theirs = {name.rpartition(".")[2] for name in modules() if name.startswith(f"{package}.")}
+    inside = [path for name, path in modules().items() if name.startswith(f"{package}.")]
+    theirs = [path.stem for path in inside if path.name != "__init__.py"]
     assert len(theirs) > 10
     assert sorted(named) == sorted(theirs)
 

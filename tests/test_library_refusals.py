@@ -15,9 +15,9 @@ from sft_play.diagnose.device import check_flash
 from sft_play.diagnose.known_bad import Pairs, find_known_bad
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.seen import Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.seen import Seen, SeenGpu
 from sft_play.launch import device
 from sft_play.units import GIB
 
@@ -173,7 +173,7 @@ def started(monkeypatch):
     import torch
     from bitsandbytes import cextension
 
-    from sft_play.training import device_checks
+    from sft_play.training.prepare import device_checks
 
     def start(mode: str, *, kernel: Exception | None = None, library: object = None) -> None:
         def zeros(*_: object, **__: object) -> torch.Tensor:

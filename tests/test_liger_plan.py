@@ -16,12 +16,11 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit
-from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import named
 from sft_play.facts.liger import PACKAGE, REPLACED
+from sft_play.facts.models.architecture import parse_config, shape_of
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import suggestions
-from sft_play.planner.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory import fused
@@ -30,7 +29,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.tape import OWN_SEGMENT, Tape
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.throughput import predict_speed, rates_of
+from sft_play.planner.speed.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.speed.throughput import predict_speed, rates_of
 from sft_play.starting.measured import remember
 from sft_play.trace.settings import StepSettings
 from sft_play.units import GIB
@@ -379,7 +379,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 @pytest.mark.build
 def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_differ(caplog: Any) -> None:
-    from sft_play.training.kernels import Taken, _require_room
+    from sft_play.training.proofs.kernels import Taken, _require_room
 
     caplog.set_level(logging.WARNING)
     plan = plan_of("liger")
@@ -411,7 +411,7 @@ def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_
 def test_experts_keep_their_gates(monkeypatch: Any) -> None:
     from torch import nn
 
-    from sft_play.training import kernels
+    from sft_play.training.proofs import kernels
 
     asked: list[dict[str, bool]] = []
 

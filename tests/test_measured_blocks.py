@@ -11,9 +11,9 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.architecture import parse_config
-from sft_play.facts.families import FAMILIES
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import parse_config
+from sft_play.facts.models.families import FAMILIES
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.measured import LayerBytes, MeasuredPass, between
 from sft_play.planner.memory.measured_walk import walk_of
@@ -72,7 +72,7 @@ def wide(kind, **more):
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if kind in ("deepseek_v4", "flint"):  # sizes that depend on one another
-        from sft_play.training.packable import small_config
+        from sft_play.training.proofs.packable import small_config
 
         config = small_config(CONFIG_MAPPING[kind]().get_text_config())
     else:

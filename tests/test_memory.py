@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.closed_form import predicted, setting_of, settings, trace_settings
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import parse_config, shape_of
+from sft_play.facts.models.architecture import parse_config, shape_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import block_bytes, forward_peak
 from sft_play.planner.memory.estimate import estimate

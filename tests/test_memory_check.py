@@ -22,9 +22,9 @@ from sft_play.diagnose.memory_page import lines, watch
 from sft_play.diagnose.processes import Group, Rank, command_of, lock_holder
 from sft_play.diagnose.seen_run import find_run
 from sft_play.errors import RunFolderError
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.seen import GpuProcess, Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.seen import GpuProcess, Seen, SeenGpu
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
 from tests.conftest import ROOT, clean_environment

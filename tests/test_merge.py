@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import ConfigError, ModelError, RunFolderError
-from sft_play.finished import merged_weights, push
-from sft_play.finished.export import export_run
+from sft_play.finished.export import merged_weights, push
+from sft_play.finished.export.check_merge import limit_of, merge_test
+from sft_play.finished.export.export import export_run
+from sft_play.finished.export.merge import merge_run, merged_model, whole_model
+from sft_play.finished.export.merge_record import record_of, told, write_verdict
 from sft_play.finished.load import load_as_trained, load_folder
-from sft_play.finished.merge import merge_run, merged_model, whole_model
-from sft_play.finished.merge_record import record_of, told, write_verdict
-from sft_play.finished.merge_test import limit_of, merge_test
 from sft_play.finished.run import find_finished
 from tests.finished_runs import SMALL, finished_run, make_base
 
@@ -156,7 +156,7 @@ def test_plan_run_merge_and_export_say_once_that_only_the_text_class_is_trained(
     from peft import PeftModel
     from transformers import AutoModelForImageTextToText
 
-    from sft_play.finished.export import export_run
+    from sft_play.finished.export.export import export_run
 
     words = "only the language model of this gemma3 is trained, as a class of its own"
     base = make_base(tmp_path / "base", gemma3_with_images())

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from benchmarks.long_rows import LONG_ROWS, long_rows
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.launch import machine as of_ranks
 from sft_play.launch import resolve_options
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
@@ -32,7 +32,7 @@ from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
-from sft_play.training.engine_check import WRAPPED_CLASS
+from sft_play.training.ranks.engine_check import WRAPPED_CLASS
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
 from tests.ranks_mesh import NOT_DIVIDED

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import UnknownArchitecture, config_json, parse_config
+from sft_play.facts.models.architecture import UnknownArchitecture, config_json, parse_config
 from sft_play.trace.build import config_of as trace_config_of
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.remembered import cached_shape

@@ -11,10 +11,10 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import HardwareError
-from sft_play.facts import visible_gpus
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus import visible_gpus
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.launch_options import launch_options_of
 from sft_play.launch.ranks import Ranks

@@ -10,12 +10,12 @@ import pytest
 
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.go_template import evaluate, go_template
-from sft_play.finished.modelfile import modelfile
-from sft_play.finished.prompts import probes
-from sft_play.finished.template_parts import NoGoTemplate, Parts, learn
-from sft_play.training.starter_base import CHAT_TEMPLATE
-from sft_play.training.tokenizer import BUILT_IN_TEMPLATES
+from sft_play.finished.answer.prompts import probes
+from sft_play.finished.export.go_template import evaluate, go_template
+from sft_play.finished.export.modelfile import modelfile
+from sft_play.finished.export.template_parts import NoGoTemplate, Parts, learn
+from sft_play.training.prepare.starter_base import CHAT_TEMPLATE
+from sft_play.training.prepare.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")

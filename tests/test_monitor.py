@@ -25,8 +25,8 @@ def batch(rows: list[list[int]], labels: list[list[int]], mask: list[list[int]])
 def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
     import torch
 
-    from sft_play.training import monitor as module
-    from sft_play.training.monitor import Expected, Monitor
+    from sft_play.training.measure import monitor as module
+    from sft_play.training.measure.monitor import Expected, Monitor
 
     clock = iter([0.0, 4.0, 4.0])  # start, take, reset
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock, 4.0))
@@ -54,7 +54,7 @@ def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
 
     from torch.autograd import DeviceType
 
-    from sft_play.training.profile import exposed, spans_of
+    from sft_play.training.measure.profile import exposed, spans_of
 
     def event(name: str, start: float, end: float, *, annotation: bool = False, on_gpu: bool = True) -> SimpleNamespace:
         return SimpleNamespace(
@@ -83,7 +83,7 @@ def test_what_libraries_annotate_on_a_gpu_hides_no_communication():
 
 
 def test_communication_is_exposed_where_nothing_is_computed():
-    from sft_play.training.profile import exposed, merged
+    from sft_play.training.measure.profile import exposed, merged
 
     assert merged([(5, 6), (0, 2), (1, 3), (3, 4)]) == [(0, 4), (5, 6)]
     assert exposed([(0, 10)], []) == 10
@@ -92,8 +92,8 @@ def test_communication_is_exposed_where_nothing_is_computed():
 
 
 def test_answers_are_shown_as_text_and_never_as_markup():
-    from sft_play.training.board import answers_text
-    from sft_play.training.exact_match import Answer, Question
+    from sft_play.training.measure.board import answers_text
+    from sft_play.training.measure.exact_match import Answer, Question
 
     said = answers_text([Answer(Question([1], "<b>what?</b>", "yes"), "`no`\n# head")])
     assert said.splitlines() == ["- asked: `<b>what?</b>`", "  said: `’no’\\n# head` (expected: `yes`)"]
@@ -287,7 +287,7 @@ def test_the_operations_of_a_batch_are_the_trainers_own_and_the_model_is_walked_
 def test_a_profile_prints_none_of_kinetos_probes_and_all_else(capfd):
     import torch
 
-    from sft_play.training import profile
+    from sft_play.training.measure import profile
 
     with profile._without_probes():
         os.write(2, b"USDT:2026 probe\nERROR: kept\n")

@@ -21,26 +21,26 @@ OTHER = Path("/my outputs/else where")
 
 
 def infer() -> Any:
-    from sft_play.finished.infer import Inferred
+    from sft_play.finished.answer.infer import Inferred
 
     return Inferred(RUN, OTHER, 3, 0)
 
 
 def serve() -> Any:
-    from sft_play.finished.serve import Serving
+    from sft_play.finished.answer.serve import Serving
 
     return Serving(RUN, "transformers", "first", RUN / "adapter", "127.0.0.1", 8000, 1)
 
 
 def evaluate() -> Any:
-    from sft_play.finished.evaluation import Evaluation
+    from sft_play.finished.evaluate.evaluation import Evaluation
 
     return Evaluation(RUN, None, 0, (), (), {"before": None, "recorded": None}, (), None, OTHER)
 
 
 def ship(*, reason: str = "") -> Any:
-    from sft_play.finished.ship import Shipped
-    from sft_play.finished.ship_rule import (
+    from sft_play.finished.evaluate.ship import Shipped
+    from sft_play.finished.evaluate.ship_rule import (
         Check,
         Evidence,
         GeneralEvidence,
@@ -56,65 +56,65 @@ def ship(*, reason: str = "") -> Any:
 
 
 def merge(path: Path = RUN / "merged") -> Any:
-    from sft_play.finished.adapted_model import Sizes
-    from sft_play.finished.merge import Merged
+    from sft_play.finished.export.adapted_model import Sizes
+    from sft_play.finished.export.merge import Merged
 
     return Merged(RUN, path, "bf16", None, 3, 0, False, Sizes(), 10, True, 1.0)
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
-    from sft_play.finished.merge_test import MergeTest
+    from sft_play.finished.export.check_merge import MergeTest
 
     return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 0.0, 1.0, 1.0, 1.0, 2.0, 1e-6)
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.exported import Exported, Written
+    from sft_play.finished.export.exported import Exported, Written
 
     written = Written({}, 1, (), file=path / file if file else None)
     return Exported(RUN, "gguf" if file else "vllm", path, written, is_adapter=is_adapter, seconds=1)
 
 
 def export_test() -> Any:
-    from sft_play.finished.export_test import ExportTest
+    from sft_play.finished.export.check_export import ExportTest
 
     return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), (), None, None)
 
 
 def push() -> Any:
-    from sft_play.finished.push import Pushed, Upload
+    from sft_play.finished.export.push import Pushed, Upload
 
     return Pushed(Upload(RUN, RUN / "adapter", "me/it", {}, (), exists=False, is_private=True, notes=()), "abc")
 
 
 def record() -> Any:
-    from sft_play.finished.record import Part, Record
+    from sft_play.finished.report.record import Part, Record
     from sft_play.runs.folder import RunFolder
 
     return Record(RunFolder(RUN), "finished", {}, {}, {}, (Part(None, {}, {}, {}, {}, {}),), ())
 
 
 def report() -> Any:
-    from sft_play.finished.report import Report
+    from sft_play.finished.report.report import Report
 
     return Report(record(), OTHER, (), 0)
 
 
 def compare() -> Any:
-    from sft_play.finished.compare import Comparison
+    from sft_play.finished.report.compare import Comparison
 
     return Comparison(("first", "other"), (record(), record()), {}, (), (), OTHER)
 
 
 def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.equal_weights import Compared
-    from sft_play.finished.reproduce import Reproduced
+    from sft_play.finished.manage.equal_weights import Compared
+    from sft_play.finished.manage.reproduce import Reproduced
 
     return Reproduced(RUN, OTHER, "here", (), Compared(1, tuple(differing)), None, 1)
 
 
 def runs(*, is_empty: bool = False) -> Any:
-    from sft_play.finished.listing import ListedRun, RunList
+    from sft_play.finished.manage.listing import ListedRun, RunList
     from sft_play.runs.folder import RunFolder
 
     listed = ListedRun(RunFolder(RUN), "base", "lora", "finished", 3, None, 10, 0, None)
@@ -122,7 +122,7 @@ def runs(*, is_empty: bool = False) -> Any:
 
 
 def prune() -> Any:
-    from sft_play.finished.listing import Pruned
+    from sft_play.finished.manage.listing import Pruned
 
     return Pruned(RUN.parent, (RUN,), 10)
 
@@ -208,7 +208,7 @@ def test_a_chat_in_a_terminal_does_too_and_one_over_a_pipe_says_answers_alone(
 @pytest.mark.parametrize("mode", ["lora", "full"])
 def test_what_follows_a_training_run_is_words_of_a_shell_too(mode):
     from sft_play.runs.folder import RunFolder
-    from sft_play.training.summary import _next_lines
+    from sft_play.training.measure.summary import _next_lines
 
     config = SimpleNamespace(tuning=SimpleNamespace(mode=mode), train=SimpleNamespace(report_to=("tensorboard",)))
     job: Any = SimpleNamespace(folder=RunFolder(RUN), loaded=SimpleNamespace(config=config, path=Path("my.yaml")))

@@ -196,7 +196,7 @@ def assert_whole(run: Path, alone: list[float], strategy: str, wrapped: str, pri
     """A run of four ranks on two nodes that lost what one process loses, with its checkpoint and its weights."""
     from safetensors import safe_open
 
-    from sft_play.training import checkpoints
+    from sft_play.training.checkpoints import checkpoints
 
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["layout"], plan["ranks"], plan["micro_batch"], plan["grad_accum"]) == (strategy, 4, 1, 2)

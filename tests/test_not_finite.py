@@ -14,8 +14,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sft_play.training import checkpoints, finite
-from sft_play.training.loop import PlannedLoop
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.loop import finite
+from sft_play.training.loop.loop import PlannedLoop
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -157,7 +158,7 @@ import math, os
 
 
 def spoil(spoiled):
-    from sft_play.training import loop
+    from sft_play.training.loop import loop
 
     real = loop.PlannedLoop.training_step
 

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
-from sft_play.facts.gpu_catalog import ENTRIES
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.model_shape import Mla
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.model_shape import Mla
 from sft_play.planner import candidates
 from sft_play.planner.candidates import micro_batches
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_one_by_one
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.row_tokens import average_passes, row_tokens
-from sft_play.planner.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
+from sft_play.planner.speed.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
 
 GIB = 2**30
 LLAMA = "meta-llama/Llama-3.1-8B-Instruct"
@@ -170,8 +170,8 @@ def test_no_number_is_read_from_the_device(monkeypatch):
     import torch
     from transformers import AutoModelForCausalLM, MistralConfig
 
-    from sft_play.training import varlen
-    from sft_play.training.collate import CHAT_LENGTHS, COUNTS, Collator
+    from sft_play.training.loop.collate import CHAT_LENGTHS, COUNTS, Collator
+    from sft_play.training.model import varlen
 
     config = MistralConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=3, head_dim=8,
                            num_attention_heads=2, num_key_value_heads=1, sliding_window=6)  # fmt: skip
@@ -206,8 +206,8 @@ def test_lengths_stay_on_the_host_on_their_way_to_the_model(tmp_path, tiny_llama
     which needs none, is not given any."""
     from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-    from sft_play.training import varlen
-    from sft_play.training.collate import CHAT_LENGTHS
+    from sft_play.training.loop.collate import CHAT_LENGTHS
+    from sft_play.training.model import varlen
     from tests.ranks_micro_batches import trainer_of
 
     trainer = trainer_of(tiny_llama, tmp_path, MicroBatches(1, tokens=48, padded=False), ranks=1, bf16=False)
@@ -232,7 +232,7 @@ def test_values_may_have_another_width_than_keys(dtype):
     """Latent attention; against softmax by hand in fp64."""
     import torch
 
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     torch.manual_seed(2)
     lengths, kind = (5, 1, 12), getattr(torch, dtype)
@@ -259,7 +259,7 @@ def prepared(**changes: Any) -> tuple[Any, Any]:
     """A model's spec and a plan, as far as `trust_kernel` reads them."""
     from transformers import MistralConfig
 
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     hf_config = MistralConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=32, sliding_window=4096)
     spec = SimpleNamespace(hf_config=hf_config, attention=SimpleNamespace(name=changes.pop("name", varlen.ATTENTION)))
@@ -272,7 +272,7 @@ def prepared(**changes: Any) -> tuple[Any, Any]:
 
 
 def right(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     assert longest == max(ends.diff().tolist())
     return varlen.one_by_one(query, key, value, ends.diff().tolist(), scale=scale, window=window)
@@ -284,7 +284,7 @@ def wrong(**changes: Any) -> Any:
     def kernel(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, window: int | None) -> Any:
         import torch
 
-        from sft_play.training import varlen
+        from sft_play.training.model import varlen
 
         lengths = ends.diff().tolist()
         if "joins" in changes:
@@ -307,7 +307,7 @@ def refused(*_: Any, **__: Any) -> Any:
 
 @pytest.fixture
 def reset():
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     yield
     varlen.use_flash(used=False)
@@ -319,7 +319,8 @@ def reset():
 def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
     import torch
 
-    from sft_play.training import varlen, varlen_proof
+    from sft_play.training.model import varlen
+    from sft_play.training.proofs import varlen_proof
 
     asked = []
 
@@ -363,7 +364,8 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
 def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, caplog, kernel, says):
     import torch
 
-    from sft_play.training import varlen, varlen_proof
+    from sft_play.training.model import varlen
+    from sft_play.training.proofs import varlen_proof
 
     monkeypatch.setattr(varlen, "flash", kernel)
     varlen_proof.trust_kernel(*prepared(), device=torch.device("cpu"))
@@ -381,7 +383,9 @@ def test_a_kernel_that_is_wrong_or_raises_is_left_with_one_warning(monkeypatch, 
 def test_all_ranks_leave_a_kernel_that_one_cannot_run(monkeypatch, caplog):
     import torch
 
-    from sft_play.training import distributed, varlen, varlen_proof
+    from sft_play.training.model import varlen
+    from sft_play.training.proofs import varlen_proof
+    from sft_play.training.ranks import distributed
 
     told = []
     monkeypatch.setattr(varlen, "flash", right)
@@ -402,7 +406,7 @@ def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
     import torch
     from torch._subclasses import FakeTensorMode
 
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     monkeypatch.setattr(varlen, "flash", lambda *_, **__: "one call")
     monkeypatch.setattr(varlen, "one_by_one", lambda *_, **__: "each chat")
@@ -418,7 +422,7 @@ def test_a_trusted_kernel_runs_on_the_gpu_and_nowhere_else(monkeypatch):
 def test_the_heads_that_are_tried_are_the_models():
     from transformers import GPT2Config, LlamaConfig, MistralConfig
 
-    from sft_play.training.varlen_proof import Heads, _cases
+    from sft_play.training.proofs.varlen_proof import Heads, _cases
 
     assert _cases(GPT2Config(n_head=12, n_embd=768), 1) == [(Heads(12, 12, 64), None)]
     llama = LlamaConfig(hidden_size=64, num_attention_heads=8, num_key_value_heads=2)

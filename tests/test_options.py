@@ -18,12 +18,12 @@ import pytest
 from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
+from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import data_paths
-from sft_play.data.splits import build_splits
 from sft_play.errors import SftPlayError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
@@ -202,14 +202,14 @@ def on_cpu(config: RunConfig) -> Any:
 
 def arguments(config: RunConfig) -> Facts:
     """What transformers' Trainer is given."""
-    from sft_play.training.trainer import training_arguments
+    from sft_play.training.loop.trainer import training_arguments
 
     return training_arguments(config, on_cpu(config), RunFolder(Path("/nowhere")), has_eval=True).to_dict()
 
 
 def trainer(config: RunConfig) -> Facts:
     """What the trainer is built with beside its arguments."""
-    from sft_play.training.trainer import build_trainer, plan_callbacks
+    from sft_play.training.loop.trainer import build_trainer, plan_callbacks
 
     seen: Facts = {}
 
@@ -223,7 +223,7 @@ def trainer(config: RunConfig) -> Facts:
         def remove_callback(self, *_: Any) -> None: ...
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft_play.training.trainer.PlannedTrainer", Recorder)
+        patch.setattr("sft_play.training.loop.trainer.PlannedTrainer", Recorder)
         plan, folder = on_cpu(config), RunFolder(Path(config.output.dir) / "x")
         made = build_trainer(
             config,
@@ -243,7 +243,7 @@ def trainer(config: RunConfig) -> Facts:
 
 def kernels(config: RunConfig) -> Facts:
     """Which kernels replace the model's own, on a machine that can run them."""
-    from sft_play.training import kernels as module
+    from sft_play.training.proofs import kernels as module
 
     model: Any = type("Model", (), {"config": type("Config", (), {"_attn_implementation": "sdpa"})})
     with pytest.MonkeyPatch.context() as patch:
@@ -256,7 +256,7 @@ def kernels(config: RunConfig) -> Facts:
 
 
 def _splits(config: RunConfig) -> Any:
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config).tokenizer
     return build_splits(config, data_paths(config.data), tokenizer, max_seq_len=64), tokenizer
@@ -336,7 +336,7 @@ def headers(config: RunConfig) -> Facts:
 
 def worker_count(config: RunConfig) -> Facts:
     """How many processes are asked to make rows."""
-    from sft_play.data import splits as data_splits
+    from sft_play.data.build import splits as data_splits
 
     asked: list[Any] = []
     real = data_splits.build
@@ -354,9 +354,9 @@ def worker_count(config: RunConfig) -> Facts:
 def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
     from sft_play.planner.precision import Precision
-    from sft_play.training.backend import choose_backend
-    from sft_play.training.model_spec import build_model_spec
-    from sft_play.training.trainable import trainable_note
+    from sft_play.training.prepare.backend import choose_backend
+    from sft_play.training.prepare.model_spec import build_model_spec
+    from sft_play.training.prepare.trainable import trainable_note
 
     drawn = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=100)
     adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
@@ -377,7 +377,7 @@ def experts(config: RunConfig) -> Facts:
     from transformers import AutoModelForCausalLM, MixtralConfig
 
     from sft_play.planner.precision import Precision
-    from sft_play.training.experts import choose_experts
+    from sft_play.training.prepare.experts import choose_experts
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=16, num_key_value_heads=2, **sizes))
@@ -389,9 +389,9 @@ def origin(config: RunConfig) -> Facts:
     """The adapter that training begins with."""
     from peft import get_peft_model
 
-    from sft_play.training.model_loading import read_model
-    from sft_play.training.model_spec import build_model_spec
-    from sft_play.training.origin import origin_of
+    from sft_play.training.model.model_loading import read_model
+    from sft_play.training.prepare.model_spec import build_model_spec
+    from sft_play.training.prepare.origin import origin_of
 
     precision = Precision("float32", "float32", "")
     spec = build_model_spec(config, precision, tokenizer_size=100)
@@ -403,7 +403,7 @@ def origin(config: RunConfig) -> Facts:
 
 def loading(config: RunConfig) -> Facts:
     """What tokenizer and config are asked for with."""
-    from sft_play.training import model_spec, tokenizer
+    from sft_play.training.prepare import model_spec, tokenizer
 
     seen: Facts = {}
 
@@ -416,7 +416,7 @@ def loading(config: RunConfig) -> Facts:
 
     for what, target, ask in (
         ("tokenizer", "transformers.AutoTokenizer", tokenizer.load_tokenizer),
-        ("config", "sft_play.training.model_spec.AutoConfig", model_spec._whole_config),
+        ("config", "sft_play.training.prepare.model_spec.AutoConfig", model_spec._whole_config),
     ):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(f"{target}.from_pretrained", record(what))
@@ -428,7 +428,8 @@ def loading(config: RunConfig) -> Facts:
 def weights(config: RunConfig) -> Facts:
     """What the weights are asked for with."""
     from sft_play.planner.precision import Precision
-    from sft_play.training import model_loading, model_spec
+    from sft_play.training.model import model_loading
+    from sft_play.training.prepare import model_spec
 
     seen: Facts = {}
 
@@ -439,7 +440,7 @@ def weights(config: RunConfig) -> Facts:
     precision = Precision("float32", "float32", "")
     drawn = model_spec.build_model_spec(config, precision, tokenizer_size=100)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sft_play.training.model_loading.AutoModelForCausalLM.from_pretrained", record)
+        patch.setattr("sft_play.training.model.model_loading.AutoModelForCausalLM.from_pretrained", record)
         with pytest.raises(SftPlayError):
             model_loading.load_model(config, precision, drawn, device="cpu")
     return seen
@@ -491,8 +492,8 @@ def over_ranks(config: RunConfig) -> Facts:
     from sft_play.planner.gradients import gradients_of
     from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
     from sft_play.planner.precision import choose_precision
-    from sft_play.training.engines import engine_arguments
-    from sft_play.training.profile import window_of
+    from sft_play.training.measure.profile import window_of
+    from sft_play.training.ranks.engines import engine_arguments
 
     machine = Hardware((), "CPU", 2, 24 * GIB, 24 * GIB, cpu_ranks=2)
     shape, precision = shape_of(config.model.name), choose_precision(config, machine)
@@ -832,7 +833,7 @@ def test_a_probe_sees_an_option_that_reaches_nothing_or_something_else(world):
 
 
 def test_an_option_of_a_run_changes_what_its_summary_says(world, command, tmp_path, monkeypatch):
-    from sft_play.training import exact_match
+    from sft_play.training.measure import exact_match
 
     longest = [0]
     real = exact_match._generate
@@ -863,7 +864,7 @@ def test_an_option_of_a_run_changes_what_its_summary_says(world, command, tmp_pa
 
 
 def test_pinned_memory_is_asked_for_with_a_gpu_only(world):
-    from sft_play.training import trainer as module
+    from sft_play.training.loop import trainer as module
 
     def pinned(machine: Hardware, *overrides: str) -> bool:
         config = make(world, *overrides)

@@ -16,8 +16,8 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import new_manifest
 from sft_play.runs.resuming import check_same_run
 from sft_play.starting.resumed import kept_of
-from sft_play.training.checkpoints import path_of
-from sft_play.training.device_checks import out_of_memory_message
+from sft_play.training.checkpoints.checkpoints import path_of
+from sft_play.training.prepare.device_checks import out_of_memory_message
 from sft_play.units import GIB
 
 

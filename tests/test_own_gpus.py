@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.seen import Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.seen import Seen, SeenGpu
 from sft_play.launch import machine
 from sft_play.launch.exported import refuse_tasks
 from sft_play.launch.ranks import Ranks, ranks_of
@@ -91,7 +91,7 @@ def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
 def test_rank_0_hears_of_every_rank_in_their_order(monkeypatch, world):
     import torch.distributed as dist
 
-    from sft_play.training import rendezvous
+    from sft_play.training.ranks import rendezvous
 
     store = dist.HashStore()
     monkeypatch.setattr(rendezvous, "meeting_point", lambda name: dist.PrefixStore(name, store))
@@ -108,7 +108,7 @@ def test_the_random_state_of_this_ranks_gpu_alone_is_kept(monkeypatch):
     """`fork_rng()` without devices keeps those of all GPUs of the node, and warns of it on every rank."""
     import torch
 
-    from sft_play.training.distributed import own_devices
+    from sft_play.training.ranks.distributed import own_devices
 
     assert own_devices() is None
     kept: list[int] = []

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sft_play.data.packing import best_fit, grouped, padding_shares
+from sft_play.data.build.packing import best_fit, grouped, padding_shares
 from sft_play.errors import ConfigError
 from tests.conftest import chat
 
@@ -106,7 +106,7 @@ def dataset(lengths: list[int], sources: list[int] | None = None) -> Any:
 
 
 def test_a_pack_holds_whole_chats_and_predicts_no_chats_beginning_from_another():
-    from sft_play.training.rows import FILLER, TrainingRows
+    from sft_play.training.loop.rows import FILLER, TrainingRows
 
     rows = TrainingRows(dataset([3, 2, 4]), packs=best_fit([3, 2, 4], 6))
     assert len(rows) == 2
@@ -129,7 +129,7 @@ def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
     """A mapped file, a selection of it: the rows are read through the table, whatever order it is in."""
     from datasets import load_from_disk
 
-    from sft_play.training.rows import TrainingRows, lengths_of, trained_tokens
+    from sft_play.training.loop.rows import TrainingRows, lengths_of, trained_tokens
 
     dataset([3, 2, 4, 5]).save_to_disk(str(tmp_path / "rows"))
     loaded = load_from_disk(str(tmp_path / "rows")).select([3, 0, 2])
@@ -140,8 +140,8 @@ def test_rows_stay_in_the_data_set_until_they_are_asked_for(tmp_path):
 
 
 def test_a_batch_of_packs_begins_its_positions_anew_with_every_chat():
-    from sft_play.training.collate import Collator
-    from sft_play.training.rows import TrainingRows
+    from sft_play.training.loop.collate import Collator
+    from sft_play.training.loop.rows import TrainingRows
 
     rows = TrainingRows(dataset([3, 2, 4], [0, 1, 0]), packs=best_fit([3, 2, 4], 6))
     batch = Collator(pad_id=7, by_source=True)([rows[0], rows[1]])
@@ -162,7 +162,7 @@ def test_a_batch_of_single_rows_is_the_one_that_trl_makes():
     import torch
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-    from sft_play.training.collate import Collator
+    from sft_play.training.loop.collate import Collator
 
     rows = dataset([3, 2, 5])
     ours = Collator(pad_id=7)([rows[n] for n in range(3)])
@@ -212,9 +212,9 @@ def packed(rows: list[list[list[int]]], *, flat: bool = False) -> dict[str, Any]
     """A batch of packs, each given as its chats, as training makes it."""
     from datasets import Dataset
 
-    from sft_play.data.packing import Packs
-    from sft_play.training.collate import COUNTS, Collator
-    from sft_play.training.rows import TrainingRows
+    from sft_play.data.build.packing import Packs
+    from sft_play.training.loop.collate import COUNTS, Collator
+    from sft_play.training.loop.rows import TrainingRows
 
     chats = [ids for row in rows for ids in row]
     data = Dataset.from_dict({"input_ids": chats, "labels": chats})
@@ -261,7 +261,7 @@ def test_a_chat_in_a_pack_is_computed_as_if_it_were_alone(kind, attention):
 def test_loss_and_gradients_of_packs_are_those_of_the_rows(kind, attention, checkpointing):
     import torch
 
-    from sft_play.training.collate import Collator
+    from sft_play.training.loop.collate import Collator
 
     model = tiny(kind, attention).train()
     for module in model.modules():
@@ -365,7 +365,7 @@ def test_the_mask_of_packs_is_a_square_a_row_of_bytes_for_sdpa_and_of_numbers_fo
 def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.packable import require_packable
+    from sft_play.training.proofs.packable import require_packable
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
@@ -381,7 +381,7 @@ def test_a_class_of_any_size_is_measured_in_a_moment(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.packable import require_packable
+    from sft_play.training.proofs.packable import require_packable
 
     config = CONFIG_MAPPING[kind]()
     before, state = config.to_dict(), torch.random.get_rng_state()
@@ -396,7 +396,7 @@ def test_a_class_of_any_size_is_measured_in_a_moment(kind):
 def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypatch):
     from transformers import LlamaConfig
 
-    from sft_play.training import packable
+    from sft_play.training.proofs import packable
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")
@@ -416,9 +416,9 @@ def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypat
 # --- the plan ---------------------------------------------------------------------------------------------------------
 def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one():
     from sft_play.config.load import config_from_text
-    from sft_play.facts.architecture import shape_of
-    from sft_play.facts.gpu import Gpu
+    from sft_play.facts.gpus.gpu import Gpu
     from sft_play.facts.hardware import Hardware
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
 
     machine = Hardware((Gpu(0, "GPU", 40 * 2**30, None, (9, 0)),), "CPU", 2, 24 * 2**30, 24 * 2**30)
@@ -429,7 +429,10 @@ def test_the_plan_counts_the_mask_of_packs_even_for_one_row_where_they_have_one(
         return make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), machine))
 
     single, text = plan(), plan("data.packing=best_fit", "task_mode=cpt")
-    packs, apart = plan("data.packing=best_fit", "model.attn_implementation=sdpa"), plan("data.packing=best_fit")
+    packs, apart = (
+        plan("data.packing=best_fit", "model.attn_implementation=sdpa"),
+        plan("data.packing=best_fit"),
+    )
     assert not single.choice.step.padded
     assert not apart.choice.step.padded
     assert apart.memory.terms == single.memory.terms  # boundaries cost nothing

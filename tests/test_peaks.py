@@ -13,9 +13,9 @@ import numpy as np
 import psutil
 import pytest
 
-from sft_play.training import peaks as peaks_module
-from sft_play.training.measure import MemoryMeter
-from sft_play.training.peaks import Highest, Peaks
+from sft_play.training.measure import peaks as peaks_module
+from sft_play.training.measure.measure import MemoryMeter
+from sft_play.training.measure.peaks import Highest, Peaks
 from tests.conftest import chat
 
 pytestmark = pytest.mark.build

@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from sft_play.errors import RunFolderError
-from sft_play.training import checkpoints
-from sft_play.training.pickles import without_code
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.checkpoints.pickles import without_code
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run
@@ -162,7 +162,7 @@ def test_a_table_of_contents_names_its_own_classes_only(name):
     import io
     import pickle
 
-    from sft_play.training.sharded_checkpoints import _Plain
+    from sft_play.training.checkpoints.sharded_checkpoints import _Plain
 
     module, _, one = name.rpartition(".")
     with pytest.raises(pickle.UnpicklingError, match="which no table of contents has"):

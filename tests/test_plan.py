@@ -9,9 +9,9 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError, DoesNotFit
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner import calibration
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan

@@ -15,10 +15,10 @@ from sft_play.commands.request import read_request
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu_catalog import ENTRIES
+from sft_play.facts.gpus.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import named
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.planner.advice import largest
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
@@ -287,7 +287,7 @@ def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
     stored, mode, said, place, command: Command, tmp_path: Path
 ):
     from sft_play.planner.precision import choose_precision
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     fields = {**LLAMA, "quantization_config": stored}
     if place == "text_config":

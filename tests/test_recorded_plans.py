@@ -17,8 +17,8 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import layouts_for

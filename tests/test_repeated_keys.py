@@ -15,14 +15,14 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import parse_config, shape_of
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import kernel_of, repeats_kv
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.training import repeated_keys
+from sft_play.training.model import repeated_keys
 from tests.test_decisions import QUICK
 
 pytestmark = pytest.mark.build
@@ -186,8 +186,8 @@ def test_the_gpu_and_the_precision_decide_and_the_plan_says_so(model, machine, w
 
 
 def test_the_model_spec_says_why_and_loading_puts_it_to_use(tiny_llama):
-    from sft_play.training.model_loading import load_model
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.model.model_loading import load_model
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     config = config_from_text(f"model: {{name: {tiny_llama}}}\ntuning: {{mode: full}}", name="x")
     for repeats in (True, False):

@@ -15,19 +15,19 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished import charts as charts_module
-from sft_play.finished import report as report_module
-from sft_play.finished.charts import Chart, Curve, drawn, thinned
-from sft_play.finished.curves import HEIGHT, Screen, plot_lines, screen_of
-from sft_play.finished.record import find_run, read_record
-from sft_play.finished.report import report, report_at_end, reported
-from sft_play.finished.report_charts import charts_of
-from sft_play.finished.report_sections import sections_of
-from sft_play.finished.run_figures import duration, size
+from sft_play.finished.report import charts as charts_module
+from sft_play.finished.report import report as report_module
+from sft_play.finished.report.charts import Chart, Curve, drawn, thinned
+from sft_play.finished.report.curves import HEIGHT, Screen, plot_lines, screen_of
+from sft_play.finished.report.record import find_run, read_record
+from sft_play.finished.report.report import report, report_at_end, reported
+from sft_play.finished.report.report_charts import charts_of
+from sft_play.finished.report.report_sections import sections_of
+from sft_play.finished.report.run_figures import duration, size
 from sft_play.runs.folder import RunFolder
-from sft_play.training.evaluate import Figures
-from sft_play.training.exact_match import Answer, Question
-from sft_play.training.summary import KEPT_SAMPLES, samples
+from sft_play.training.measure.evaluate import Figures
+from sft_play.training.measure.exact_match import Answer, Question
+from sft_play.training.measure.summary import KEPT_SAMPLES, samples
 from sft_play.units import GIB
 from tests.recorded_runs import SUMMARY, planned_folder, recorded_run, steps
 

@@ -21,17 +21,17 @@ from sft_play import heap
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
-from sft_play.data import survey
+from sft_play.data.build import survey
+from sft_play.data.build.size import rough_size
+from sft_play.data.build.survey import row_outcomes
+from sft_play.data.build.workers import BATCH_CHARS
 from sft_play.data.process import process
 from sft_play.data.process_report import SplitReport
 from sft_play.data.row_lengths import RowLengths
-from sft_play.data.size import rough_size
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text
 from sft_play.data.sources.raw import BadRow, LongLine, RawRow, line_blocks, piece_end, text_pieces
-from sft_play.data.survey import row_outcomes
-from sft_play.data.workers import BATCH_CHARS
 from sft_play.errors import DataError
 from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import chat

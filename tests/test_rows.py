@@ -32,7 +32,7 @@ def batches_of(count: int, *, micro: int, ranks: int, epoch: int = 0, by_length:
     """Micro-batches of each rank in steps of 8 rows, as the Trainer counts them: those that a step does not need are
     empty; FILLER is a masked row."""
     from sft_play.planner.micro_batches import MicroBatches
-    from sft_play.training.rows import EpochOrder, StepBatches
+    from sft_play.training.loop.rows import EpochOrder, StepBatches
 
     per_rank = []
     for rank in range(ranks):
@@ -83,7 +83,7 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
     import torch
     from accelerate.data_loader import SeedableRandomSampler
 
-    from sft_play.training.rows import EpochOrder
+    from sft_play.training.loop.rows import EpochOrder
 
     theirs = SeedableRandomSampler(range(21), data_seed=42, generator=torch.Generator())
     ours = EpochOrder(21, seed=42)
@@ -94,7 +94,7 @@ def test_the_order_is_that_of_accelerates_seedable_sampler():
 
 
 def test_masked_rows_hold_no_token_that_is_trained_on():
-    from sft_play.training.rows import filled
+    from sft_play.training.loop.rows import filled
 
     rows = filled(dataset(5), unit=4)
     assert len(rows) == 8
@@ -106,7 +106,7 @@ def test_masked_rows_hold_no_token_that_is_trained_on():
 def test_a_filled_data_set_keeps_its_other_columns():
     from datasets import Dataset, Features, List, Value
 
-    from sft_play.training.rows import filled
+    from sft_play.training.loop.rows import filled
 
     tokens = List(Value("int32"))
     columns = {"input_ids": tokens, "labels": tokens, "source": Value("int8"), "where": Value("string")}
@@ -118,7 +118,7 @@ def test_a_filled_data_set_keeps_its_other_columns():
 
 def test_token_rows_become_columns_and_a_data_set_stays_what_it_is():
     from sft_play.data.masks.token_row import TokenRow
-    from sft_play.training.rows import lengths_of, to_dataset, trained_tokens
+    from sft_play.training.loop.rows import lengths_of, to_dataset, trained_tokens
 
     made = to_dataset([TokenRow("a:1", [1, 2, 3], [-100, -100, 3]), TokenRow("a:2", [4, 5], [4, 5])])
     assert made[:] == {"input_ids": [[1, 2, 3], [4, 5]], "labels": [[-100, -100, 3], [4, 5]], "source": [0, 0]}
@@ -182,13 +182,13 @@ def trainer_of(folder: Path, model: Path, rows: Any, *overrides: str) -> Any:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.load import config_from_text
-    from sft_play.data.splits import Split
-    from sft_play.data.stats import RowStats
-    from sft_play.facts.architecture import shape_of
+    from sft_play.data.build.splits import Split
+    from sft_play.data.build.stats import RowStats
     from sft_play.facts.hardware import Hardware
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs.folder import RunFolder
-    from sft_play.training.trainer import build_trainer
+    from sft_play.training.loop.trainer import build_trainer
 
     text = (
         f"model: {{name: {model}, max_seq_len: 48}}\ntask_mode: cpt_mixed\ntuning: {{mode: full}}\n"
@@ -260,7 +260,7 @@ def test_a_source_without_a_token_has_no_loss_and_one_mode_has_no_sources(tmp_pa
 
 
 def test_the_sources_of_every_rank_count():
-    from sft_play.training.monitor import source_losses
+    from sft_play.training.measure.monitor import source_losses
 
     # rank 0: chats 6.0 over 3 tokens, text 4.0 over 1; rank 1: chats 2.0 over 1, no text
     assert source_losses([[6.0, 3, 4.0, 1], [2.0, 1, 0.0, 0]], prefix="eval_") == {
@@ -306,11 +306,11 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
 
 def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
     from sft_play.config.load import config_from_text
+    from sft_play.data.build.splits import build_splits
     from sft_play.data.masks.tokenizer_parts import end_of_text_id
     from sft_play.data.sources.files import data_paths
-    from sft_play.data.splits import build_splits
-    from sft_play.training.rows import to_dataset
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.loop.rows import to_dataset
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     texts = [f"document {n}: " + "yes no " * n for n in range(1, 9)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))

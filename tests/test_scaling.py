@@ -10,15 +10,15 @@ import pytest
 
 from benchmarks.scaling import SCALING, compared
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.planner import throughput
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.planner.throughput import predict_speed, rates_of, slowest
-from sft_play.planner.traffic import Collective
+from sft_play.planner.speed import throughput
+from sft_play.planner.speed.throughput import predict_speed, rates_of, slowest
+from sft_play.planner.speed.traffic import Collective
 
 MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
 CARDS = ("RTX 4090", "RTX 3090", "A100-80GB", "H100", "L40S", "MyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS")

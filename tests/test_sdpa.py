@@ -21,9 +21,9 @@ from benchmarks.gpu_selftest import environment
 from benchmarks.gpu_selftest.checks import attention_problems
 from sft_play.config.load import config_from_text
 from sft_play.facts import installed
-from sft_play.facts.architecture import parse_config, shape_of
 from sft_play.facts.hardware import named
 from sft_play.facts.installed import CudaLibraries
+from sft_play.facts.models.architecture import parse_config, shape_of
 from sft_play.planner.attention import SdpaCall, prefers_cudnn, sdpa_kernel
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
@@ -34,9 +34,9 @@ from sft_play.trace.confirm import settings_of
 from sft_play.trace.settings import Device, StepSettings
 from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
-from sft_play.training import repeated_keys, sdpa, varlen
-from sft_play.training.collate import CHAT_LENGTHS, Collator
-from sft_play.training.trainer import PlannedTrainer
+from sft_play.training.loop.collate import CHAT_LENGTHS, Collator
+from sft_play.training.loop.trainer import PlannedTrainer
+from sft_play.training.model import repeated_keys, sdpa, varlen
 
 pytestmark = pytest.mark.build
 

@@ -23,7 +23,7 @@ from benchmarks.gpu_selftest.report import page_lines
 from benchmarks.gpu_selftest.trials import Bench
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.planner import calibration
 from sft_play.units import GIB
 from tests import warm
@@ -175,7 +175,7 @@ TORCH_SAYS = (
 
 def own_message(said: str = TORCH_SAYS) -> str:
     """The message of a run that ran out of memory, by the code that words it."""
-    from sft_play.training.device_checks import out_of_memory_message
+    from sft_play.training.prepare.device_checks import out_of_memory_message
 
     plan = SimpleNamespace(
         memory=SimpleNamespace(required=30 * GIB),
@@ -555,7 +555,7 @@ def test_plans_learn_speeds_of_the_self_test_until_a_run_says_more():
 
 def test_the_plan_says_what_it_learned_from_the_self_test():
     from sft_play.config.load import config_from_text
-    from sft_play.facts.architecture import shape_of
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
 
     config = config_from_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\ntuning: {mode: lora}", name="x")

@@ -24,7 +24,7 @@ import psutil
 import pytest
 
 from sft_play.errors import BackendError, ConfigError, DataError
-from sft_play.finished import serve
+from sft_play.finished.answer import serve
 from sft_play.finished.run import find_finished
 from tests.conftest import ROOT
 from tests.finished_runs import finished_run, make_base
@@ -89,7 +89,7 @@ def serving(run: Path, *words: str, **variables: str) -> Iterator[tuple[subproce
 
 
 def answer_of_infer(run: Path, folder: Path) -> str:
-    from sft_play.finished.infer import infer
+    from sft_play.finished.answer.infer import infer
 
     prompts, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
     prompts.write_text(json.dumps({"messages": ASKED}) + "\n")
@@ -274,7 +274,7 @@ def test_the_stop_text_is_not_part_of_the_answer(world, path):
 def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
     import random
 
-    from sft_play.finished.stop_texts import UntilStop, until_stop
+    from sft_play.finished.answer.stop_texts import UntilStop, until_stop
 
     draw = random.Random(1)
     for _ in range(3000):
@@ -377,8 +377,8 @@ def test_prompt_ids_are_those_of_training_rows(world, settings):
     from sft_play.data.masks.token_row import IGNORED
     from sft_play.data.sources.formats import Chat, first_format, to_example
     from sft_play.data.sources.raw import RawRow
-    from sft_play.finished.openai_app import request_ids
-    from sft_play.finished.respond import Responder
+    from sft_play.finished.answer.openai_app import request_ids
+    from sft_play.finished.answer.respond import Responder
 
     run = find_finished(world, "lora")
     data = run.config.data.model_copy(update=settings)
@@ -415,7 +415,7 @@ def test_the_lines_are_commands_that_can_be_pasted(tmp_path):
 
 
 def test_wrong_addresses_are_refused_before_anything_is_loaded(world, command, monkeypatch):
-    monkeypatch.setattr("sft_play.finished.respond.Responder", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("sft_play.finished.answer.respond.Responder", lambda *_: pytest.fail("a model was loaded"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -442,7 +442,7 @@ def test_only_addresses_of_this_machine_come_without_a_warning():
 
 
 def test_a_transformers_with_another_server_is_named(world, monkeypatch):
-    monkeypatch.delitem(sys.modules, "sft_play.finished.openai_app", raising=False)
+    monkeypatch.delitem(sys.modules, "sft_play.finished.answer.openai_app", raising=False)
     monkeypatch.setitem(sys.modules, "transformers.cli.serving.server", None)
     service = of_run(world / "lora")
     with (

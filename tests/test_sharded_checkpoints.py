@@ -15,7 +15,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError, TrainingError
-from sft_play.facts.architecture import parse_config
+from sft_play.facts.models.architecture import parse_config
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory import saving
 from sft_play.planner.memory.estimate import estimate
@@ -45,7 +45,7 @@ import os, time
 from pathlib import Path
 
 if os.environ.get("RANK") == "1":
-    from sft_play.training import sharded_checkpoints
+    from sft_play.training.checkpoints import sharded_checkpoints
 
     write = sharded_checkpoints._Counted.write
 
@@ -189,7 +189,7 @@ def test_a_save_that_is_slow_is_no_hang(world, disk):
 
 
 def test_a_save_that_stops_ends_the_run_and_leaves_the_last_one_whole(world, disk):
-    from sft_play.training import checkpoints
+    from sft_play.training.checkpoints import checkpoints
 
     started = disk("stuck", "train.save_steps=1", "train.max_steps=3")
     assert started.end(150) == 1, started.printed
@@ -207,8 +207,8 @@ WAITS = """
 import datetime, os, sys, time
 from pathlib import Path
 import torch.distributed as dist
-from sft_play.training import distributed
-from sft_play.training.heartbeat import Heartbeat
+from sft_play.training.ranks import distributed
+from sft_play.training.ranks.heartbeat import Heartbeat
 
 kind, folder = sys.argv[1], Path(sys.argv[2])
 rank = int(os.environ["RANK"])
@@ -245,7 +245,7 @@ def test_ranks_wait_for_one_that_writes_as_long_as_its_file_grows(tmp_path, laun
 
 
 def test_of_ranks_that_write_the_one_whose_bytes_stand_still_is_waited_for():
-    from sft_play.training.heartbeat import laggards
+    from sft_play.training.ranks.heartbeat import laggards
     from tests.test_failures import beat
 
     slow, stuck = beat(0, 4, 9, moved=10**9, since_s=0.4), beat(1, 4, 9, moved=10**6, since_s=30.0)
@@ -283,7 +283,7 @@ def test_full_states_that_fsdp_divides_are_in_parts_above_the_limit(seed):
 
 
 def test_a_table_of_contents_runs_nothing(tmp_path):
-    from sft_play.training import sharded_checkpoints
+    from sft_play.training.checkpoints import sharded_checkpoints
 
     class Bad:
         def __reduce__(self):
@@ -301,8 +301,8 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training import stream
-    from sft_play.training.model_saving import whole_shapes
+    from sft_play.training.checkpoints import stream
+    from sft_play.training.checkpoints.model_saving import whole_shapes
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     shapes = whole_shapes(model)
@@ -327,8 +327,8 @@ def test_experts_that_are_saved_apart_are_not_written_one_by_one():
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    from sft_play.training import stream
-    from sft_play.training.model_saving import whole_shapes
+    from sft_play.training.checkpoints import stream
+    from sft_play.training.checkpoints.model_saving import whole_shapes
 
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.finished.general import VERSION, general_sample
-from sft_play.finished.ship_rule import (
+from sft_play.finished.evaluate.general import VERSION, general_sample
+from sft_play.finished.evaluate.ship_rule import (
     Evidence,
     GeneralEvidence,
     Losses,
@@ -26,7 +26,7 @@ from sft_play.finished.ship_rule import (
     gain,
     judge,
 )
-from sft_play.finished.statistics import paired_bootstrap
+from sft_play.finished.evaluate.statistics import paired_bootstrap
 from tests.conftest import chat
 
 QUICK = Thresholds(resamples=1000)
@@ -366,7 +366,7 @@ def world(tmp_path_factory) -> Path:
 
     from sft_play.cli import main
     from sft_play.data.masks.render import Renderer
-    from sft_play.finished.general import chat_rows, text_rows
+    from sft_play.finished.evaluate.general import chat_rows, text_rows
     from tests.models import make_llama
 
     folder = tmp_path_factory.mktemp("ship")
@@ -528,7 +528,7 @@ def test_a_merge_that_is_older_than_the_adapter_is_made_again(world, command):
 def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
     from safetensors.torch import load_file, save_file
 
-    from sft_play.finished.merge_test import merge_test
+    from sft_play.finished.export.check_merge import merge_test
     from sft_play.finished.run import find_finished
 
     folder = adapter_copy(world, "broken", lambda key, tensor: tensor)
@@ -543,9 +543,9 @@ def test_a_merge_that_is_not_numbers_is_not_the_adapters(world):
 
 @pytest.mark.build
 def test_repeated_rows_and_training_rows_are_no_evidence(world, tmp_path):
+    from sft_play.finished.evaluate.ship import distinct_rows
     from sft_play.finished.load import held_out
     from sft_play.finished.run import find_finished
-    from sft_play.finished.ship import distinct_rows
 
     run = find_finished(world / "outputs", "good")
     held = held_out(run)
@@ -583,7 +583,7 @@ def test_too_few_rows_are_not_enough_evidence(tmp_path, command, mode):
 @pytest.fixture
 def recorded(tmp_path) -> dict:
     """What ship.json holds of evidence that ships."""
-    from sft_play.finished.ship import Shipped
+    from sft_play.finished.evaluate.ship import Shipped
 
     given = evidence()
     whole = Shipped(tmp_path, given, Thresholds(), judge(given, Thresholds()), {})
@@ -591,7 +591,7 @@ def recorded(tmp_path) -> dict:
 
 
 def replayed(tmp_path: Path, data) -> object:
-    from sft_play.finished.ship_replay import replay
+    from sft_play.finished.evaluate.ship_replay import replay
 
     path = tmp_path / "ship.json"
     path.write_text(data if isinstance(data, str) else json.dumps(data))
@@ -628,7 +628,7 @@ def test_an_edited_file_does_not_replay(tmp_path, recorded, at):
 
 
 def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_path):
-    from sft_play.finished.ship import Shipped
+    from sft_play.finished.evaluate.ship import Shipped
 
     given = evidence(text=half([1.0] * 40, [3.0] * 40))
     data = Shipped(tmp_path, given, Thresholds(), judge(given, Thresholds()), {}).as_json()
@@ -640,7 +640,7 @@ def test_a_refusal_that_was_turned_into_a_verdict_to_ship_does_not_replay(tmp_pa
 
 
 def test_looser_thresholds_are_said(tmp_path):
-    from sft_play.finished.ship import Shipped
+    from sft_play.finished.evaluate.ship import Shipped
 
     loose = Thresholds(max_text_rise=5.0)
     given = evidence(text=half([1.0] * 40, [3.0] * 40))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.mixing import Mix, Sources, drawn, exact_shares, mix_table
+from sft_play.data.build.mixing import Mix, Sources, drawn, exact_shares, mix_table
 from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat
 
@@ -216,14 +216,14 @@ def rows_of_steps(run_yaml: Path, *overrides: str, epochs: int = 2) -> tuple[Any
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.load import load_config
+    from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import data_paths
-    from sft_play.data.splits import build_splits
-    from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import Hardware
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
     from sft_play.runs.folder import RunFolder
-    from sft_play.training.monitor import Monitor
-    from sft_play.training.trainer import build_trainer
+    from sft_play.training.loop.trainer import build_trainer
+    from sft_play.training.measure.monitor import Monitor
 
     config = load_config(run_yaml, overrides=overrides).config
     name = config.model.name

@@ -11,16 +11,16 @@ import pytest
 
 from benchmarks import published_speeds
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
-from sft_play.planner import throughput
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.rejections import because, speed_words
 from sft_play.planner.show import speed_lines
-from sft_play.planner.speed_error import CLASSES, LONG, PLAIN, SMALL, WORKSTATION, SpeedError, speed_error
+from sft_play.planner.speed import throughput
+from sft_play.planner.speed.speed_error import CLASSES, LONG, PLAIN, SMALL, WORKSTATION, SpeedError, speed_error
 from tests.conftest import ROOT
 
 BF16 = Precision("bfloat16", "bfloat16", "")

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data import build as build_module
-from sft_play.data import workers as workers_module
-from sft_play.data.arrow_rows import RowWriter
-from sft_play.data.build import KEPT, Recipe, build
+from sft_play.data.build import build as build_module
+from sft_play.data.build import workers as workers_module
+from sft_play.data.build.arrow_rows import RowWriter
+from sft_play.data.build.build import KEPT, Recipe, build
+from sft_play.data.build.splits import build_splits
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat, content_share, recognise, to_example
 from sft_play.data.sources.raw import RawRow
-from sft_play.data.splits import build_splits
 from sft_play.errors import DataError
 from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import ROOT, chat
@@ -282,7 +282,7 @@ class TestCache:
             "from datetime import date\nfrom pathlib import Path\n"
             "from transformers import AutoTokenizer\n"
             "from sft_play.config.schema import DataConfig\n"
-            "from sft_play.data.build import Recipe, build\n"
+            "from sft_play.data.build.build import Recipe, build\n"
             "from sft_play.data.masks.tokenizer_parts import TokenizerParts\n"
             f"parts = TokenizerParts.of(AutoTokenizer.from_pretrained({str(tiny_llama)!r}))\n"
             "recipe = Recipe(parts, DataConfig(), 512, date.today())\n"
@@ -501,7 +501,7 @@ def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
 def test_a_run_loads_no_command_on_data():
     """What trains counts and splits rows; process, style, preview, check and what writes files are commands on top."""
     code = (
-        "import sys; import sft_play.data.splits, sft_play.data.marks, sft_play.data.packing; "
+        "import sys; import sft_play.data.build.splits, sft_play.data.marks, sft_play.data.build.packing; "
         "names = ('process', 'style', 'preview', 'checks', 'written'); "
         "sys.exit(' '.join(name for name in names if f'sft_play.data.{name}' in sys.modules) or None)"
     )

@@ -97,7 +97,7 @@ def cache(tmp_path_factory):
 SHORTLY = """
 import sys
 from sft_play.entry import main
-from sft_play.training import starter_base
+from sft_play.training.prepare import starter_base
 whole = starter_base._recipe()
 short = whole.replace("max_steps: 1200", "max_steps: 300").replace("save_steps: 1200", "save_steps: 300")
 short = short.replace("effective_batch_size: 8", "effective_batch_size: 4")
@@ -273,10 +273,10 @@ def test_the_base_is_made_by_one_process_whatever_waits_for_it(monkeypatch):
 def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_uses(tmp_path):
     """As plain text each `<|im_start|>` is five tokens, and the base never sees the one that every chat begins with."""
     from sft_play.config.load import load_config
+    from sft_play.data.build.splits import build_splits
     from sft_play.data.sources.files import data_paths
-    from sft_play.data.splits import build_splits
-    from sft_play.training.rows import to_dataset
-    from sft_play.training.starter_base import make_tokenizer
+    from sft_play.training.loop.rows import to_dataset
+    from sft_play.training.prepare.starter_base import make_tokenizer
 
     documents = corpus_documents(seed=DEFAULT_SEED, count=300)
     tokenizer = make_tokenizer(documents)
@@ -291,7 +291,7 @@ def test_the_base_reads_the_turns_of_its_corpus_as_the_tokens_that_fine_tuning_u
 
 
 def test_lines_of_the_bases_run_name_no_folder_that_is_soon_gone(tmp_path):
-    from sft_play.training.starter_base import _shown
+    from sft_play.training.prepare.starter_base import _shown
 
     run = tmp_path / "outputs" / "base"
     for line in (f"Talk to it: make chat RUN={run}", f"Report: {run}/report.html", f"Written to: {run}"):

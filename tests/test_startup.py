@@ -309,11 +309,11 @@ def test_weights_are_read_once_each(mode, tiny_llama, tmp_path, monkeypatch):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from sft_play.config.schema import RunConfig
-    from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import detect
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.precision import choose_precision
-    from sft_play.training.model_loading import load_model
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.model.model_loading import load_model
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     model.save_pretrained(tmp_path, max_shard_size="100KB")

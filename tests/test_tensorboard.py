@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play.commands import boards as commands
+from sft_play.commands.see import boards as commands
 from sft_play.config.load import load_config
 from sft_play.launch import tensorboard as board
 from sft_play.runs.folder import FORMAT, RunFolder
@@ -490,7 +490,7 @@ def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, mo
         holder.stdout.readline()
         assert "is being written" in on("tb-clean", several, "--yes")[1]
         # One that begins to be written while the question is open is kept too.
-        monkeypatch.setattr("sft_play.finished.listing.lock_holder", lambda folder: None)
+        monkeypatch.setattr("sft_play.finished.manage.listing.lock_holder", lambda folder: None)
         printed = on("tb-clean", several, "--yes")[1]
         assert f"kept: {several}/finished is being written by another process (pid {holder.pid}" in printed
         assert "Nothing was removed" in printed
@@ -801,7 +801,7 @@ def test_a_browser_shows_the_curves_of_both_runs_on_the_first_page(seen, page, t
 
 @pytest.mark.build
 def test_a_browser_shows_training_and_held_out_loss_in_two_colours(tmp_path):
-    from sft_play.training.board import Board
+    from sft_play.training.measure.board import Board
 
     run = RunFolder(tmp_path / "run")
     writer = Board(run, hparams={}, metrics=(), answers=list)

@@ -8,7 +8,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import TokenizerError
-from sft_play.training.tokenizer import load_tokenizer
+from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
 
 pytestmark = pytest.mark.build

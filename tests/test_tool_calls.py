@@ -12,6 +12,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
+from sft_play.data.build.splits import build_splits
 from sft_play.data.masks import inexact, message_forms
 from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
@@ -20,9 +21,8 @@ from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat, recognise, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
-from sft_play.data.splits import build_splits
 from sft_play.errors import TokenizerError
-from sft_play.training.tokenizer import load_tokenizer
+from sft_play.training.prepare.tokenizer import load_tokenizer
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
 from tests.models import CHATML, make_tokenizer

@@ -150,7 +150,7 @@ def test_the_loop_stands_for_this_toolkits_trainer(mode, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig
 
-    from sft_play.training.trainer import PlannedTrainer, _checkpointing
+    from sft_play.training.loop.trainer import PlannedTrainer, _checkpointing
     from tests.models import make_tokenizer
 
     make_tokenizer(tmp_path)

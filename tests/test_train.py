@@ -15,8 +15,8 @@ from torch import nn
 
 from sft_play.errors import TrainingError
 from sft_play.runs.folder import RunFolder
-from sft_play.training import checkpoints
-from sft_play.training.callbacks import GradientCheck, Progress
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.loop.callbacks import GradientCheck, Progress
 from tests.bundled import data_file
 from tests.conftest import chat
 from tests.models import make_llama, make_tokenizer
@@ -444,7 +444,7 @@ def in_fp16(monkeypatch, scale: float) -> None:
     the loss begins at `scale`."""
     from accelerate import Accelerator
 
-    from sft_play.training import load_trainer
+    from sft_play.training.loop import load_trainer
 
     begin, arguments = Accelerator.__init__, load_trainer.training_arguments
 
@@ -774,7 +774,7 @@ class TestProgress:
 
 
 def test_memory_that_runs_out_is_exit_code_3_with_what_was_predicted(train, monkeypatch):
-    from sft_play.training.trainer import PlannedTrainer
+    from sft_play.training.loop.trainer import PlannedTrainer
 
     def full(*_args, **_options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")

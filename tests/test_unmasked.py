@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.padding import why_masked
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests.conftest import chat
@@ -109,7 +109,7 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.unmasked import padding_of
+    from sft_play.training.proofs.unmasked import padding_of
 
     state = torch.random.get_rng_state()
     padding = padding_of(CONFIG_MAPPING[kind](), attention="sdpa")
@@ -132,7 +132,7 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
 def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.unmasked import padding_of
+    from sft_play.training.proofs.unmasked import padding_of
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     padding = padding_of(CONFIG_MAPPING[kind](**options), attention=attention)
@@ -145,7 +145,7 @@ def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
 def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
     from transformers import LlamaConfig
 
-    from sft_play.training import packable
+    from sft_play.training.proofs import packable
 
     seen = []
 
@@ -166,7 +166,7 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
 def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
     from transformers import LlamaConfig
 
-    from sft_play.training import unmasked
+    from sft_play.training.proofs import unmasked
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")
@@ -193,8 +193,8 @@ def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
 # --- batches and runs -------------------------------------------------------------------------------------------------
 @pytest.mark.build
 def test_a_batch_without_a_mask_has_positions_and_its_counts():
-    from sft_play.training.collate import Collator
-    from sft_play.training.monitor import tokens_in
+    from sft_play.training.loop.collate import Collator
+    from sft_play.training.measure.monitor import tokens_in
 
     draw = np.random.default_rng(5)
     for _ in range(20):
@@ -228,7 +228,9 @@ def run_yaml(folder: Any, model: Any) -> Any:
 
 @pytest.mark.build
 def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training import collate, model_spec, unmasked
+    from sft_play.training.loop import collate
+    from sft_play.training.prepare import model_spec
+    from sft_play.training.proofs import unmasked
 
     given: list[set[str]] = []
     real = collate.Collator.__call__
@@ -261,7 +263,7 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
 @pytest.mark.build
 def test_a_run_whose_mask_does_not_fit_is_refused_with_a_way_out(monkeypatch):
     from sft_play.errors import DoesNotFit
-    from sft_play.training.prepare import _require_room_for_masks
+    from sft_play.training.prepare.prepare import _require_room_for_masks
 
     config, shape = run_of("meta-llama/Llama-3.1-8B"), shape_of("meta-llama/Llama-3.1-8B")
     plan = make_plan(PlanRequest(config, shape, machine()))

@@ -34,9 +34,11 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import new_manifest, versions
 from sft_play.runs.resuming import check_same_run
 from sft_play.starting.plan_run import plan_for
-from sft_play.training import backend, bridge, checkpoints, handover, unsloth_environment, unsloth_worker
-from sft_play.training.model_spec import build_model_spec
-from sft_play.training.unsloth_environment import Answer
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.prepare import backend
+from sft_play.training.prepare.model_spec import build_model_spec
+from sft_play.training.unsloth import bridge, handover, unsloth_environment, unsloth_worker
+from sft_play.training.unsloth.unsloth_environment import Answer
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
@@ -404,7 +406,7 @@ def test_a_backend_is_not_changed_by_going_on(tmp_path, tiny_llama):
 def test_what_unsloth_changes_of_the_arguments_stops_the_run(tmp_path, monkeypatch, tiny_llama):
     from transformers import TrainingArguments
 
-    from sft_play.training import unsloth_run
+    from sft_play.training.unsloth import unsloth_run
     from tests.test_options import on_cpu
 
     class Changed(TrainingArguments):
@@ -424,7 +426,7 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.unsloth_run import check_loaded
+    from sft_play.training.unsloth.unsloth_run import check_loaded
 
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
@@ -451,7 +453,7 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
 
 def recorded(monkeypatch) -> list[dict[str, Any]]:
     """Every batch that a run in this process trains on from now on."""
-    from sft_play.training.trainer import PlannedTrainer
+    from sft_play.training.loop.trainer import PlannedTrainer
 
     batches: list[dict[str, Any]] = []
     step = PlannedTrainer.training_step

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout
@@ -24,10 +24,10 @@ from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.precision import Precision, with_updates
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import resumed
-from sft_play.training import gathered_weights
-from sft_play.training.checkpoints import path_of
-from sft_play.training.rounding import round_stochastically, rounding
-from sft_play.training.updates import UpdateFacts
+from sft_play.training.checkpoints import gathered_weights
+from sft_play.training.checkpoints.checkpoints import path_of
+from sft_play.training.loop.rounding import round_stochastically, rounding
+from sft_play.training.measure.updates import UpdateFacts
 from tests.models import make_llama
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16: the GPU has it")

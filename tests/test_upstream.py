@@ -13,12 +13,12 @@ from transformers import Trainer, TrainerState
 from trl import SFTTrainer
 
 from sft_play.errors import BackendError
-from sft_play.training import upstream
-from sft_play.training.loop import PlannedLoop
-from sft_play.training.loop_checkpoints import CheckpointedLoop
-from sft_play.training.monitor import Monitor
-from sft_play.training.trainer import PlannedTrainer
-from sft_play.training.unsloth_run import UnslothLoop
+from sft_play.training.loop import upstream
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
+from sft_play.training.loop.trainer import PlannedTrainer
+from sft_play.training.measure.monitor import Monitor
+from sft_play.training.unsloth.unsloth_run import UnslothLoop
 
 pytestmark = pytest.mark.build
 LOOPS = (CheckpointedLoop, PlannedLoop, PlannedTrainer, UnslothLoop)

@@ -44,7 +44,7 @@ def alone(q: Any, k: Any, v: Any, lengths: list[int], *, window: int | None, sca
 def attended(q: Any, k: Any, v: Any, lengths: list[int], **options: Any) -> Any:
     import torch
 
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     module = SimpleNamespace(is_causal=True, training=True, num_key_value_groups=q.shape[1] // k.shape[1])
@@ -84,7 +84,7 @@ def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width):
     import torch
     from torch.nn.attention import varlen as torchs
 
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     draw, lengths, asked = np.random.default_rng(3), [5, 9, 1], []
 
@@ -118,7 +118,7 @@ def test_rows_that_are_not_packed_are_sdpas_and_windows_need_no_mask():
     import torch
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     draw = np.random.default_rng(4)
     module = SimpleNamespace(is_causal=True, training=False, num_key_value_groups=2)
@@ -150,7 +150,7 @@ def test_what_it_does_not_compute_is_refused(options, says):
 def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.boundaries import boundaries_of
+    from sft_play.training.proofs.boundaries import boundaries_of
 
     found = boundaries_of(CONFIG_MAPPING[kind]())
     assert found.are_enough, found.reason
@@ -160,7 +160,7 @@ def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
 def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
     from transformers import CONFIG_MAPPING, LlamaConfig
 
-    from sft_play.training import boundaries
+    from sft_play.training.proofs import boundaries
 
     for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
         found = boundaries.boundaries_of(CONFIG_MAPPING[kind]())
@@ -179,7 +179,7 @@ def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
 def test_an_older_torch_says_what_it_lacks(monkeypatch):
     from torch.nn.attention import varlen as torchs
 
-    from sft_play.training import varlen
+    from sft_play.training.model import varlen
 
     assert varlen.why_not() is None
     monkeypatch.setattr(torchs, "varlen_attn", lambda query, key, value, is_causal=False: None)
@@ -205,7 +205,8 @@ def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
 
 # --- runs -------------------------------------------------------------------------------------------------------------
 def test_runs_on_packs_learn_the_same_with_a_mask_and_without(tmp_path, tiny_llama, command, monkeypatch):
-    from sft_play.training import load_trainer, varlen
+    from sft_play.training.loop import load_trainer
+    from sft_play.training.model import varlen
 
     calls: list[int] = []
     real = varlen.kernel
@@ -245,8 +246,8 @@ def test_a_model_generates_with_its_usual_attention(tiny_llama):
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training import varlen
-    from sft_play.training.context_parallel import whole_rows
+    from sft_play.training.model import varlen
+    from sft_play.training.model.context_parallel import whole_rows
 
     own = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation=varlen.ATTENTION, dtype=torch.float32)
     usual = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa", dtype=torch.float32)
@@ -281,10 +282,10 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
 
     from sft_play.config.load import config_from_text
     from sft_play.errors import ModelError
-    from sft_play.facts.architecture import shape_of
     from sft_play.facts.hardware import named
+    from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
-    from sft_play.training import attention
+    from sft_play.training.prepare import attention
 
     def config(wanted: str) -> Any:
         text = f"model: {{name: Qwen/Qwen2.5-0.5B, attn_implementation: '{wanted}'}}\ndata: {{packing: best_fit}}\n"

@@ -12,7 +12,7 @@ import pynvml
 import pytest
 
 from sft_play.diagnose import gpu_info, gpu_page, gpus, memory_check, memory_page, surroundings
-from sft_play.facts import unseen, visible_gpus
+from sft_play.facts.gpus import unseen, visible_gpus
 from sft_play.facts.hardware import detect
 from sft_play.units import GIB, MIB
 

@@ -14,9 +14,9 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import DoesNotFit
 from sft_play.facts import hardware as facts
 from sft_play.facts import host
-from sft_play.facts.architecture import shape_of
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.host import on_wsl
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.memory.margins import DESKTOP_BYTES
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.units import GIB
@@ -100,7 +100,7 @@ class Cuda:
 @pytest.mark.build
 @pytest.mark.parametrize("free", [23.0, 20.0, 30.0])
 def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(monkeypatch, caplog, free):
-    from sft_play.training import device_checks
+    from sft_play.training.prepare import device_checks
 
     config, plan = plan_on(paging("RTX4090"), "train.batch_size=1")
     cuda = Cuda(free=free, total=23.99)
@@ -117,7 +117,7 @@ def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(mo
 
 @pytest.mark.build
 def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(monkeypatch):
-    from sft_play.training import device_checks
+    from sft_play.training.prepare import device_checks
 
     config, plan = plan_on(named("RTX4090"))
     cuda = Cuda(free=23.0, total=23.99)
@@ -134,7 +134,7 @@ def test_elsewhere_nothing_is_limited_and_too_little_is_refused_under_wsl_too(mo
 @pytest.mark.build
 @pytest.mark.parametrize("works", [True, False])
 def test_memory_is_page_locked_where_the_driver_gives_some(monkeypatch, caplog, works):
-    from sft_play.training import trainer
+    from sft_play.training.loop import trainer
 
     asked = []
 

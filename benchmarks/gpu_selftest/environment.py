@@ -18,10 +18,11 @@ from benchmarks.gpu_selftest.checks import (
 from benchmarks.gpu_selftest.material import LARGE
 from benchmarks.gpu_selftest.part import Part
 from benchmarks.gpu_selftest.trials import Bench, run
-from sft_play.facts import compiler, unseen
-from sft_play.facts.architecture import shape_of
+from sft_play.facts import compiler
+from sft_play.facts.gpus import unseen
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.attention import prefers_cudnn
 from sft_play.planner.memory.estimate import CUDA_CONTEXT_BYTES
 from sft_play.planner.memory.structure import kernel_of

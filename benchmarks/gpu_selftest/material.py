@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.starter import language
 
 LARGE = "Qwen/Qwen2.5-0.5B"
@@ -42,7 +42,7 @@ def write_model(folder: Path, *, large: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from sft_play.training.starter_base import make_tokenizer
+    from sft_play.training.prepare.starter_base import make_tokenizer
 
     transformers_logging.disable_progress_bar()
     tokenizer = make_tokenizer(language.corpus_documents(seed=SEED)[:200])

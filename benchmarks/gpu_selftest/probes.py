@@ -46,7 +46,7 @@ def nf4() -> dict[str, float]:
     import bitsandbytes as bnb
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
-    from sft_play.training.model_loading import keep_4bit_trainable
+    from sft_play.training.model.model_loading import keep_4bit_trainable
 
     torch.manual_seed(0)
     weight = torch.randn(256, 512, device=device(), dtype=torch.bfloat16)
@@ -82,8 +82,8 @@ def attention() -> dict[str, Any]:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     from sft_play.planner.attention import flash_runs
-    from sft_play.training import sdpa
-    from sft_play.training.repeated_keys import attend
+    from sft_play.training.model import sdpa
+    from sft_play.training.model.repeated_keys import attend
 
     capability = torch.cuda.get_device_capability() if device() == "cuda" else None
 
@@ -110,9 +110,9 @@ def varlen() -> dict[str, Any]:
     there is none.
     """
     from sft_play.planner.attention import FLASH_SINCE
-    from sft_play.training import sdpa
-    from sft_play.training import varlen as ours
-    from sft_play.training.varlen_proof import Heads, relative_error
+    from sft_play.training.model import sdpa
+    from sft_play.training.model import varlen as ours
+    from sft_play.training.proofs.varlen_proof import Heads, relative_error
 
     sdpa.switch(cudnn=False)
     on_gpu = device() == "cuda"

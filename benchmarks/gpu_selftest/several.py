@@ -17,7 +17,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.precision import choose_precision
-from sft_play.planner.throughput import rates_of
+from sft_play.planner.speed.throughput import rates_of
 
 PREFIX = "several/"
 ALL_REDUCE_S = 90.0

@@ -31,10 +31,10 @@ from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.planner.throughput import predict_speed, rates_of
+from sft_play.planner.speed.throughput import predict_speed, rates_of
 from sft_play.runs.manifest import versions
 from sft_play.starting.plan_run import shape_for
-from sft_play.training.unsloth_environment import find_python
+from sft_play.training.unsloth.unsloth_environment import find_python
 
 logger = logging.getLogger(__name__)
 
@@ -445,8 +445,8 @@ def flat(run: Run) -> Run:
 def utilisation(run: Run, plan: Plan, loaded: LoadedConfig) -> float | None:
     """Model FLOP utilisation; None where the device's rate is not known, as on a CPU.
 
-    The operations are those of `planner.throughput`, for rows as long as the measured ones: attention's grow with the
-    square of the length, so the length that stands for all is the mean over tokens.
+    The operations are those of `planner.speed.throughput`, for rows as long as the measured ones: attention's grow with
+    the square of the length, so the length that stands for all is the mean over tokens.
     """
     rates = rates_of(plan.hardware, plan.precision)
     if not rates.known:

@@ -64,7 +64,7 @@ def measure(order: Order) -> None:
 def _train(order: Order, train: Callable[..., Any], job: Any, prepared: Any, watch: Any, **options: Any) -> Any:
     """The run's `train`, with a recorder at its trainer, and what a peer needs to know of the run written first."""
     from benchmarks.steps.recording import Measured
-    from sft_play.training.load_trainer import load_trainer
+    from sft_play.training.loop.load_trainer import load_trainer
 
     if order.facts:
         write_facts(Path(order.facts), job, prepared)
@@ -107,7 +107,7 @@ class PartsOf:
 
     def __call__(self, begins: bool) -> dict[str, Any] | None:
         """Start or end; at the end the parts."""
-        from sft_play.training.monitor import PARTS
+        from sft_play.training.measure.monitor import PARTS
 
         real = type(self._monitor).take
         figures = real(self._monitor, steps=1, device=self._device)
@@ -141,8 +141,8 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     import torch
 
     from benchmarks.steps.recording import Measured
-    from sft_play.training.collate import COUNTS, SOURCE
-    from sft_play.training.trainer import checkpoint_first_layers
+    from sft_play.training.loop.collate import COUNTS, SOURCE
+    from sft_play.training.loop.trainer import checkpoint_first_layers
 
     args, model = trainer.args, trainer.model
     if args.fp16:
@@ -199,8 +199,8 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
 
     Columns: input_ids, labels, attention_mask (ones). No row's first token has a label.
     """
-    from sft_play.training import varlen
-    from sft_play.training.rows import to_dataset
+    from sft_play.training.loop.rows import to_dataset
+    from sft_play.training.model import varlen
 
     config, plan, spec = job.loaded.config, job.plan, prepared.model_spec
     rows = to_dataset(prepared.splits.train.rows).select_columns(["input_ids", "labels"])

@@ -26,10 +26,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.endings import ends_with_me
 from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
-from sft_play.facts.architecture import config_json, local_folder, shape_of
-from sft_play.facts.config_fields import UnknownArchitecture
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.architecture import config_json, local_folder, shape_of
+from sft_play.facts.models.config_fields import UnknownArchitecture
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import LayoutName

@@ -242,7 +242,7 @@ def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise ConfigError(f"{name} names no target_modules in its {CONFIG_FILE}")
     # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
-    # (training/origin).
+    # (training/prepare/origin).
     names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
     whole: list[Plain] = [*sorted(config.get("modules_to_save") or ())]
     rank, alpha = (_whole(config.get(key), key, name) for key in ("r", "lora_alpha"))

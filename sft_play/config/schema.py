@@ -60,13 +60,13 @@ HUB_KERNEL = r"^[\w.-]+/[\w.-]*flash[\w.-]*@[0-9a-f]{40}$"
 class ModelConfig(Section):
     """The model to train."""
 
-    name: Name = Field(json_schema_extra={OWNER: "training.model_spec"})
+    name: Name = Field(json_schema_extra={OWNER: "training.prepare.model_spec"})
     """Hub id (`Qwen/Qwen2.5-3B-Instruct`) or local folder (starts with `/`, `.` or `~`, or exists)."""
 
-    revision: Name | None = leaf(None, owner="training.model_spec")
+    revision: Name | None = leaf(None, owner="training.prepare.model_spec")
     """Branch, tag or commit on the hub; null uses the default branch."""
 
-    adapter: Name | None = leaf(None, owner="training.origin")
+    adapter: Name | None = leaf(None, owner="training.prepare.origin")
     """Adapter that training continues: a run's name in the output folder, its path, `last`, an adapter's folder, or a
     hub id. Its rank, alpha, target modules and the like are taken from it. null starts a new one."""
 
@@ -78,7 +78,7 @@ class ModelConfig(Section):
 
     attn_implementation: (
         Literal["auto", "sdpa", "eager", "flash_attention_2"] | Annotated[str, Field(pattern=HUB_KERNEL)]
-    ) = leaf("auto", owner="training.attention")
+    ) = leaf("auto", owner="training.prepare.attention")
     """Attention implementation. auto uses sdpa if the model has it, and attends to packs by their boundaries if that is
     exact for the model. `kernels-community/flash-attn2@` and a commit: that kernel of the hub, through the package
     kernels."""
@@ -93,35 +93,35 @@ class ModelConfig(Section):
     """Device mesh, such as `[[2, 4], [fsdp, tp]]`: fsdp shards weights, tp splits tensors, cp splits rows, dp
     replicates. The product is the number of processes. null lets the plan choose."""
 
-    trust_remote_code: bool = leaf(False, owner="training.model_spec")
+    trust_remote_code: bool = leaf(False, owner="training.prepare.model_spec")
     """Run Python code that comes with the model."""
 
 
 class LoraConfig(Section):
     """The adapters of `tuning.mode: lora` and `qlora`."""
 
-    r: int = leaf(16, owner="training.lora_config", ge=1, le=65_536)
+    r: int = leaf(16, owner="training.prepare.lora_config", ge=1, le=65_536)
     """Rank of the adapters."""
 
-    alpha: int = leaf(32, owner="training.lora_config", ge=1)
+    alpha: int = leaf(32, owner="training.prepare.lora_config", ge=1)
     """Scale: the adapter's output is multiplied by alpha / r (alpha / sqrt(r) with rsLoRA)."""
 
-    dropout: float = leaf(0.0, owner="training.lora_config", ge=0.0, lt=1.0)
+    dropout: float = leaf(0.0, owner="training.prepare.lora_config", ge=0.0, lt=1.0)
     """Dropout before the adapter; costs memory for every target module."""
 
     target_modules: Literal["auto"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf(
-        "auto", owner="training.lora_config"
+        "auto", owner="training.prepare.lora_config"
     )
     """Modules that get an adapter; auto means every linear layer of the language model that takes one, never
     lm_head."""
 
-    modules_to_save: tuple[Name, ...] = leaf((), owner="training.lora_config")
+    modules_to_save: tuple[Name, ...] = leaf((), owner="training.prepare.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 
-    use_rslora: bool = leaf(False, owner="training.lora_config")
+    use_rslora: bool = leaf(False, owner="training.prepare.lora_config")
     """Rank-stabilised scaling (https://huggingface.co/papers/2312.03732)."""
 
-    use_dora: bool = leaf(False, owner="training.lora_config")
+    use_dora: bool = leaf(False, owner="training.prepare.lora_config")
     """Weight-decomposed adapters (https://huggingface.co/papers/2402.09353)."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], TorchName] = leaf("auto", owner="planner.gradients")
@@ -132,18 +132,18 @@ class LoraConfig(Section):
 class TuningConfig(Section):
     """How the model is fine-tuned."""
 
-    mode: Literal["qlora", "lora", "full"] = leaf("qlora", owner="training.model_loading")
+    mode: Literal["qlora", "lora", "full"] = leaf("qlora", owner="training.model.model_loading")
     """qlora: adapters on a 4-bit NF4 base; lora: adapters on the base as loaded; full: every weight."""
 
-    backend: Literal["bnb", "unsloth"] = leaf("bnb", owner="training.backend")
+    backend: Literal["bnb", "unsloth"] = leaf("bnb", owner="training.prepare.backend")
     """bnb: transformers, PEFT and bitsandbytes; unsloth: Unsloth's kernels, in a separate environment (make
     setup-unsloth)."""
 
-    backend_fallback: Literal["bnb"] | None = leaf(None, owner="training.backend")
+    backend_fallback: Literal["bnb"] | None = leaf(None, owner="training.prepare.backend")
     """Backend to fall back to if the requested one cannot run (logged and recorded); null stops the run instead."""
 
     trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf(
-        "all", owner="training.trainable"
+        "all", owner="training.prepare.trainable"
     )
     """Which of the mode's weights are trained, by parts of their names: `[layers.0-3, norm, lm_head]`, `[lora]`,
     `[q_proj]`; the others stay frozen. all trains every one."""
@@ -243,11 +243,11 @@ class SourceConfig(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] | None = leaf(None, owner="data.sources.files")
     """Name in the log and in the metrics (loss_NAME); null derives it from the path."""
 
-    weight: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="data.splits")
+    weight: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="data.build.splits")
     """Share of an epoch's rows: weight / sum of the weights, exactly. Set it for all sources or for none; without
     weights every row appears once per epoch."""
 
-    max_rows: Annotated[int, Field(ge=1)] | None = leaf(None, owner="data.splits")
+    max_rows: Annotated[int, Field(ge=1)] | None = leaf(None, owner="data.build.splits")
     """Use at most this many of its rows, the same ones for the whole run, drawn by train.seed; null uses all."""
 
     val_path: Name | None = leaf(None, owner="data.sources.files")
@@ -263,7 +263,7 @@ def _own_or_processed(validated: dict[str, Any]) -> str | None:
 class DataConfig(Section):
     """Training and evaluation data."""
 
-    sources: Annotated[tuple[SourceConfig, ...], Field(max_length=100)] = leaf((), owner="data.splits")
+    sources: Annotated[tuple[SourceConfig, ...], Field(max_length=100)] = leaf((), owner="data.build.splits")
     """Several sources of training rows instead of train_path, each with a share of every epoch: a list of {path,
     weight, max_rows, val_path, name}."""
 
@@ -283,16 +283,16 @@ class DataConfig(Section):
     text_path: Name | None = leaf(None, owner="data.sources.files")
     """Plain text for `task_mode: cpt_mixed`; train_path has the chats."""
 
-    text_fraction: float = leaf(0.5, owner="data.splits", gt=0.0, lt=1.0)
+    text_fraction: float = leaf(0.5, owner="data.build.splits", gt=0.0, lt=1.0)
     """Share of the training sequences in `task_mode: cpt_mixed` that are blocks of plain text."""
 
-    val_fraction: float = leaf(0.0, owner="data.splits", ge=0.0, le=0.5)
+    val_fraction: float = leaf(0.0, owner="data.build.splits", ge=0.0, le=0.5)
     """Share of the training rows held out for validation, by content hash, if there is no val_path."""
 
     columns: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.formats"})
     """Maps known column names to those of your data, such as `{prompt: question, completion: reply}`."""
 
-    chat_template: Name | None = leaf(None, owner="training.tokenizer")
+    chat_template: Name | None = leaf(None, owner="training.prepare.tokenizer")
     """Jinja file or built-in name (chatml, plain) instead of the tokenizer's own template; `training` uses TRL's
     training variant of the tokenizer's own, in which every turn is rendered as it is generated."""
 
@@ -332,21 +332,21 @@ class DataConfig(Section):
     drop_empty: bool = leaf(False, owner="data.sources.formats")
     """Leave out rows whose answer is empty or white space; otherwise they are counted and named."""
 
-    on_bad_row: Literal["fail", "skip"] = leaf("fail", owner="data.splits")
+    on_bad_row: Literal["fail", "skip"] = leaf("fail", owner="data.build.splits")
     """What to do with rows that cannot be used: stop with a list of them, or leave them out and count them."""
 
     truncate: Literal["end", "prompt", "drop"] = leaf("end", owner="data.masks.render")
     """Rows longer than max_seq_len: cut them at the end, cut them from the beginning (the answer stays), or leave them
     out."""
 
-    max_lost_fraction: float = leaf(0.05, owner="data.splits", ge=0.0, le=1.0)
+    max_lost_fraction: float = leaf(0.05, owner="data.build.splits", ge=0.0, le=1.0)
     """Largest share of the trained tokens that may be lost to max_seq_len. Above it the run stops and says which length
     would keep how much."""
 
-    packing: Literal["none", "best_fit"] = leaf("none", owner="data.packing")
+    packing: Literal["none", "best_fit"] = leaf("none", owner="data.build.packing")
     """best_fit: pack several chats into one row of max_seq_len tokens; no chat is cut, and none sees another."""
 
-    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.splits")
+    workers: Literal["auto"] | Annotated[int, Field(ge=1, le=256)] = leaf("auto", owner="data.build.splits")
     """Processes that render and tokenise; auto uses one per core, up to 16, if there is enough to do."""
 
     process: ProcessConfig = ProcessConfig()
@@ -389,44 +389,44 @@ class TrainConfig(Section):
     grad_accum: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="planner.batching")
     """Forward passes per optimizer step; auto follows from the effective batch."""
 
-    epochs: float = leaf(1.0, owner="training.trainer", gt=0.0)
+    epochs: float = leaf(1.0, owner="training.loop.trainer", gt=0.0)
     """Passes over the training rows."""
 
-    max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="training.trainer")
+    max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="training.loop.trainer")
     """Optimizer steps of the whole run, including its schedule; null follows epochs."""
 
     stop_after_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="training.run")
     """Stop with a checkpoint after this many steps, counted from this start, as at a time limit; make resume
     continues."""
 
-    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = leaf("auto", owner="training.trainer")
+    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = leaf("auto", owner="training.loop.trainer")
     """Peak learning rate; auto is 2e-4 with adapters and 1e-5 for full."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
-        leaf("cosine", owner="training.trainer")
+        leaf("cosine", owner="training.loop.trainer")
     )
     """Learning rate schedule, by its name in transformers."""
 
-    warmup_steps: float = leaf(0.03, owner="training.trainer", ge=0.0)
+    warmup_steps: float = leaf(0.03, owner="training.loop.trainer", ge=0.0)
     """Warm-up steps; a value below 1 is a share of all steps."""
 
-    weight_decay: float = leaf(0.0, owner="training.trainer", ge=0.0)
+    weight_decay: float = leaf(0.0, owner="training.loop.trainer", ge=0.0)
     """AdamW's weight decay (not applied to norms and biases)."""
 
-    adam_beta2: float = leaf(0.999, owner="training.trainer", ge=0.0, lt=1.0)
+    adam_beta2: float = leaf(0.999, owner="training.loop.trainer", ge=0.0, lt=1.0)
     """Decay of AdamW's average of squared gradients; a smaller value forgets sooner, which suits short pre-training
     (0.95)."""
 
-    max_grad_norm: float = leaf(1.0, owner="training.trainer", ge=0.0)
+    max_grad_norm: float = leaf(1.0, owner="training.loop.trainer", ge=0.0)
     """Clip gradients to this norm; 0 does not clip."""
 
-    on_nan: Literal["stop", "skip"] = leaf("stop", owner="training.trainer")
+    on_nan: Literal["stop", "skip"] = leaf("stop", owner="training.loop.trainer")
     """What to do with a step whose gradient norm or loss is NaN or infinite. Such a step changes nothing: weights,
     optimizer and learning rate stay as they were. stop: end the run. skip: continue with the next step; five in a row
     end the run. In fp16 the loss scaling skips steps by itself."""
 
     optim: Literal["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"] = leaf(
-        "adamw_torch_fused", owner="training.trainer"
+        "adamw_torch_fused", owner="training.loop.trainer"
     )
     """Optimizer, by its name in transformers."""
 
@@ -455,49 +455,49 @@ class TrainConfig(Section):
     in that many layers, from the first on. offload: in all layers, with what recomputation needs kept in RAM, for very
     long rows. auto uses what the plan predicts to be fastest among what fits, without offload."""
 
-    kernels: Literal["none", "auto", "liger"] = leaf("none", owner="training.kernels")
+    kernels: Literal["none", "auto", "liger"] = leaf("none", owner="training.proofs.kernels")
     """Kernels of norms, gated activations and rotary embeddings. liger: those of the package liger-kernel, on a CUDA
     GPU, if a comparison before the first step shows that they compute the same; else the plain ones, with a warning.
     auto: the same if the package is installed, else the plain ones. The plan counts Liger's memory and speed for liger;
     for auto it counts the memory of the plain ones, which take more."""
 
-    compile: bool = leaf(False, owner="training.compiling")
+    compile: bool = leaf(False, owner="training.proofs.compiling")
     """Compile each block of the model with torch.compile, for training passes of any length, if a comparison before the
     first step shows that it computes the same; else the plain code runs, with a warning. Evaluation and generation run
     the plain code. Compiling takes a minute or two at every start, which the plan counts. Not with DeepSpeed, tensor
     or context parallelism, train.kernels, Unsloth, or train.gradient_checkpointing=offload."""
 
-    logging_steps: int = leaf(1, owner="training.trainer", ge=1)
+    logging_steps: int = leaf(1, owner="training.loop.trainer", ge=1)
     """Log metrics every N steps."""
 
-    save_steps: Annotated[int, Field(ge=1)] | None = leaf(500, owner="training.trainer")
+    save_steps: Annotated[int, Field(ge=1)] | None = leaf(500, owner="training.loop.trainer")
     """Save a checkpoint every N steps; null saves at the end of each epoch."""
 
-    save_total_limit: Annotated[int, Field(ge=1)] | None = leaf(2, owner="training.trainer")
+    save_total_limit: Annotated[int, Field(ge=1)] | None = leaf(2, owner="training.loop.trainer")
     """Number of checkpoints to keep, not counting the best one; null keeps all."""
 
-    load_best_model_at_end: bool = leaf(False, owner="training.trainer")
+    load_best_model_at_end: bool = leaf(False, owner="training.loop.trainer")
     """Save at every evaluation and end with the best checkpoint instead of the last."""
 
-    metric_for_best_model: Literal["loss", "exact_match"] = leaf("loss", owner="training.trainer")
+    metric_for_best_model: Literal["loss", "exact_match"] = leaf("loss", owner="training.loop.trainer")
     """What "best" means: the lowest evaluation loss or the highest exact match."""
 
-    early_stopping_patience: Annotated[int, Field(ge=1)] | None = leaf(None, owner="training.trainer")
+    early_stopping_patience: Annotated[int, Field(ge=1)] | None = leaf(None, owner="training.loop.trainer")
     """Stop after this many evaluations without improvement; needs load_best_model_at_end."""
 
-    seed: int = leaf(42, owner="training.trainer", ge=0, lt=2**32)
+    seed: int = leaf(42, owner="training.loop.trainer", ge=0, lt=2**32)
     """Seed for adapters, dropout, data order and splits."""
 
-    profile_steps: Annotated[int, Field(ge=1, le=100)] | None = leaf(None, owner="training.profile")
+    profile_steps: Annotated[int, Field(ge=1, le=100)] | None = leaf(None, owner="training.measure.profile")
     """Profile this many steps with torch's profiler, from the third on (rank 0). The trace is written to the run
     folder, and exposed communication (not hidden by computation) is logged; null profiles none."""
 
     report_to: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = leaf(
-        ("tensorboard",), owner="training.trainer"
+        ("tensorboard",), owner="training.loop.trainer"
     )
     """Experiment trackers, through transformers' own integrations; `[]` for none."""
 
-    group_by_length: bool = leaf(True, owner="training.trainer")
+    group_by_length: bool = leaf(True, owner="training.loop.trainer")
     """Within each optimizer step, put rows of similar length into the same micro-batch: less padding, same rows."""
 
     batch_by: Literal["auto", "rows", "tokens"] = leaf("auto", owner="planner.candidates")
@@ -505,10 +505,10 @@ class TrainConfig(Section):
     `batch_size` rows of full length; rows: exactly `batch_size`. auto is tokens if batch_size and grad_accum are auto.
     Packs, blocks of text and rows in random order (`group_by_length: false`) are divided by rows."""
 
-    dataloader_num_workers: int = leaf(0, owner="training.trainer", ge=0)
+    dataloader_num_workers: int = leaf(0, owner="training.loop.trainer", ge=0)
     """Processes that prepare batches; 0 prepares them in the training process."""
 
-    dataloader_pin_memory: bool = leaf(True, owner="training.trainer")
+    dataloader_pin_memory: bool = leaf(True, owner="training.loop.trainer")
     """Use page-locked memory for batches: faster copies to the GPU; no effect on a CPU."""
 
     @property
@@ -529,20 +529,20 @@ class TrainConfig(Section):
 class EvalConfig(Section):
     """Evaluation before, during and after training."""
 
-    steps: Annotated[int, Field(ge=0)] | None = leaf(None, owner="training.trainer")
+    steps: Annotated[int, Field(ge=0)] | None = leaf(None, owner="training.loop.trainer")
     """Evaluate every N steps; null evaluates at the end of each epoch, 0 never during training."""
 
     batch_size: Literal["auto"] | Annotated[int, Field(ge=1)] = leaf("auto", owner="planner.plan")
     """Sequences per GPU in evaluation; auto uses as many as need no more memory than a training step, at most 64."""
 
-    generate_rows: int = leaf(0, owner="training.exact_match", ge=0)
+    generate_rows: int = leaf(0, owner="training.measure.exact_match", ge=0)
     """Number of held-out rows for which an answer is generated and compared with the row's (exact match); 0 for
     none."""
 
-    max_new_tokens: int = leaf(128, owner="training.load_trainer", ge=1)
+    max_new_tokens: int = leaf(128, owner="training.loop.load_trainer", ge=1)
     """Maximum length of a generated answer in tokens."""
 
-    before_training: bool = leaf(True, owner="training.evaluate")
+    before_training: bool = leaf(True, owner="training.measure.evaluate")
     """Also evaluate before the first step, to show the improvement."""
 
 
@@ -588,14 +588,14 @@ class DistributedConfig(Section):
     DDP and ZeRO-1, micro_batch for FSDP2 (step keeps full gradients on every rank meanwhile) and for ZeRO-2 and -3. A
     number, under DDP and FSDP2: after so many micro-batches, and at the end of the step."""
 
-    find_unused_parameters: bool = leaf(False, owner="training.engines")
+    find_unused_parameters: bool = leaf(False, owner="training.ranks.engines")
     """Under DDP, look after each forward pass for parameters that the loss does not use. Needed for models that skip
     some; costs a pass over the graph. FSDP2 and DeepSpeed do not need it."""
 
     mixed_precision: MixedPrecisionConfig = MixedPrecisionConfig()
     """Dtypes of communication between ranks."""
 
-    profile_communication: bool | Annotated[int, Field(ge=1, le=100)] = leaf(False, owner="training.profile")
+    profile_communication: bool | Annotated[int, Field(ge=1, le=100)] = leaf(False, owner="training.measure.profile")
     """Measure communication between ranks for this many steps, from the third on (true: 3): counts, bytes and time of
     each kind of collective, the waiting time of ranks, and the bytes that the plan predicts. Written to
     profile/communication.json in the run folder, with rank 0's trace."""
@@ -668,7 +668,7 @@ class RunConfig(Section):
     model: ModelConfig
     """The model to train."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed"] = leaf("sft", owner="data.splits")
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] = leaf("sft", owner="data.build.splits")
     """sft: chats, loss on the answers; cpt: plain text in full blocks; cpt_mixed: both, in the ratio
     data.text_fraction."""
 

@@ -2,11 +2,11 @@
 
 `sources` and `masks` are the two halves of the way of a row. Above them:
 
-- a run reads rows by `splits.py` (train, val, test), which has `build.py` make them once in several processes
+- a run reads rows by `build/splits.py` (train, val, test), which has `build.py` make them once in several processes
   (`workers.py`) and write them as Arrow files (`arrow_rows.py`), counts them in `stats.py`, mixes sources (`mixing.py`)
   and packs rows (`packing.py`);
-- `make check` surveys every row (`survey.py`) and judges what it found (`checks.py`, `marks.py`);
+- `make check` surveys every row (`build/survey.py`) and judges what it found (`checks.py`, `marks.py`);
 - `make preview` picks rows (`picked.py`) and shows their tokens (`token_pieces.py`, `preview.py`, `preview_page.py`);
 - `make process`, `style` and `render` write files (`process.py`, `style.py`, `rendered.py`, through `written.py`);
-- a plan asks for the rough size of the data (`size.py`), before anything is tokenised.
+- a plan asks for the rough size of the data (`build/size.py`), before anything is tokenised.
 """

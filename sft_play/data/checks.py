@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.build.stats import rows_text
+from sft_play.data.build.survey import Survey
 from sft_play.data.masks.token_row import METHODS
 from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import BadRow
-from sft_play.data.stats import rows_text
-from sft_play.data.survey import Survey
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.log import one_line
 

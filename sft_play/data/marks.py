@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from sft_play.data.build.survey import TEMPLATE, RowMaker, Survey, Surveyor
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import AnySource
-from sft_play.data.survey import TEMPLATE, RowMaker, Survey, Surveyor
 from sft_play.findings import Finding, passed, warned
 from sft_play.log import one_line
 

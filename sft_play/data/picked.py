@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from sft_play.data.build.stats import rows_text
+from sft_play.data.build.survey import RowMaker, RowOutcome
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.preview import Shown, raw_text, spread_out
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.raw import BadRow, RawRow
-from sft_play.data.stats import rows_text
-from sft_play.data.survey import RowMaker, RowOutcome
 from sft_play.data.token_pieces import TokenBytes, kept_tokens, pieces_of
 from sft_play.errors import DataError
 from sft_play.log import one_line

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.config.schema import ProcessConfig, RunConfig
+from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
 from sft_play.data.row_lengths import RowLengths, TokenCounter, token_counter
@@ -35,7 +36,6 @@ from sft_play.data.sources.formats import (
 from sft_play.data.sources.messages import as_given, roles_said
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, too_large
 from sft_play.data.sources.tables import split_of_name
-from sft_play.data.stats import RowStats, rows_text
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
-from sft_play.data.stats import RowStats, rows_text
+from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.log import one_line
 
 SHOWN = 20

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.build.stats import RowStats
+from sft_play.data.build.survey import RowMaker, row_outcomes
 from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.raw import BadRow
-from sft_play.data.stats import RowStats
-from sft_play.data.survey import RowMaker, row_outcomes
 from sft_play.errors import DataError
 from sft_play.log import one_line
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
+from sft_play.data.build.size import CHARACTERS_PER_TOKEN
 from sft_play.data.process_report import LENGTH_EDGES, SplitReport
-from sft_play.data.size import CHARACTERS_PER_TOKEN
 from sft_play.data.sources.formats import Example, Text
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import piece_end

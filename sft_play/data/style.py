@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig, StyleConfig
+from sft_play.data.build.stats import rows_text
 from sft_play.data.process import SPLITS, read_processed
-from sft_play.data.stats import rows_text
 from sft_play.data.written import OutputFolder
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line

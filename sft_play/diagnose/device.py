@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.facts.compiler import WITHOUT_TRITON, block_obstacle, obstacle
+from sft_play.facts.gpus.unseen import ON_CPU, ROCM_BUILD, unseen
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.unseen import ON_CPU, ROCM_BUILD, unseen
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.device import CPU_PARAMS, flash_obstacle
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.space import Space
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.planner.memory.measured_walk import walk_of

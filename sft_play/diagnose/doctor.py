@@ -13,10 +13,10 @@ from sft_play.diagnose import device, disk, gpus, host, known_bad, packages, ran
 from sft_play.diagnose.report import Report, listed
 from sft_play.diagnose.surroundings import DISTRIBUTION, Surroundings
 from sft_play.errors import SftPlayError
-from sft_play.facts.architecture import local_folder
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.installed import COMPUTING, missing_kernels
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.space import free_at
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import Nodes
@@ -25,7 +25,7 @@ from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.node_rendezvous import Card, Met, meet
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
-from sft_play.planner.slow_code import eager_words, missing_words
+from sft_play.planner.speed.slow_code import eager_words, missing_words
 from sft_play.runs.names import output_dir
 from sft_play.starter.names import BASE_NAME
 

@@ -15,13 +15,13 @@ import psutil
 
 from sft_play.diagnose import nvidia
 from sft_play.endings import ends_with_me
-from sft_play.facts import amd, nvml
+from sft_play.facts.gpus import amd, nvml
+from sft_play.facts.gpus.seen import Seen
+from sft_play.facts.gpus.unseen import Unseen, unseen
+from sft_play.facts.gpus.unseen import look as devices
 from sft_play.facts.hardware import Hardware, detect, seen_on_mac
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
-from sft_play.facts.seen import Seen
 from sft_play.facts.space import free_at
-from sft_play.facts.unseen import Unseen, unseen
-from sft_play.facts.unseen import look as devices
 from sft_play.log import one_line
 
 TORCH_TIMEOUT_S = 120.0

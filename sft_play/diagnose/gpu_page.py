@@ -9,7 +9,7 @@ from typing import Any
 
 from sft_play.diagnose.gpu_info import Host, Machine, without_gpu
 from sft_play.diagnose.text import NOT_KNOWN, WIDTH, gib, known, lines_of, table, yes_no
-from sft_play.facts.seen import Seen, SeenGpu, Topology
+from sft_play.facts.gpus.seen import Seen, SeenGpu, Topology
 from sft_play.log import escape_control, one_line
 
 _TOPOLOGY_WORDS = {

@@ -15,8 +15,8 @@ from sft_play.diagnose.gpu_info import all_gpus
 from sft_play.diagnose.processes import Group, Rank
 from sft_play.diagnose.seen_run import find_run, manifest_of
 from sft_play.diagnose.text import gib, known
+from sft_play.facts.gpus.seen import GpuProcess, SeenGpu
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.seen import GpuProcess, SeenGpu
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 

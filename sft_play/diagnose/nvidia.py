@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs in detail through nvidia-smi, where NVML's Python package does not answer (`facts.nvml`)."""
+"""NVIDIA's GPUs in detail through nvidia-smi, where NVML's Python package does not answer (`facts.gpus.nvml`)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from collections.abc import Sequence
 from xml.etree import ElementTree
 
 from sft_play.facts.ask import answer_of, answers_of, number, size, whole
-from sft_play.facts.gpu import Gpu
-from sft_play.facts.nvml import VENDOR
-from sft_play.facts.seen import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, abilities, matrix, process_name
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.nvml import VENDOR
+from sft_play.facts.gpus.seen import (
+    GpuProcess,
+    Instance,
+    Pcie,
+    Seen,
+    SeenGpu,
+    Topology,
+    abilities,
+    matrix,
+    process_name,
+)
 
 _FIELDS = (
     "index,uuid,name,pci.bus_id,memory.total,memory.used,memory.free,power.limit,power.draw,temperature.gpu,"

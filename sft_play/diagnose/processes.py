@@ -28,7 +28,7 @@ _TRAINING = ("train", "resume", "train-distributed", "train-deepspeed", "rank")
 _SCRIPTS = {f"{name.replace('-', '_')}.py": name for name in (*_TRAINING, "launch-command", "verify-layouts", "plan")}
 """The scripts that make and launchers run: `scripts/train_distributed.py` is `sft-play train-distributed`."""
 _LAUNCHERS = {
-    "sft_play.training.elastic_agent",
+    "sft_play.training.ranks.elastic_agent",
     *("torchrun", "torch.distributed.run", "torch.distributed.launch"),
     *("accelerate", "accelerate.commands.launch", "accelerate.commands.accelerate_cli"),
     *("deepspeed", "deepspeed.launcher.launch", "deepspeed.launcher.runner"),

@@ -17,7 +17,7 @@ import psutil
 from sft_play.diagnose.report import listed, ranks_words
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.endings import ends_with_me
-from sft_play.facts.gpu_catalog import find
+from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import LAUNCHER, Launch, Nodes, torchrun
@@ -25,7 +25,7 @@ from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
 
 NAME, SPEED = "all-reduce", "bandwidth"
-MODULE = "sft_play.training.collective_check"
+MODULE = "sft_play.training.ranks.collective_check"
 GIVE_UP_S = 5.0
 """The ranks' own limit is this much shorter, so that they can report what they were waiting for."""
 NVLINK_SHARE = 0.30
@@ -234,7 +234,7 @@ def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
     ]
 
 
-# by the last note that a rank of `training.collective_check` wrote
+# by the last note that a rank of `training.ranks.collective_check` wrote
 _STAGES = {
     "started": "has not reached its device",
     "device": "is waiting to join the others",

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.survey import RowMaker
+from sft_play.data.build.survey import RowMaker
 from sft_play.errors import ModelError, SftPlayError
-from sft_play.facts.architecture import shape_of
+from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.libraries import offline_without_hub
 from sft_play.starter.names import BASE_NAME
 
@@ -35,13 +35,13 @@ def tools_of(config: RunConfig) -> Tools:
 
 def tokenizer_of(config: RunConfig) -> Any:
     """The run's `LoadedTokenizer`; the starter's is built here, since its base may not be trained yet."""
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     if config.model.name != BASE_NAME:
         return load_tokenizer(config)
     # training the base takes minutes; its tokenizer is made from the same text in a second
     from sft_play.starter import language
-    from sft_play.training.starter_base import make_tokenizer
+    from sft_play.training.prepare.starter_base import make_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="sft-play-") as folder:
         make_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)).save_pretrained(folder)

@@ -16,17 +16,17 @@ from sft_play.cache import cache_dir
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data import checks, marks
+from sft_play.data.build.survey import RowMaker, Survey, Surveyor
 from sft_play.data.preview import Shown, example_line
 from sft_play.data.sources.files import AnySource, data_paths, find_source
-from sft_play.data.survey import RowMaker, Survey, Surveyor
 from sft_play.data.token_pieces import TokenBytes, pieces_of
 from sft_play.diagnose import doctor, engines
 from sft_play.diagnose.check_report import Report
 from sft_play.diagnose.doctor import Planned
 from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub, split_of, tokenizer_of
 from sft_play.errors import DataError, SftPlayError
-from sft_play.facts.architecture import check_available, config_json, hub_answers, local_folder
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.heap import importing
 from sft_play.launch.launch_options import LaunchOptions
@@ -139,7 +139,7 @@ class _Checks:
             yield skipped("tokenizer", "not without the model files; see there")
             return
         with importing():  # here and not at the top: the checks before it answer without any library
-            importlib.import_module("sft_play.training.model_spec")
+            importlib.import_module("sft_play.training.prepare.model_spec")
         try:
             loaded = tokenizer_of(self._config)
         except SftPlayError as error:
@@ -267,7 +267,7 @@ class _Checks:
 
     def _padding(self) -> Iterator[Finding]:
         """How much padding each way to make batches needs."""
-        from sft_play.data.packing import padding_shares
+        from sft_play.data.build.packing import padding_shares
 
         train, config = self._surveys.get("train"), self._config
         if train is None or self._planned is None or self._maker is None or self._is_text(train) or not train.kept:
@@ -297,16 +297,16 @@ class _Checks:
         if self._tokenizer is None or self._planned is None:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
-        from sft_play.training.backend import choose_backend
-        from sft_play.training.model_spec import build_model_spec
-        from sft_play.training.origin import origin_of
-        from sft_play.training.trainable import trainable_note
+        from sft_play.training.prepare.backend import choose_backend
+        from sft_play.training.prepare.model_spec import build_model_spec
+        from sft_play.training.prepare.origin import origin_of
+        from sft_play.training.prepare.trainable import trainable_note
 
         try:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here
                 choose_backend(self._config)
             if set(self._config.train.report_to) - {"tensorboard"}:
-                from sft_play.training.trainer import check_trackers  # imports TRL, which takes seconds
+                from sft_play.training.loop.trainer import check_trackers  # imports TRL, which takes seconds
 
                 check_trackers(self._config)
             if self._config.model.name == BASE_NAME:

@@ -23,8 +23,9 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from sft_play.facts import compiler, nvml, unseen
-from sft_play.facts.gpu import Gpu
+from sft_play.facts import compiler
+from sft_play.facts.gpus import nvml, unseen
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import torch_cuda, torch_hip
 from sft_play.facts.space import Space, space_of

@@ -25,7 +25,7 @@ from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, drop_autos
 from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
-from sft_play.training.deepspeed_comm import init_deepspeed
+from sft_play.training.ranks.deepspeed_comm import init_deepspeed
 
 logger = logging.getLogger(__name__)
 

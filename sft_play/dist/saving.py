@@ -226,7 +226,7 @@ def _whole(tensor: Any, *, keep: bool) -> torch.Tensor:
 
 def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: Path) -> None:
     """Write the folder beside the old one, and read it back."""
-    from sft_play.training.model_saving import check_saved_weights, whole_shapes
+    from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
 
     try:
         if hasattr(bare, "peft_config"):

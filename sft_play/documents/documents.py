@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.config.schema import DocumentsConfig, RunConfig
+from sft_play.data.build.workers import cores
 from sft_play.data.sources.formats import digest_share
-from sft_play.data.workers import cores
 from sft_play.data.written import OutputFolder
 from sft_play.documents.files import Document, DocumentFiles, find_documents
 from sft_play.documents.reader import KINDS, ReaderProcess

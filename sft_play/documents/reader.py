@@ -19,6 +19,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from sft_play import checkout
 from sft_play.documents.text import Block, Extract, ReadOptions, Unreadable, clean, clean_blocks, paragraphs
 from sft_play.endings import ends_with_me, leave_with_starter
 from sft_play.log import one_line
@@ -270,9 +271,7 @@ class ReaderProcess:
         return Extract.from_json(answer)
 
     def _start(self) -> subprocess.Popen[str]:
-        import sft_play
-
-        root = str(Path(str(sft_play.__file__)).resolve().parent.parent)
+        root = str(checkout.ROOT)
         self._process = subprocess.Popen(
             [sys.executable, "-c", _START.format(root=root)],
             stdin=subprocess.PIPE,

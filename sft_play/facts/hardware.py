@@ -16,11 +16,11 @@ from typing import Any
 from sft_play.errors import HardwareError
 from sft_play.facts import host
 from sft_play.facts.ask import answer_of
-from sft_play.facts.gpu import Gpu, capability_pair
-from sft_play.facts.gpu_catalog import CatalogEntry, amd_entry, find, key_of, nearest
+from sft_play.facts.gpus.gpu import Gpu, capability_pair
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, amd_entry, find, key_of, nearest
+from sft_play.facts.gpus.seen import Seen, SeenGpu
+from sft_play.facts.gpus.visible_gpus import AMD_NOTE, Found, visible_gpus
 from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
-from sft_play.facts.seen import Seen, SeenGpu
-from sft_play.facts.visible_gpus import AMD_NOTE, Found, visible_gpus
 from sft_play.log import one_line
 from sft_play.units import GIB
 

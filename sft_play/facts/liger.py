@@ -2,7 +2,7 @@
 
 From the package's own table and functions (liger_kernel/transformers/monkey_patch.py, MODEL_TYPE_TO_APPLY_LIGER_FN and
 the defaults of each function), as a run asks for them: of a model that is already built, without losses, and without
-experts, which keep their own code (sft_play/training/kernels.py).
+experts, which keep their own code (sft_play/training/proofs/kernels.py).
 """
 
 from __future__ import annotations

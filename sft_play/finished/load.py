@@ -12,19 +12,19 @@ from typing import Any, TypeVar
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.file_digests import digest_of
+from sft_play.data.build.file_digests import digest_of
+from sft_play.data.build.splits import Split, Splits, build_splits
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths
-from sft_play.data.splits import Split, Splits, build_splits
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.resuming import first_day
-from sft_play.training import sdpa
-from sft_play.training.full_state_dict import ADAPTER_FILE
-from sft_play.training.model_loading import DTYPES, load_model
-from sft_play.training.model_spec import build_model_spec
-from sft_play.training.tokenizer import load_tokenizer
+from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE
+from sft_play.training.model import sdpa
+from sft_play.training.model.model_loading import DTYPES, load_model
+from sft_play.training.prepare.model_spec import build_model_spec
+from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Any
 from sft_play.config.adapter import LAST
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, RunFolderError
-from sft_play.facts.architecture import config_json, local_folder, text_only
+from sft_play.facts.models.architecture import config_json, local_folder, text_only
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder, Trust, trust_none
@@ -127,7 +127,7 @@ def base_folder(run: FinishedRun) -> Path:
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
     """Raises ModelError where the base's files are no longer those that the run was trained on."""
-    from sft_play.training.model_loading import weights_facts
+    from sft_play.training.model.model_loading import weights_facts
 
     now = weights_facts(run.config.model.name, None)["sha256"]
     if recorded.get("sha256") not in (None, now):

@@ -1,8 +1,8 @@
 """The command that starts a run's ranks, with the variables that it sets: what is shown is what runs.
 
-One word differs: where `torch.distributed.run` is shown, `sft_play.training.elastic_agent` runs. It passes the same
-words to the same launcher, and reports in its place how a rank failed. Typed by hand, the shown command starts the same
-ranks.
+One word differs: where `torch.distributed.run` is shown, `sft_play.training.ranks.elastic_agent` runs. It passes the
+same words to the same launcher, and reports in its place how a rank failed. Typed by hand, the shown command starts the
+same ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sft_play.log import one_line
 logger = logging.getLogger(__name__)
 
 LAUNCHER = "torch.distributed.run"
-AGENT = "sft_play.training.elastic_agent"
+AGENT = "sft_play.training.ranks.elastic_agent"
 
 
 @dataclass(frozen=True)

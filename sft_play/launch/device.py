@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import HardwareError
-from sft_play.facts import nvml
 from sft_play.facts.ask import answer_of
 from sft_play.facts.compiler import require_compiler, require_for_blocks
+from sft_play.facts.gpus import nvml
+from sft_play.facts.gpus.unseen import HIDING, ON_CPU, look, unseen
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.unseen import HIDING, ON_CPU, look, unseen
 from sft_play.log import one_line
 
 AOTRITON = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"

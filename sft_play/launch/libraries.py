@@ -6,8 +6,8 @@ import logging
 import os
 
 from sft_play.environment import deepspeed_on_cpu
-from sft_play.facts.architecture import hub_answers, local_folder
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import hub_answers, local_folder
 from sft_play.launch.device import allow_fp16, allow_fused_attention, without_bad_p2p
 
 logger = logging.getLogger(__name__)

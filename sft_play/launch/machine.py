@@ -10,7 +10,7 @@ from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
 from sft_play.errors import HardwareError
-from sft_play.facts import nvml
+from sft_play.facts.gpus import nvml
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.launch.command import visible_only
 from sft_play.launch.launch_options import LaunchOptions

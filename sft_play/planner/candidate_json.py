@@ -16,7 +16,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.estimate import MemoryEstimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.throughput import Speed
+from sft_play.planner.speed.throughput import Speed
 
 _NAMES = {"host_bytes": "host", "load_bytes": "load"}
 """Fields of the memory estimate with other names in the JSON."""

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import PINNED, CudaLibraries
+from sft_play.facts.models.architecture import ModelShape
 from sft_play.planner.attention import AttentionName, prefers_cudnn, sdpa_kernel
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
@@ -31,7 +31,7 @@ from sft_play.planner.micro_batches import MicroBatches
 from sft_play.planner.padding import why_masked, why_no_boundaries, why_one_by_one
 from sft_play.planner.precision import Precision, Updates, with_updates
 from sft_play.planner.row_tokens import Passes, RowTokens, average_passes
-from sft_play.planner.throughput import Rates, Speed, pass_overhead, predict_speed
+from sft_play.planner.speed.throughput import Rates, Speed, pass_overhead, predict_speed
 from sft_play.units import GIB, gib
 
 AS_FAST = 0.97

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.precision import BYTES
 

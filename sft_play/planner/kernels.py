@@ -14,7 +14,7 @@ from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.liger import PACKAGE, REPLACED, VERSION, Replaced
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import Layout
 

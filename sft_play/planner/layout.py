@@ -7,9 +7,9 @@ from typing import Literal, get_args
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import ModelShape
-from sft_play.facts.families import TENSOR_PARALLEL
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import ModelShape
+from sft_play.facts.models.families import TENSOR_PARALLEL
 from sft_play.planner.gradients import refusal
 from sft_play.planner.mesh import Mesh, mesh_of, mesh_words
 from sft_play.planner.precision import Updates, choose_precision

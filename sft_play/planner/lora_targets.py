@@ -6,8 +6,8 @@ import difflib
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.families import why_no_adapter
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.families import why_no_adapter
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 
 OUTPUT_HEADS = ("lm_head", "embed_out")

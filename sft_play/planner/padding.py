@@ -1,5 +1,5 @@
 """Whether rows that are padded or packed come with an attention mask: decided from shapes, measured before a run by
-`training.unmasked` and `training.boundaries`.
+`training.proofs.unmasked` and `training.proofs.boundaries`.
 
 Attention is causal and padding is at the end, so no token of a chat sees a padded place, mask or not. Chats that share
 a row are told apart by their boundaries: PyTorch's flash kernel takes those of many chats, and keys stay grouped; where
@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import FLASH_HEAD, FLASH_SINCE, flash_runs
 
 AOTRITON = re.compile(r"gfx(90a|942|950|11\d\d|120\d)")

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
-from sft_play.facts.architecture import ModelShape
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import PINNED, CudaLibraries
-from sft_play.planner import calibration, compiled
+from sft_play.facts.models.architecture import ModelShape
+from sft_play.planner import calibration
 from sft_play.planner.attention import attention_of
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidate_json import candidate_from_json, candidate_json
@@ -43,8 +43,9 @@ from sft_play.planner.precision import Precision, Updates, choose_precision
 from sft_play.planner.reasons import reasons_of
 from sft_play.planner.rejections import shown
 from sft_play.planner.row_tokens import RowTokens
-from sft_play.planner.speed_error import SpeedError, speed_error
-from sft_play.planner.throughput import Speed, rates_of, utilisation
+from sft_play.planner.speed import compiled
+from sft_play.planner.speed.speed_error import SpeedError, speed_error
+from sft_play.planner.speed.throughput import Speed, rates_of, utilisation
 from sft_play.units import GIB
 
 SHORTEST = 8

@@ -8,9 +8,9 @@ from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.fp16 import LARGEST, Overflow, overflow_of
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.fp16 import LARGEST, Overflow, overflow_of
+from sft_play.facts.models.model_shape import ModelShape
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sft_play.config.schema import RunConfig
-from sft_play.planner import compiled
 from sft_play.planner.batching import arithmetic
 from sft_play.planner.candidates import Candidate, Job, micro_batches, needs_words
 from sft_play.planner.gradients import effects
@@ -15,7 +14,8 @@ from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.precision import SHORT
-from sft_play.planner.slow_code import slow_words
+from sft_play.planner.speed import compiled
+from sft_play.planner.speed.slow_code import slow_words
 from sft_play.units import GIB
 
 REPEATED_KEYS = (

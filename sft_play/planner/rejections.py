@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.planner.candidates import AS_FAST, Candidate, Job, candidate_of, choose, fastest, least, needs_words
 from sft_play.planner.layout import SIMPLICITY
-from sft_play.planner.speed_error import SpeedError, speed_error
+from sft_play.planner.speed.speed_error import SpeedError, speed_error
 from sft_play.units import GIB, gib
 
 

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import sft_play
+from sft_play import checkout
+from sft_play._version import __version__
 from sft_play.config.load import LoadedConfig
 from sft_play.facts.installed import version_of
 from sft_play.runs.folder import FORMAT
@@ -55,12 +56,12 @@ def new_manifest(loaded: LoadedConfig, *, hardware: dict[str, Any], data: dict[s
 
 def versions() -> dict[str, str | None]:
     """Versions of this package, Python and what can change a run's numbers; None where not installed."""
-    own = {"sft_play": sft_play.__version__, "python": platform.python_version()}
+    own = {"sft_play": __version__, "python": platform.python_version()}
     packages = {package: version_of(package) for package in PACKAGES}
     return own | packages | {"platform": f"{platform.system()} {platform.machine()}"}
 
 
-PACKAGE = Path(sft_play.__file__).resolve().parent
+PACKAGE = checkout.ROOT / "sft_play"
 
 
 @functools.cache  # what this process has imported: a file that changes later is not what runs

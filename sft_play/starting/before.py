@@ -63,7 +63,7 @@ def load_libraries() -> None:
 def require_backend(loaded: LoadedConfig) -> None:
     """Raises BackendError where the requested backend cannot run, before minutes go into the starter's base."""
     if loaded.config.tuning.backend != "bnb":
-        from sft_play.training.backend import choose_backend
+        from sft_play.training.prepare.backend import choose_backend
 
         choose_backend(loaded.config, staged=bool(loaded.stages))
 
@@ -72,9 +72,9 @@ def require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     """Raises ModelError where the adapter that the run continues does not fit, before ranks are started."""
     if loaded.config.model.adapter is None:
         return
-    from sft_play.training.model_spec import build_model_spec
-    from sft_play.training.origin import origin_of
-    from sft_play.training.tokenizer import load_tokenizer
+    from sft_play.training.prepare.model_spec import build_model_spec
+    from sft_play.training.prepare.origin import origin_of
+    from sft_play.training.prepare.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(loaded.config).tokenizer
     origin_of(loaded.config, build_model_spec(loaded.config, plan.precision, tokenizer_size=len(tokenizer)))
@@ -84,7 +84,7 @@ def with_starter(loaded: LoadedConfig) -> LoadedConfig:
     """The config with the path of the starter's base model in place of its name; trained now if it does not exist."""
     if loaded.config.model.name != BASE_NAME:
         return loaded
-    from sft_play.training.starter_base import ensure_base
+    from sft_play.training.prepare.starter_base import ensure_base
 
     overrides = (*loaded.overrides, f"model.name={json.dumps(str(ensure_base()))}")
     # Text and overrides stay as given: the run folder's config.yaml names the starter, not a path of this machine.

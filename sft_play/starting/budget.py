@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.gpu_catalog import find
-from sft_play.facts.gpu_prices import PRICES, Price, cheapest
+from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.gpu_prices import PRICES, Price, cheapest
 from sft_play.facts.hardware import Hardware, named
 from sft_play.planner.advice.budget import Budget, budget_of, offer_of
 from sft_play.planner.advice.suggestions import look

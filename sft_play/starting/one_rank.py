@@ -100,7 +100,7 @@ def _receive(
     if ranks.folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
         return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
     with importing():
-        from sft_play.training.rendezvous import gpus_of_all, handed_over, say_gpu
+        from sft_play.training.ranks.rendezvous import gpus_of_all, handed_over, say_gpu
 
     # Another launcher, or several nodes: rank 0 plans, and the others wait for it in the store.
     here = machine_for(loaded.config, detect())

@@ -10,9 +10,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.size import rough_size
+from sft_play.data.build.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
-from sft_play.facts.architecture import (
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import cuda_libraries, missing_kernels
+from sft_play.facts.models.architecture import (
     ModelShape,
     UnknownArchitecture,
     config_json,
@@ -21,8 +23,6 @@ from sft_play.facts.architecture import (
     refuse_remote_code,
     text_only,
 )
-from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import cuda_libraries, missing_kernels
 from sft_play.launch.device import machine_for
 from sft_play.launch.exported import rank_variables
 from sft_play.planner import calibration, show
@@ -37,7 +37,7 @@ from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
 
 if TYPE_CHECKING:
-    from sft_play.training.backend import Backend
+    from sft_play.training.prepare.backend import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +76,8 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str) -> Backe
     Raises:
         BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
     """
-    from sft_play.training import backend as backends
-    from sft_play.training.model_spec import build_model_spec
+    from sft_play.training.prepare import backend as backends
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     backend = backends.choose_backend(
         config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ))

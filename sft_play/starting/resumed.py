@@ -100,7 +100,7 @@ def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutNa
     because = stopped.cannot_become(layout, ranks) if stopped else None
     if because is None or stopped is None:
         return
-    from sft_play.training.checkpoints import last_complete
+    from sft_play.training.checkpoints.checkpoints import last_complete
 
     if last_complete(folder.checkpoints) is None:
         return  # without a checkpoint it starts again from the first step

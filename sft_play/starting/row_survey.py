@@ -21,7 +21,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import data_files, data_paths
 from sft_play.errors import SftPlayError, in_stage
-from sft_play.facts.architecture import local_folder, shape_of
+from sft_play.facts.models.architecture import local_folder, shape_of
 from sft_play.heap import importing
 from sft_play.planner.row_tokens import RowTokens, row_tokens
 from sft_play.starter.names import BASE_NAME
@@ -100,9 +100,9 @@ def _count(config: RunConfig) -> None:
     with importing():
         import numpy as np
 
-        from sft_play.data.splits import build_splits
-        from sft_play.training.rows import lengths_of, to_dataset
-        from sft_play.training.tokenizer import load_tokenizer
+        from sft_play.data.build.splits import build_splits
+        from sft_play.training.loop.rows import lengths_of, to_dataset
+        from sft_play.training.prepare.tokenizer import load_tokenizer
 
     logger.info("Rows: counting their tokens before the plan is made")
     limit, positions = _limit(config)
@@ -175,7 +175,7 @@ def _model_folder(name: str) -> Path | None:
     """
     if name != BASE_NAME:
         return local_folder(name)
-    from sft_play.training.starter_base import built_base
+    from sft_play.training.prepare.starter_base import built_base
 
     folder = built_base()
     if folder is None:

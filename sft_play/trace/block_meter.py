@@ -21,7 +21,7 @@ from pydantic import TypeAdapter, ValidationError
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.facts.host import memory
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.remembered import keep, place_of
 from sft_play.heap import importing
 from sft_play.log import one_line

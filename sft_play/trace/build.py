@@ -40,7 +40,7 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
     model_class = _model_class(config, settings)
     _require_attention(model_class, attention)
     if attention in BY_BOUNDARIES:
-        from sft_play.training import varlen
+        from sft_play.training.model import varlen
 
         attention = varlen.ATTENTION
     if attention == "flash_attention_2":  # transformers' own path to it, under a name that requires no package
@@ -290,7 +290,7 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
     except ValueError as error:  # no run with these adapters starts
         raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:
-        importlib.import_module("sft_play.training.adapter_inputs").cast_outside_autocast(model)
+        importlib.import_module("sft_play.training.model.adapter_inputs").cast_outside_autocast(model)
     dtype = adapter_dtype(settings)
     if dtype is not None:
         for name, parameter in model.named_parameters():
@@ -324,7 +324,7 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
     if settings.loss in ("logits_float", "logits_shifted_float"):
         base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
     if settings.loss == "chunked":
-        importlib.import_module("sft_play.training.fused_head").name_backbone(base)
+        importlib.import_module("sft_play.training.model.fused_head").name_backbone(base)
         importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
 
 

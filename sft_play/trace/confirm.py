@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import adapter_dtype, gradients_of
@@ -130,7 +130,7 @@ def row_mask(*, padded: bool, masks: bool) -> RowMask:
 
 
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
-    """PEFT's config of the run's adapters, as training/lora_config.py makes it."""
+    """PEFT's config of the run's adapters, as training/prepare/lora_config.py makes it."""
     lora = config.tuning.lora
     if shape.adapters is not None:
         targets = shape.adapters.given(lora.target_modules)

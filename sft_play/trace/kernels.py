@@ -277,6 +277,6 @@ def between_boundaries(
     scale: float,
     window: int | None,
 ) -> torch.Tensor:
-    """`training.varlen.kernel` on CUDA: torch's varlen_attn is the same operator. Shapes: all tokens, heads, head size;
-    a window changes no size."""
+    """`training.model.varlen.kernel` on CUDA: torch's varlen_attn is the same operator. Shapes: all tokens, heads, head
+    size; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

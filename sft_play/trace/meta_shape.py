@@ -20,14 +20,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
-from sft_play.facts.architecture import refuse_remote_code
-from sft_play.facts.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
-from sft_play.facts.families import FAMILIES
 from sft_play.facts.installed import LINEAR_ATTENTION
-from sft_play.facts.model_shape import AttentionKind, LayerKind, Linear, ModelShape
+from sft_play.facts.models.architecture import refuse_remote_code
+from sft_play.facts.models.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.models.families import FAMILIES
+from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
-from sft_play.training.adapter_trial import adapter_places
+from sft_play.training.proofs.adapter_trial import adapter_places
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",

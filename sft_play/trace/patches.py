@@ -224,7 +224,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "attention between boundaries",
         "it runs only on CUDA; PyTorch's operator of the same kernel has a fake implementation",
-        "sft_play.training.varlen:kernel",
+        "sft_play.training.model.varlen:kernel",
         ("query", "key", "value", "ends", "longest", "lengths", "scale", "window"),
         lambda original, situation: kernels.between_boundaries,
         lambda settings: settings.attention == "varlen",

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sft_play.trace.settings import StepSettings
-from sft_play.training import experts
+from sft_play.training.prepare import experts
 
 LOOP = "sft_play_traced_loop"
 """The name under which `loop` is registered in transformers."""

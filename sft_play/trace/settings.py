@@ -79,8 +79,8 @@ class StepSettings:
     logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
     label_fraction: float = 1.0
     attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
-    """varlen: this toolkit's own, by the boundaries of packs (training/varlen.py); one_by_one: the same by a call for
-    each chat."""
+    """varlen: this toolkit's own, by the boundaries of packs (training/model/varlen.py); one_by_one: the same by a
+    call for each chat."""
     mask: Literal["none", "ones", "padded", "packed", "positions"] = "ones"
     """none: no attention mask is passed; ones: one without padding; padded: real padding; packed: position ids that
     restart; positions: position ids that do not."""
@@ -88,7 +88,7 @@ class StepSettings:
     """The script repeats K and V to all heads before attention."""
     repeats_kv: bool = False
     """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
-    attention does not run (training/repeated_keys.py)."""
+    attention does not run (training/model/repeated_keys.py)."""
     cudnn: Literal["never", "training", "always"] = "never"
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
     evaluation."""
@@ -100,7 +100,7 @@ class StepSettings:
     clip: bool = True
     experts: Literal["stacked", "cast", "eager", "loop"] = "stacked"
     """stacked: grouped products, as the installed transformers runs them by itself; cast: the same in autocast's dtype
-    (training/experts.py); eager: one expert after another; loop: that with separate linear layers, as before
+    (training/prepare/experts.py); eager: one expert after another; loop: that with separate linear layers, as before
     transformers 5.0."""
     kernels: Literal["plain", "liger"] = "plain"
     """Of norms, gated activations and rotations: the model's own, or liger-kernel's in their place (`trace.liger`)."""

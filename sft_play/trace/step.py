@@ -85,7 +85,7 @@ def situated(
     """
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
-    from sft_play.training import repeated_keys
+    from sft_play.training.model import repeated_keys
 
     log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
     with contextlib.ExitStack() as stack:

@@ -1,23 +1,24 @@
 """The heavy part: tokenizer, model, TRL's trainer, engines, checkpoints. Imports torch.
 
-Begin with `run`, the story of a run; `job` is what it was asked, `prepare` what is decided before weights are read.
+Begin with `run`, the story of a run; `job` is what it was asked. A folder for each part:
 
-- Preparing: `tokenizer`, `model_spec`, `lora_config`, `trainable`, `attention`, `experts`, `origin`, `backend`,
-  `device_checks`, `agreement`, `run_folder`, `quiet`, `trl_template`, `starter_base`.
-- Measured on a small model of the class, in place of lists of names: `packable` (do chats of a row stay apart),
-  `unmasked` (does padding need a mask), `adapter_trial` (which layers take an adapter), `boundaries` and `varlen_proof`
-  (attention by boundaries), `proof` with `kernels` (Liger's) and `compiling` (torch.compile).
-- The model: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `repeated_keys`, `sdpa`, `varlen`,
-  `context_parallel`, `tensor_parallel`, `fused_head`.
-- The loop: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
-  guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `finite`
-  (steps that are not), `curriculum` (stages).
-- Ranks: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `deepspeed_comm`, `engine_check`,
-  `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
-- Checkpoints and weights: `checkpoints` (whole or absent), `last_checkpoint`, `pickles`, `full_state_dict`,
-  `sharded_checkpoints`, `gathered_weights`, `model_saving`, `stream`, `consolidate`, `card`.
-- Measured and reported: `monitor`, `measure`, `peaks`, `load_memory`, `updates`, `profile`, `board`, `evaluate`,
-  `exact_match`, `summary`, `finish`.
-- Unsloth, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`, `unsloth_worker`,
+- `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`, `lora_config`,
+  `trainable`, `attention`, `experts`, `origin`, `backend`, `device_checks`, `agreement`, `run_folder`, `quiet`,
+  `trl_template`, `starter_base`.
+- `proofs/`, measured on a small model of the class, in place of lists of names: `packable` (do chats of a row stay
+  apart), `unmasked` (does padding need a mask), `adapter_trial` (which layers take an adapter), `boundaries` and
+  `varlen_proof` (attention by boundaries), `proof` with `kernels` (Liger's) and `compiling` (torch.compile).
+- `model/`: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `repeated_keys`, `sdpa`,
+  `varlen`, `context_parallel`, `tensor_parallel`, `fused_head`.
+- `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
+  guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `finite` (steps that are not),
+  `curriculum` (stages).
+- `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `deepspeed_comm`,
+  `engine_check`, `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
+- `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`, `pickles`,
+  `full_state_dict`, `sharded_checkpoints`, `gathered_weights`, `model_saving`, `stream`, `consolidate`, `card`.
+- `measure/`: `monitor`, `measure`, `peaks`, `load_memory`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
+  `summary`, `finish`.
+- `unsloth/`, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`, `unsloth_worker`,
   `unsloth_start` and `unsloth_run` on that side.
 """

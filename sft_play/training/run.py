@@ -10,26 +10,29 @@ from typing import Any
 
 from sft_play.planner.show import precision_name
 from sft_play.runs.metrics import keep_metrics_until
-from sft_play.training import bridge, checkpoints, distributed, engines, sdpa
-from sft_play.training.agreement import digests
-from sft_play.training.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
-from sft_play.training.curriculum import Stages
-from sft_play.training.device_checks import check_device, check_gpu, out_of_memory_explained
-from sft_play.training.evaluate import EvalSet, eval_set_of, evaluate
-from sft_play.training.finish import finish
-from sft_play.training.heartbeat import Heartbeat
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
 from sft_play.training.job import Job
-from sft_play.training.last_checkpoint import last_checkpoint
-from sft_play.training.load_memory import LoadMeter
-from sft_play.training.load_trainer import load_trainer
-from sft_play.training.loop import PlannedLoop
-from sft_play.training.measure import BeforeTraining, MemoryMeter, Watch
-from sft_play.training.prepare import Prepared, data_facts, prepare
-from sft_play.training.quiet import quiet_libraries
-from sft_play.training.run_folder import run_folder
-from sft_play.training.summary import Result, Trained
-from sft_play.training.trainer import plan_callbacks
-from sft_play.training.updates import UpdateCheck
+from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
+from sft_play.training.loop.curriculum import Stages
+from sft_play.training.loop.load_trainer import load_trainer
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.trainer import plan_callbacks
+from sft_play.training.measure.evaluate import EvalSet, eval_set_of, evaluate
+from sft_play.training.measure.finish import finish
+from sft_play.training.measure.load_memory import LoadMeter
+from sft_play.training.measure.measure import BeforeTraining, MemoryMeter, Watch
+from sft_play.training.measure.summary import Result, Trained
+from sft_play.training.measure.updates import UpdateCheck
+from sft_play.training.model import sdpa
+from sft_play.training.prepare.agreement import digests
+from sft_play.training.prepare.device_checks import check_device, check_gpu, out_of_memory_explained
+from sft_play.training.prepare.prepare import Prepared, data_facts, prepare
+from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.training.prepare.run_folder import run_folder
+from sft_play.training.ranks import distributed, engines
+from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.training.unsloth import bridge
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from datetime import date
 from typing import Any
 
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.gpu_prices import Price
+from sft_play.facts.gpus.gpu_prices import Price
 from sft_play.facts.hardware import Hardware, named
 from sft_play.planner.plan import Plan
 

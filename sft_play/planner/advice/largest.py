@@ -9,8 +9,8 @@ import dataclasses
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.architecture import ModelShape, config_json, refuse_quantised, shape_of
-from sft_play.facts.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import ModelShape, config_json, refuse_quantised, shape_of
+from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.planner.advice.whatif import LONGEST, SEQ_STEP, Largest, Question, largest
 from sft_play.planner.batching import BatchPlan, effective_batch
 from sft_play.planner.candidates import Candidate, Job, candidate_of, first_that_fits, wished_layers

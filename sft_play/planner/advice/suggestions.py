@@ -14,11 +14,11 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig, TrainConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.architecture import shape_of
-from sft_play.facts.gpu import Gpu
-from sft_play.facts.gpu_catalog import CatalogEntry, find, gpus_by_memory
+from sft_play.facts.gpus.gpu import Gpu
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, gpus_by_memory
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.liger import PACKAGE, REPLACED
+from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.advice.largest import largest_that_fits
 from sft_play.planner.advice.whatif import largest
 from sft_play.planner.candidates import Candidate, first_that_fits, thriftiest

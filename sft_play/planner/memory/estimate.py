@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.memory.loading import loading_terms, read_in_ram
 from sft_play.planner.memory.margins import (
     DESKTOP_BYTES,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from sft_play.facts.model_shape import LayerKind, ModelShape
+from sft_play.facts.models.model_shape import LayerKind, ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.model_states import Targets, kind_adapters, packed_bytes
 

@@ -51,7 +51,7 @@ def _nf4(run: Pass, x: Ref, spec: LinearSpec) -> Ref:
 
 def _with_adapter(run: Pass, x: Ref, role: str, spec: LinearSpec) -> Ref:
     """peft/tuners/lora/layer.py, Linear.forward: the input is cast to the adapter's dtype, once for each target;
-    under autocast only where training/adapter_inputs.py leaves it."""
+    under autocast only where training/model/adapter_inputs.py leaves it."""
     result = _base(run, x, role, spec)
     width = result.width
     if run.spec.numbers.autocast is None or run.spec.casts_inputs or run.spec.dora or run.spec.lora_dropout:

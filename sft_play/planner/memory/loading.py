@@ -18,7 +18,7 @@ from sft_play.planner.memory.step_memory import Terms, Walk
 def loading_terms(walk: Walk) -> Terms:
     """The most that a rank holds on its device until the model is there and wrapped, by what it is for.
 
-    Under FSDP2 a rank has its shards, one full unit, and the tensor that arrived last (training/fsdp_loading.py).
+    Under FSDP2 a rank has its shards, one full unit, and the tensor that arrived last (training/model/fsdp_loading.py).
     Under ZeRO-3 NF4 weights are created on each rank's own device, all of them: transformers reads and quantises
     one layer after the other (core_model_loading.py; ZeRO-3's partitioned reading is only for plain weights), PEFT
     adds adapters in fp32, and only then does DeepSpeed partition, tensor by tensor. Plain weights are partitioned

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.memory.block import BlockBytes
 from sft_play.planner.memory.block_spec import BlockSpec
 from sft_play.planner.memory.lm_head import HeadBytes

@@ -60,7 +60,7 @@ def _routing(run: Pass, x: Ref, rows: int) -> Ref:
 
 def _grouped(run: Pass, x: Ref, inputs: int, outputs: int) -> Ref:
     """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
-    autocast's dtype by training/experts.py, and the copy is held for x's gradient."""
+    autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient."""
     spec, low = run.spec, run.spec.numbers.autocast
     elements, width = spec.experts * inputs * outputs, spec.numbers.weights
     x = run.low(x)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
+from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.block_spec import Numbers
 from sft_play.planner.memory.structure import ROW_ROLES, is_target, part_of_linear, roles

@@ -128,7 +128,7 @@ def _view_with_own_gradient(run: Pass, x: Ref) -> Ref:
 
 
 def _one_by_one(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
-    """A call for each chat (training/varlen.py): keys and values of all heads; the calls' outputs are held and
+    """A call for each chat (training/model/varlen.py): keys and values of all heads; the calls' outputs are held and
     joined, and so are the gradients of what was divided."""
     groups = run.spec.heads // run.spec.kv_heads
     if groups > 1:

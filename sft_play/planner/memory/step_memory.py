@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.model_shape import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
 from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import gradients_of
@@ -59,7 +59,8 @@ class Step:
     masks: bool = True
     """Whether rows that are padded come with a mask, in training and evaluation (`planner.padding`)."""
     varlen: bool = False
-    """Packs, or rows of a micro-batch, lie one behind the other and have boundaries (`training.varlen`), not a mask."""
+    """Packs, or rows of a micro-batch, lie one behind the other and have boundaries (`training.model.varlen`), not a
+    mask."""
     one_by_one: bool = False
     """With `varlen`: no kernel takes the boundaries, and each chat is attended to by a call of its own."""
     eval_batch: int = 0

@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.liger import Replaced
-from sft_play.facts.model_shape import LayerKind, Linear, ModelShape
+from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.attention import FLASH_HEAD, SdpaCall, sdpa_kernel
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.layout import SINGLE, Layout

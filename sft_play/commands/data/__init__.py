@@ -1,0 +1,1 @@
+"""Commands on data: made, shown, checked."""

@@ -1,0 +1,125 @@
+"""`full-pipeline`: process, style where it is asked for, render and check, each on what the one before wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.data.check import check
+from sft_play.commands.data.render import render
+from sft_play.commands.machine import asked_machine
+from sft_play.commands.request import Request
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.schema import DataConfig
+from sft_play.errors import SftPlayError
+from sft_play.facts.hardware import Hardware
+from sft_play.findings import Finding, passed, warned
+from sft_play.log import escape_control, one_line
+
+HELP = {"full-pipeline": "process, style where asked, render and check"}
+
+
+def run(request: Request) -> Answer:
+    """The steps, up to the first that fails."""
+    hardware = asked_machine(request)
+    return answer_of(
+        full_pipeline(request.config, request.overrides, hardware, style=request.style, force=request.force)
+    )
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The steps of `make full-pipeline` that have run, with their answers; `stopped` is the step that failed, and
+    why."""
+
+    steps: tuple[tuple[str, Any], ...]
+    stopped: tuple[str, str] | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every step succeeded."""
+        return self.stopped is None and all(_is_ok(answer) for _, answer in self.steps)
+
+    def lines(self) -> list[str]:
+        """The steps one after the other."""
+        lines = []
+        for name, answer in self.steps:
+            lines += [f"== {name} ==", *answer.lines()]
+        if self.stopped is not None:
+            name, why = self.stopped
+            lines += [f"== {name} ==", escape_control(why), f"Stopped at {name}; what was written before it is kept"]
+        return lines
+
+    def as_json(self) -> dict[str, Any]:
+        """`ok`, the steps, and the one that failed."""
+        steps = [{"name": name, "ok": _is_ok(answer), "answer": answer.as_json()} for name, answer in self.steps]
+        stopped = None if self.stopped is None else {"name": self.stopped[0], "why": self.stopped[1]}
+        return {"ok": self.ok, "steps": steps, "stopped": stopped}
+
+
+def _is_ok(answer: Any) -> bool:
+    return bool(answer.ok() if callable(answer.ok) else answer.ok)
+
+
+def full_pipeline(
+    config_path: Path, overrides: Sequence[str], hardware: Hardware, *, style: str | None, force: bool
+) -> Pipeline:
+    """process, style where it is asked for, render and check, each on what the one before wrote.
+
+    Raises:
+        ConfigError: the run YAML cannot be read; no step has run.
+    """
+    loaded = load_config(config_path, overrides=overrides)
+    steps: list[tuple[str, Any]] = []
+    name = "process"
+    try:
+        for name, make in _steps(loaded, hardware, style=style, force=force):
+            answer = make()
+            steps.append((name, answer))
+            if not _is_ok(answer):
+                break
+    except SftPlayError as error:
+        return Pipeline(tuple(steps), (name, str(error)))
+    return Pipeline(tuple(steps))
+
+
+def _steps(loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool) -> Iterator[tuple[str, Any]]:
+    """The steps in order, each a function without arguments; one is built when those before it are done."""
+    from sft_play.data.process import process
+
+    config = loaded.config
+    yield "process", lambda: process(config, force=force)
+    folder = Path(config.data.process.out_dir)
+    wanted = config.data.style
+    if style is not None or wanted.system is not None or wanted.per_source:
+        from sft_play.data.style import style as restyle
+
+        yield "style", lambda: restyle(config, style, force=force)
+        folder = Path(wanted.out_dir)
+    # what follows reads what was just written, whatever the config trains on
+    overrides = [*loaded.overrides, *(["data.sources=[]"] if config.data.sources else [])]
+    overrides.append(f"data.train_path={json.dumps(str(folder / 'train.jsonl'))}")
+    for split in ("val", "test"):
+        path = folder.expanduser() / f"{split}.jsonl"
+        has_rows = path.is_file() and path.stat().st_size > 0
+        overrides.append(f"data.{split}_path={json.dumps(str(folder / path.name)) if has_rows else 'null'}")
+    yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
+    yield "check", lambda: check(loaded.path, overrides, hardware, also=[_which_files(config.data, folder)])
+
+
+def _which_files(data: DataConfig, folder: Path) -> Finding:
+    """Whether the config trains on what was written."""
+    written, trained = folder / "train.jsonl", data.train_path
+    if trained is not None and Path(trained).expanduser().absolute() == written.expanduser().absolute():
+        return passed("training files", f"data.train_path={written}, which was written just now")
+    sources = f"data.sources: {', '.join(data.source_names)}"
+    return warned(
+        "training files",
+        f"make train with this config reads {sources if trained is None else f'data.train_path={one_line(trained)}'}; "
+        f"checked below is {written}, which was written just now",
+        f"to train on it: data.train_path={written}, with val_path and test_path beside it",
+    )

@@ -1,0 +1,1 @@
+"""Commands that show the machine and what runs on it."""

@@ -1,0 +1,140 @@
+"""`tensorboard`, `tb-open`, `tb-stop` and `tb-clean`: the curves of runs in TensorBoard."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import webbrowser
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
+from sft_play.commands.machine import output_dir_of
+from sft_play.commands.request import Request
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.manage.listing import CURVES, parts_of, remove
+from sft_play.launch import tensorboard
+from sft_play.launch.tensorboard import Sidecar
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import run_named, runs_in
+from sft_play.units import size_of
+
+logger = logging.getLogger(__name__)
+
+HELP = {
+    "tensorboard": "show the curves of all runs in output.dir, or of RUN; it stays until tb-stop",
+    "tb-open": "open that page in a browser, or say its address",
+    "tb-stop": "stop this project's TensorBoards: all, or those of CONFIG's output.dir or of RUN",
+    "tb-clean": "remove the event files of finished runs, after asking (YES=1)",
+}
+
+
+def run(request: Request) -> Answer:
+    """Start, open or stop the page, or remove the curves; each step is logged."""
+    with stdout_to_stderr(wanted=request.json):
+        return {"tensorboard": _show, "tb-open": _open, "tb-stop": _stop, "tb-clean": _clean}[request.command](request)
+
+
+def _show(request: Request) -> Answer:
+    return Answer({"ok": True, **_page(_shown(request))})
+
+
+def _shown(request: Request) -> Sidecar:
+    """A TensorBoard over the output folder or over RUN, that stays until it is stopped."""
+    base, logdir = output_dir_of(request), _logdir(request)
+    title = (logdir.parent if request.run else logdir).absolute().name
+    sidecar, words = tensorboard.start(logdir, title=title, **tensorboard.settings(os.environ))
+    if sidecar is None:
+        raise ConfigError(f"TensorBoard over {logdir} does not start: {words}")
+    tensorboard.log_started(sidecar, words)
+    if not any(logdir.rglob(CURVES) if request.run else base.glob(f"*/tb/{CURVES}")):
+        logger.info("There are no curves in %s yet", logdir)
+    elif not sidecar.is_of_run:
+        logger.info("It shows %s, and stays until make tb-stop", logdir)
+    return sidecar
+
+
+def _open(request: Request) -> Answer:
+    """In a browser, or its address where there is no display. Without RUN, a TensorBoard of one of the runs will do."""
+    inside = sorted(filter(tensorboard.answers, _inside(_logdir(request))), key=lambda one: len(one.logdir))
+    sidecar = inside[0] if inside else _shown(request)
+    has_display = sys.platform == "darwin" or any(map(os.environ.get, ("BROWSER", "DISPLAY", "WAYLAND_DISPLAY")))
+    is_open = has_display and webbrowser.open(sidecar.page)
+    if is_open:
+        logger.info("Opened %s in the browser", sidecar.page)
+    else:
+        logger.info("No browser can be shown here; open this address yourself: %s", sidecar.page)
+        if os.environ.get("SSH_CONNECTION"):
+            logger.info("From the machine that you sit at: ssh -L %d:127.0.0.1:%d %s, then the same address",
+                        sidecar.port, sidecar.port, socket.gethostname())  # fmt: skip
+    return Answer({"ok": True, "opened": is_open, **_page(sidecar)})
+
+
+def _stop(request: Request) -> Answer:
+    folder = _logdir(request) if request.config_given or request.run or request.overrides else None
+    chosen = tensorboard.running() if folder is None else _inside(folder)
+    if not chosen:
+        over = "" if folder is None else f" over {folder}"
+        logger.info("No TensorBoard of this project is running%s", over)
+    for one in chosen:
+        logger.info("%s: %s, over %s", tensorboard.stop(one), one.url, one.logdir)
+    running = tensorboard.running()
+    left = [one for one in chosen if one in running]
+    stopped = [_page(one) for one in chosen if one not in left]
+    return Answer({"ok": not left, "stopped": stopped, "running": list(map(_page, running))}, exit_code=bool(left))
+
+
+def _clean(request: Request) -> Answer:
+    """Of all runs in the output folder, or of RUN; what is kept is logged with the reason."""
+    output = output_dir_of(request)
+    every = [run_named(output, request.run)] if request.run else list(runs_in(output, replaced=True))
+    chosen = {every[0]: parts_of(every[0], "curves")} if request.run else _of_finished(every)
+    chosen = {folder: files for folder, files in chosen.items() if files}
+    for folder, files in chosen.items():
+        logger.info("%s: %s", folder.tensorboard, _files(files))
+    removed: dict[Path, int] = {}
+    if not chosen:
+        logger.info("There are no event files of finished runs in %s", every[0].path if request.run else output)
+    else:
+        total = {path: size for files in chosen.values() for path, size in files.items()}
+        what = f"{_files(total)}, of {len(chosen)} finished run{'s' * (len(chosen) > 1)}"
+        refusal = f"tb-clean would remove {what}, and there is no terminal to ask on: YES=1 removes them"
+        if agreed(request, f"Remove {what}?", refusal=refusal):
+            for folder, files in chosen.items():
+                removed |= remove(folder, files)
+        logger.info("%s", f"Removed {_files(removed)}" if removed else "Nothing was removed")
+    kept = sum(1 for folder in every for _ in folder.tensorboard.rglob(CURVES))
+    data = {"removed": list(map(str, removed)), "freed_bytes": sum(removed.values()), "kept": kept}
+    return Answer({"ok": True, **data})
+
+
+def _of_finished(every: Sequence[RunFolder]) -> dict[RunFolder, dict[Path, int]]:
+    """The event files of the runs that are finished; why another run's are kept is logged."""
+    chosen = {}
+    for folder in every:
+        try:
+            chosen[folder] = parts_of(folder, "curves")
+        except RunFolderError as error:
+            logger.info("kept: %s", error)
+    return chosen
+
+
+def _files(files: Mapping[Path, int]) -> str:
+    return f"{len(files)} event file{'s' * (len(files) != 1)}, {size_of(sum(files.values()))}"
+
+
+def _logdir(request: Request) -> Path:
+    base = output_dir_of(request)
+    return run_named(base, request.run).tensorboard if request.run else base
+
+
+def _inside(folder: Path) -> list[Sidecar]:
+    """The TensorBoards over a folder and over what is in it."""
+    place = folder.absolute().resolve()
+    return [one for one in tensorboard.running() if Path(one.logdir).is_relative_to(place)]
+
+
+def _page(sidecar: Sidecar) -> dict[str, object]:
+    return {name: getattr(sidecar, name) for name in ("page", "logdir", "host", "port", "pid")}

@@ -1,0 +1,1 @@
+"""Data files to token rows: read, counted, mixed, packed, split, and kept in a cache."""

@@ -1,0 +1,406 @@
+"""Data files → tokens in an Arrow cache: read, rendered and verified in several processes, mapped, never held whole.
+
+A cache is keyed by everything that decides a row's tokens: the content of the files, the tokenizer with its template,
+the options that matter, and this code. It is written aside and renamed when it is complete; another rank or run that
+needs it meanwhile waits for the lock. The counts of its rows, bad ones included, are kept beside it: `splits.py`
+decides at every start whether a run may continue with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sft_play.cache import cache_dir, locked
+from sft_play.config.schema import DataConfig
+from sft_play.data.build.arrow_rows import RowWriter, write_blocks
+from sft_play.data.build.file_digests import digest_of
+from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
+from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
+from sft_play.data.masks.render import Draft, Renderer
+from sft_play.data.masks.token_row import TokenRow
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.sources.examples import characters, example_of
+from sft_play.data.sources.files import AnySource, Part, data_files, read_part
+from sft_play.data.sources.formats import Example, Format, Text, content_share, first_format
+from sft_play.data.sources.raw import BadRow
+from sft_play.errors import DataError
+from sft_play.heap import give_back
+
+KEPT, HELD = "kept", "held"
+"""The rows of a source, and those of it that are split off for validation."""
+
+_NOT_IN_KEY = frozenset(
+    {
+        *("train_path", "val_path", "test_path", "text_path", "text_fraction", "val_fraction", "on_bad_row"),
+        *("max_lost_fraction", "packing", "sources", "workers", "process", "style", "documents", "chat_template"),
+    }
+)
+"""Options of the data section that decide no row's tokens; the template is part of the tokenizer."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How rows are made from examples: all that another process needs.
+
+    `documents`: plain text that is joined and cut into blocks of max_seq_len; else rows of chats. `held_share` of the
+    examples, by content hash, are split off; `keeps_chats` keeps the conversations beside their tokens.
+    """
+
+    tokenizer: TokenizerParts
+    data: DataConfig
+    max_seq_len: int
+    today: date
+    documents: bool = False
+    held_share: float = 0.0
+    keeps_chats: bool = False
+
+
+@dataclass(frozen=True)
+class Built:
+    """The token rows of a source: Arrow files by KEPT and HELD, and what became of the rows by the same names."""
+
+    folder: Path
+    files: dict[str, tuple[str, ...]]
+    stats: dict[str, RowStats]
+
+    def digests(self, name: str) -> Any:
+        """Eight bytes for the tokens of each row, or each document: uint64 of shape [rows], sorted, no two alike."""
+        return np.load(self.folder / _DIGESTS.format(name))
+
+    def dataset(self, name: str) -> Any:
+        """The rows as a mapped `datasets.Dataset`; None where there are none."""
+        from datasets import Dataset, concatenate_datasets
+
+        parts = [Dataset.from_file(str(self.folder / file)) for file in self.files.get(name, ())]
+        parts = [part for part in parts if len(part)]
+        return concatenate_datasets(parts) if parts else None
+
+
+def build(source: AnySource, recipe: Recipe, *, split: str, workers: int | str = "auto") -> Built:
+    """The token rows of a source, from the cache or made now.
+
+    Raises:
+        DataError: a file cannot be read, its columns are those of no format, or the cache cannot be written.
+    """
+    parts = data_files(source, split=split, text_wanted=recipe.documents)
+    try:
+        folder = cache_dir() / "tokens" / _key(source, parts, recipe, split)
+    except OSError as error:
+        raise DataError(f"{error.filename or source} cannot be read: {error.strerror or error}") from error
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with locked(folder.with_name(f"{folder.name}.lock"), waiting=_WAITING):
+            return _load(folder) or _make(folder, parts, recipe, split, workers)
+    except OSError as error:
+        raise DataError(
+            f"the token cache {folder.parent} cannot be written: {error.strerror or error}; free space there, or name "
+            "another folder in SFT_PLAY_CACHE"
+        ) from error
+
+
+# The key.
+
+
+def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -> str:
+    import tokenizers
+
+    options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
+    # A tokenizer's ids are the library's doing too, and a row's masks are this package's: no version number is needed.
+    code = hashlib.sha256(tokenizers.__version__.encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        code.update(path.read_bytes())
+    decides = {
+        "code": code.hexdigest(),
+        "tokenizer": hashlib.sha256(repr(recipe.tokenizer).encode()).hexdigest(),
+        "options": options,
+        "limit": recipe.max_seq_len,
+        "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
+        "kind": [split, recipe.documents, recipe.held_share, recipe.keeps_chats],
+        "source": str(source),
+        "content": [[part.name, part.kind, _content(part)] for part in parts],
+    }
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _content(part: Part) -> str:
+    """Digest of what a part's file holds; of a data set of the hub its commit, or today's date if that is unknown."""
+    if part.kind == "hub":
+        from huggingface_hub import HfApi
+
+        with contextlib.suppress(Exception):  # offline, gated, renamed: reading it says so
+            return str(HfApi().dataset_info(part.name.split(":")[1], timeout=10).sha)
+        return str(date.today())
+    path = part.path
+    files = sorted(item for item in path.rglob("*") if item.is_file()) if path.is_dir() else [path]
+    return hashlib.sha256("".join(digest_of(file) for file in files).encode()).hexdigest()
+
+
+# The cache.
+
+
+_META = "meta.pickle"
+_DIGESTS = "{}.digests.npy"
+_WAITING = "Data: another process is preparing the same rows; waiting for it"
+
+
+def _load(folder: Path) -> Built | None:
+    """The cache where it is complete; otherwise None, and what is left of it is removed."""
+    with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
+        files, stats = pickle.loads((folder / _META).read_bytes())
+        # the folder was renamed when it was whole; a user may have removed files since
+        if all((folder / file).is_file() for names in files.values() for file in names):
+            return Built(folder, files, stats)
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def _make(folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str) -> Built:
+    """Write the cache beside its place and rename it; what an interrupted run left is removed."""
+    for unfinished in folder.parent.glob(f"{folder.name}.*.part"):  # nobody is writing it: the caller holds the lock
+        shutil.rmtree(unfinished, ignore_errors=True)
+    aside = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    aside.mkdir()
+    try:
+        files, stats = _rows_of(aside, parts, recipe, split, workers)
+        if recipe.documents:
+            for name, documents in files.items():
+                blocks, held_out = f"{name}.blocks.arrow", split != "train" or name == HELD
+                paths = [aside / file for file in documents]
+                write_blocks(aside / blocks, paths, recipe.max_seq_len, keeps_short=held_out)
+                files[name] = (blocks,)
+        (aside / _META).write_bytes(pickle.dumps((files, stats)))
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Built(folder, files, stats)
+
+
+_Files = dict[str, tuple[str, ...]]
+_Stats = dict[str, RowStats]
+
+
+def _rows_of(
+    folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str
+) -> tuple[_Files, _Stats]:
+    """Every part's rows in a file of its own, made here or by other processes."""
+    total = bytes_of(parts)
+    count = how_many(workers, total)
+    jobs: list[_Job] = []
+    for part in parts:
+        shape = first_format(read_part(part), recipe.data)[1]  # DataError where its columns are those of none
+        pieces = pieces_of(part, count=count, total_bytes=total)
+        jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
+    count = min(count, len(jobs))
+    news = News(f"Data {split}", "prepared")
+    if count > 1:
+        results = together(jobs, _Maker, recipe, count=count, done=lambda result: news.add(result.stats[KEPT].rows))
+    else:
+        maker = _Maker(recipe)
+        results = (maker(job, news=news) for job in jobs)
+    files: dict[str, list[str]] = {KEPT: [], HELD: []}
+    digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
+    stats = _no_rows(recipe)
+    for result in results:
+        for name, file in result.files.items():
+            files[name].append(file)
+            digests[name].append(result.digests[name])
+            stats[name].add(result.stats[name])
+    formats = ", ".join(name for name, _ in stats[KEPT].formats.most_common())
+    for name, side in stats.items():
+        every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
+        distinct = np.unique(every)  # each once, as `splits.py` compares them
+        side.format = formats or side.format
+        side.repeated = len(every) - len(distinct)
+        np.save(folder / _DIGESTS.format(name), distinct)
+    return {name: tuple(names) for name, names in files.items()}, stats
+
+
+def _no_rows(recipe: Recipe) -> _Stats:
+    """The statistics before any row."""
+    return {name: RowStats(cost=LimitCost(recipe.data.truncate)) for name in (KEPT, HELD)}
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A piece of a file, its format, and where its rows go."""
+
+    number: int
+    part: Part
+    shape: Format | None
+    folder: str
+
+
+@dataclass(frozen=True)
+class _Result:
+    files: dict[str, str]
+    stats: _Stats
+    digests: dict[str, Any]
+
+
+# Making rows.
+
+
+class _Maker:
+    """Makes rows by one recipe; each process has one."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
+
+    def __call__(self, job: _Job, *, news: News | None = None) -> _Result:
+        """The rows of a piece, written into its files."""
+        stats = _no_rows(self._recipe)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(_garbage_collection_paused())
+            writers = {
+                # a file for each job and side: no process waits for another, and the order is that of the jobs
+                name: stack.enter_context(self._writer(job, name))
+                for name in ((KEPT, HELD) if self._recipe.held_share else (KEPT,))
+            }
+            for batch in self._batches(job, stats):
+                self._write(batch, stats[batch.name], writers[batch.name])
+                gc.collect(0)
+                give_back(max(map(characters, batch.examples), default=0))
+                if news is not None:
+                    news.add(len(batch.examples))
+        return _Result(
+            {name: writer.path.name for name, writer in writers.items()},
+            stats,
+            {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
+        )
+
+    def _writer(self, job: _Job, name: str) -> RowWriter:
+        recipe = self._recipe
+        is_held_out = name == HELD or not recipe.held_share  # a recipe of held-out rows alone splits none off
+        keeps_chats = recipe.keeps_chats and is_held_out and not recipe.documents
+        return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
+
+    def _batches(self, job: _Job, stats: _Stats) -> Iterator[_Batch]:
+        """The piece's examples in batches: one is tokenised while the next is read and rendered."""
+        before: _Batch | None = None
+        # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
+        with ThreadPoolExecutor(1) as tokenizer:
+            for examples in _in_batches(self._examples(job, stats[KEPT])):
+                for name, share in self._by_side(examples).items():
+                    for example in share:
+                        stats[name].count_example(example)
+                    batch = self._submit(name, share, tokenizer)
+                    if before is not None:
+                        yield before
+                    before = batch
+            if before is not None:
+                yield before
+
+    def _submit(self, name: str, examples: Sequence[Example], tokenizer: ThreadPoolExecutor) -> _Batch:
+        """A batch that is rendered and handed to the tokenizer's thread."""
+        renderer = self._renderer
+        if self._recipe.documents:
+            texts = [example for example in examples if isinstance(example, Text)]
+            return _Batch(name, texts, [], tokenizer.submit(renderer.documents, [text.text for text in texts]))
+        expanded = [one for example in examples for one in renderer.expand(example)]
+        drafts = renderer.drafts(expanded)
+        return _Batch(name, expanded, drafts, tokenizer.submit(renderer.encodings, drafts))
+
+    def _examples(self, job: _Job, stats: RowStats) -> Iterator[Example]:
+        """The piece's examples; bad rows are only counted."""
+        data = self._recipe.data
+        for raw in read_part(job.part):
+            stats.rows += 1
+            example = example_of(raw, job.shape, data)
+            if isinstance(example, BadRow):
+                stats.count_bad(example)
+            else:
+                if job.shape is not None:
+                    stats.formats[job.shape.name] += 1
+                yield example if self._recipe.documents else self._renderer.as_chat(example)
+
+    def _by_side(self, batch: Sequence[Example]) -> dict[str, list[Example]]:
+        """A batch divided into what is kept and what is split off."""
+        share = self._recipe.held_share
+        if not share:
+            return {KEPT: list(batch)}
+        sides: dict[str, list[Example]] = {KEPT: [], HELD: []}
+        for example in batch:
+            sides[HELD if content_share(example) < share else KEPT].append(example)
+        return sides
+
+    def _write(self, batch: _Batch, stats: RowStats, writer: RowWriter) -> None:
+        """Wait for a batch's tokens; count and write its rows."""
+        tokens = batch.tokens.result()
+        if self._recipe.documents:
+            documents = [TokenRow(one.where, ids, []) for one, ids in zip(batch.examples, tokens, strict=True)]
+            stats.kept += len(documents)
+            texts = (one.text for one in batch.examples if isinstance(one, Text))
+            stats.special_rows += sum(self._renderer.specials.count(text) > 0 for text in texts)
+            stats.tokens += sum(len(row.input_ids) for row in documents)
+            writer.write(documents, batch.examples)
+            return
+        rows = []
+        examples = []
+        for example, whole in zip(batch.examples, self._renderer.tokenised(batch.drafts, tokens), strict=True):
+            if isinstance(whole, BadRow):
+                stats.count_bad(whole)
+                continue
+            # rows that fit keep all at any limit that could be proposed: only the others are worth counting
+            if len(whole.labels) > self._recipe.max_seq_len:
+                stats.cost.add(len(whole.labels), trained_runs(whole.labels))
+            row = self._renderer.cut(whole)
+            if isinstance(row, BadRow):  # for its length alone
+                stats.count_too_long(whole, row)
+                continue
+            stats.count_rendered(whole)
+            stats.count_kept(row)
+            rows.append(row)
+            examples.append(example)
+        writer.write(rows, examples)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Examples in the tokenizer's thread: those of documents have no drafts, and lists of ids as tokens."""
+
+    name: str
+    examples: Sequence[Example]
+    drafts: Sequence[Draft | BadRow]
+    tokens: Future[list[Any]]
+
+
+def _in_batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+    """Up to BATCH_ROWS examples at once, fewer where they are long."""
+    batch: list[Example] = []
+    chars = 0
+    for example in examples:
+        size = characters(example)
+        if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
+            yield batch
+            batch, chars = [], 0
+        batch.append(example)
+        chars += size
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """Cyclic garbage is collected only when asked for: rows are many objects to look through, and leave none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

@@ -1,0 +1,507 @@
+"""Splits of token rows with a report of everything that was left out, cut, packed or mixed.
+
+sft: chats with their loss masks. cpt: documents joined by the end-of-text token and cut into full blocks, every
+token trained. cpt_mixed: both, in a given ratio. The rows themselves are in the token cache (`build.py`).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.build.arrow_rows import chat_of
+from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
+from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
+from sft_play.data.build.stats import RowStats
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import TokenRow
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
+from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part
+from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
+from sft_play.data.sources.messages import roles_said
+from sft_play.data.sources.raw import BadRow
+from sft_play.errors import DataError
+
+SplitName = Literal["train", "val", "test"]
+FEW_DOCUMENTS = 20
+"""With fewer documents the validation share is the end of each: chosen by hash, it might be all of them or none."""
+HELD_TEXT_FRACTION = 0.05
+"""Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0."""
+
+
+class Chats(Sequence[Chat]):
+    """The conversations of a split's rows, read from the cache one at a time.
+
+    `parts`: columns of the cache, each with the places in it that hold a conversation.
+    """
+
+    def __init__(self, *parts: tuple[Any, Sequence[int]]) -> None:
+        self.parts = parts
+        self._ends = list(itertools.accumulate(len(places) for _, places in parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> Chat: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Chat]: ...
+    def __getitem__(self, index: int | slice) -> Chat | list[Chat]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(len(self)))]
+        at = range(len(self))[index]
+        part = bisect.bisect_right(self._ends, at)
+        column, places = self.parts[part]
+        return chat_of(column[int(places[at - self._ends[part]])])  # from the part's end: negative
+
+    def rows(self) -> list[int]:
+        """The number of each conversation's row in its split, whose rows are those of the parts one after the other."""
+        starts = itertools.accumulate((len(column) for column, _ in self.parts), initial=0)
+        return [start + int(at) for start, (_, places) in zip(starts, self.parts, strict=False) for at in places]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Token rows in their order, the counts of what they were made from, and the chats for generated answers.
+
+    `rows` is a mapped `datasets.Dataset` with the columns input_ids, labels and source (0: chat, 1: text); None where
+    no row of a source is left.
+    """
+
+    rows: Any
+    report: RowStats
+    chats: Chats = field(default_factory=Chats)
+    digests: Any = ()
+    """Digests of the tokens of its rows, or documents, sorted: uint64 of shape [rows]."""
+    key: str = ""
+    """The option that names the source, where it is not the split's."""
+
+    def named(self, split: str) -> str:
+        """The source as the run YAML names it."""
+        return f"{self.key or f'data.{split}_path'}={self.report.source}"
+
+    def first(self) -> TokenRow:
+        """The first row."""
+        row = self.rows[0]
+        return TokenRow(self.report.source, list(row["input_ids"]), list(row["labels"]))
+
+
+@dataclass(frozen=True)
+class Splits:
+    """What a run trains on and is evaluated on; `notes` are choices for the log."""
+
+    train: Split
+    val: Split | None
+    test: Split | None
+    notes: tuple[str, ...] = ()
+    sources: Sources | None = None
+    """Where several sources are mixed: the column `source` is their number, -1 in rows of none of them."""
+
+
+def build_splits(
+    config: RunConfig,
+    paths: DataPaths,
+    tokenizer: Any,
+    *,
+    max_seq_len: int,
+    positions: int | None = None,
+    today: date | None = None,
+) -> Splits:
+    """Every split of a run as token rows.
+
+    `positions`: how many the model has, if it has a limit; no longer max_seq_len is proposed. `today`: the date that
+    templates are given.
+
+    Raises:
+        DataError: rows that cannot be used (unless they are to be skipped), too much lost to max_seq_len, or nothing
+            to learn.
+    """
+    check_columns(config.data)
+    parts = TokenizerParts.of(tokenizer)
+    return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
+
+
+class _Builder:
+    def __init__(
+        self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, positions: int | None, today: date
+    ) -> None:
+        self._config, self._tokenizer, self._positions = config, tokenizer, positions
+        self._max_seq_len, self._today = max_seq_len, today
+        self._is_text = config.task_mode == "cpt"
+        self._notes: list[str] = []
+
+    def build(self, paths: DataPaths) -> Splits:
+        """Train, validation and test; without a validation file, rows are split off the training rows."""
+        if paths.sources:
+            return self._of_sources(paths)
+        val = self._held_out(paths.val, "val")
+        share = self._config.data.val_fraction
+        # with cpt_mixed the share still holds for the text, of which no validation file is given
+        if val is not None and share and self._config.task_mode != "cpt_mixed":
+            self._notes.append(
+                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
+            )
+        share = share if val is None else 0.0  # rows of val_path are enough
+        train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
+        test = self._held_out(paths.test, "test")
+        self._judge(train, "train")
+        if val is None and split_off is not None:
+            self._judge(split_off, "val")
+            val = split_off
+        if share and val is None:
+            self._notes.append(f"data.val_fraction={share} of {train.report.kept} rows leaves no validation rows")
+        _note_shared({"train": train, "val": val, "test": test})
+        train, val = self._finished(train), self._finished(val) if val else None
+        if self._config.task_mode == "cpt_mixed":
+            assert paths.text is not None
+            train, val = self._mixed(train, val, paths.text)
+        return Splits(train, val, self._finished(test) if test else None, (*paths.notes, *self._notes))
+
+    def _recipe(self, *, documents: bool, held_share: float, keeps_chats: bool) -> Recipe:
+        return Recipe(
+            self._tokenizer,
+            self._config.data,
+            self._max_seq_len,
+            self._today,
+            documents=documents,
+            held_share=held_share,
+            keeps_chats=keeps_chats,
+        )
+
+    def _source(
+        self, source: AnySource, split: str, *, documents: bool, held_share: float = 0.0
+    ) -> tuple[Split, Split | None]:
+        """The rows of a source, and those split off it."""
+        if documents and held_share and (few := self._few_documents(source, split)) is not None:
+            return self._ends_split_off(few, source, held_share)
+        keeps = split != "train" or held_share > 0  # conversations are needed where answers are generated
+        recipe = self._recipe(documents=documents, held_share=held_share, keeps_chats=keeps)
+        built = build(source, recipe, split=split, workers=self._config.data.workers)
+        kept = _of_cache(built, KEPT, str(source))
+        if not kept.report.rows:
+            raise DataError(f"{source} has no rows")
+        if not held_share:
+            return kept, None
+        held = _of_cache(built, HELD, f"{held_share:g} of {source} by content hash")
+        # the build counts every row it reads for the kept side: those that are split off are taken out again
+        held.report.rows = held.report.kept + held.report.too_long + held.report.bad.total()
+        kept.report.rows -= held.report.rows
+        return kept, held if held.rows is not None else None
+
+    # Several sources.
+
+    def _of_sources(self, paths: DataPaths) -> Splits:
+        """The rows of all sources, one after the other, and those held out of each; val_path's rows are of none."""
+        common, test = self._held_out(paths.val, "val"), self._held_out(paths.test, "test")
+        train: list[Split] = []
+        held: dict[int, Split] = {}
+        for at, source in enumerate(paths.sources):
+            key = f"data.sources[{at}]"
+            val = self._held_out(source.val, "val", key=f"{key}.val_path")
+            share = self._config.data.val_fraction if val is None and common is None else 0.0
+            kept, split_off = self._source(source.train, "train", documents=self._is_text, held_share=share)
+            train.append(dataclasses.replace(kept, key=f"{key}.path"))
+            self._judge(train[-1], "train")
+            if val is None and split_off is not None:
+                val = dataclasses.replace(split_off, key=f"{key}.path")
+                self._judge(val, "val")
+            if val is not None:
+                held[at] = val
+        vals = list(held.values()) if common is None else [common]
+        _note_shared({"train": _as_one(train), "val": _as_one(vals), "test": test})
+        names = tuple(source.name for source in paths.sources)
+        used = [self._limited(_marked(self._finished(split), at), at, names[at]) for at, split in enumerate(train)]
+        weights = tuple(source.weight for source in self._config.data.sources)
+        sources = Sources(names, weights, tuple(len(split.rows) for split in used))
+        mix = sources.mix(seed=self._config.train.seed)
+        # packed rows are mixed by packs, whose table the trainer logs once they are made
+        if self._config.data.packing == "none" or self._is_text:
+            self._notes += [f"Data train: {line}" for line in mix_table(mix)]
+        numbered = held.items() if common is None else [(-1, common)]  # -1: of no source
+        held_out = [_marked(self._finished(split), at) for at, split in numbered]
+        tested = _marked(self._finished(test), -1) if test else None
+        notes = (*paths.notes, *self._notes)
+        return Splits(_together(used), _together(held_out) if held_out else None, tested, notes, sources)
+
+    def _limited(self, split: Split, at: int, name: str) -> Split:
+        """At most max_rows rows of a source."""
+        most = self._config.data.sources[at].max_rows
+        places = drawn(len(split.rows), most, seed=self._config.train.seed)
+        if places is None:
+            return split
+        self._notes.append(f"Data train: {most:,} of {len(split.rows):,} rows of {name} are used (max_rows)")
+        return dataclasses.replace(split, rows=split.rows.select(places))
+
+    def _held_out(self, source: AnySource | None, split: SplitName, *, key: str = "") -> Split | None:
+        """A held-out file's rows; None, with a note, where plain text is trained and the file holds chats."""
+        if source is None:
+            return None
+        if self._is_text and self._holds_chats(source, split):
+            share = self._config.data.val_fraction
+            instead = f"; {share:g} of the training text is" if share else "; data.val_fraction would split some off"
+            self._notes.append(
+                f"{key or f'data.{split}_path'}={source} holds chats and task_mode is cpt: it is not used"
+                + (instead if split == "val" else "")
+            )
+            return None
+        rows, _ = self._source(source, split, documents=self._is_text)
+        rows = dataclasses.replace(rows, key=key)
+        self._judge(rows, split)
+        return rows
+
+    def _holds_chats(self, source: AnySource, split: str) -> bool:
+        for part in data_files(source, split=split, text_wanted=True):
+            rows, shape = first_format(read_part(part), self._config.data)
+            if shape is not None:
+                last = next(row for row in reversed(rows) if not isinstance(row, BadRow))
+                example = to_example(rename_columns(last, self._config.data.columns), shape)
+                return isinstance(example, Chat) or (isinstance(example, BadRow) and shape.name != "text")
+        return False
+
+    # Judging.
+
+    def _judge(self, rows: Split, split: str) -> None:
+        """Raises DataError for bad rows that may not be skipped, rows of the wrong kind, and too many tokens lost."""
+        stats, data = rows.report, self._config.data
+        if self._is_text and stats.chats:
+            raise DataError(
+                f"{rows.named(split)}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
+                f"rows are chats ({stats.format}); use task_mode=sft, or rows with a text column"
+            )
+        if stats.bad and data.on_bad_row == "fail":
+            raise DataError(_bad_rows_message(stats, rows.named(split)))
+        if stats.kept == 0:
+            raise DataError(_nothing_left_message(stats, rows.named(split), self._max_seq_len, self._positions))
+        if split == "train" and stats.lost_fraction > data.max_lost_fraction:
+            raise DataError(
+                f"{rows.named(split)}: {stats.lost:,} of {stats.whole_trained:,} trained tokens "
+                f"({stats.lost_fraction:.1%}) are lost to max_seq_len {self._max_seq_len}, more than "
+                f"data.max_lost_fraction={data.max_lost_fraction:g}: {stats.cut_rows:,} rows are cut and "
+                f"{stats.too_long:,} lose all. {_longer_limits(stats, self._max_seq_len, self._positions)}, or keep "
+                "the ends of rows with data.truncate=prompt, or accept the loss with data.max_lost_fraction"
+            )
+
+    # Splits.
+
+    def _finished(self, split: Split) -> Split:
+        """The split as it is trained; text of `task_mode: cpt` in blocks."""
+        if self._is_text:
+            return self._packed(split)
+        stats = split.report
+        if stats.texts:
+            self._notes.append(
+                f"{stats.source}: {stats.texts:,} rows of plain text have no turns: every token is trained"
+            )
+        return split
+
+    def _packed(self, split: Split) -> Split:
+        """Documents as blocks of exactly max_seq_len tokens; a text shorter than one block is an error."""
+        block, stats = self._max_seq_len, split.report
+        if split.rows is None:
+            raise DataError(
+                f"{stats.source}: {stats.kept} documents are {stats.tokens:,} tokens, less than one block "
+                f"of max_seq_len {block}; lower model.max_seq_len or give more text"
+            )
+        count = len(split.rows)
+        # a single block may be shorter: a held-out text of less than one (`arrow_rows.write_blocks`)
+        tokens = count * block if count > 1 or len(split.rows[0]["input_ids"]) == block else stats.tokens
+        left = stats.tokens - tokens
+        self._notes.append(
+            f"{stats.source}: packed into {count:,} blocks of {block} tokens; the last {left:,} tokens fill none"
+        )
+        return dataclasses.replace(split, report=dataclasses.replace(stats, tokens=tokens, trained=tokens))
+
+    def _mixed(self, chats: Split, val: Split | None, source: AnySource) -> tuple[Split, Split | None]:
+        """Chats and text mixed, for training and for validation."""
+        share = self._config.data.val_fraction or (HELD_TEXT_FRACTION if val is not None else 0.0)
+        kept, held = self._source(source, "train", documents=True, held_share=share)
+        if kept.report.chats:
+            raise DataError(f"data.text_path={source} holds {kept.report.format} rows; it takes plain text")
+        if kept.report.bad and self._config.data.on_bad_row == "fail":
+            raise DataError(_bad_rows_message(kept.report, kept.named("text")))
+        train = self._mix(chats, self._packed(kept))
+        if val is None or held is None:
+            return train, val
+        text = self._packed(held)
+        self._notes.append(
+            f"Data val: {len(text.rows):,} blocks of held-out text ({text.report.source}) beside the chats"
+        )
+        return train, Split(_joined([val.rows, text.rows]), val.report.beside(text.report), val.chats)
+
+    def _mix(self, chats: Split, text: Split) -> Split:
+        """All chats once, with as many text blocks between them as the ratio asks for, in a seeded order."""
+        share = self._config.data.text_fraction
+        count, blocks = len(chats.rows), len(text.rows)
+        wanted = max(1, round(count * share / (1 - share)))
+        if wanted > MAX_PASSES * blocks:
+            raise DataError(
+                f"data.text_fraction={share:g} of {count} chats asks for {wanted:,} text blocks, and "
+                f"{text.report.source} has {blocks}: more than {MAX_PASSES} passes over it; lower it"
+            )
+        # rows are numbered with the chats first; text is taken in passes over all its blocks
+        order = [*range(count), *(count + index % blocks for index in range(wanted))]
+        random.Random(self._config.train.seed).shuffle(order)
+        rows = _joined([chats.rows, text.rows]).select(order)
+        self._notes.append(
+            f"Data train: {count:,} chats and {wanted:,} text blocks ({share:g} of the sequences; "
+            f"{wanted / blocks:.2g} passes over the text)"
+        )
+        added = wanted * self._max_seq_len
+        report = dataclasses.replace(text.report, tokens=added, trained=added)
+        return Split(rows, chats.report.beside(report), chats.chats)
+
+    # A few long documents.
+
+    def _few_documents(self, source: AnySource, split: str) -> list[Text] | None:
+        """The documents of a source that has only a few; None where it has more, or bad ones (judged later)."""
+        documents: list[Text] = []
+        for part in data_files(source, split=split, text_wanted=True):
+            rows = read_part(part)
+            first, shape = first_format(rows, self._config.data)
+            for raw in itertools.chain(first, rows):
+                example: Example | BadRow | None = None
+                if not isinstance(raw, BadRow) and shape is not None:
+                    example = to_example(rename_columns(raw, self._config.data.columns), shape, self._config.data)
+                if not isinstance(example, Text) or len(documents) + 1 >= FEW_DOCUMENTS:
+                    return None
+                documents.append(example)
+        return documents
+
+    def _ends_split_off(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[Split, Split | None]:
+        """The beginnings of a few long documents, and their ends for validation."""
+        recipe = self._recipe(documents=True, held_share=0.0, keeps_chats=False)
+        renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=self._max_seq_len, today=self._today)
+        cuts = [int(len(text.text) * (1 - share)) for text in texts]
+        pieces = {
+            KEPT: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],
+            HELD: [text.text[cut:] for text, cut in zip(texts, cuts, strict=True)],
+        }
+        kept, held = (self._in_memory(renderer, pieces[name], is_held=name == HELD) for name in (KEPT, HELD))
+        kept.report.rows, kept.report.source = len(texts), str(source)
+        held.report.source = f"the last {share:g} of each document of {source}"
+        return kept, held if held.rows is not None else None
+
+    def _in_memory(self, renderer: Renderer, texts: Sequence[str], *, is_held: bool) -> Split:
+        """Texts as blocks of max_seq_len tokens; a held-out text of less is a block by itself."""
+        from datasets import Dataset, Features, List, Value
+
+        whole = [text for text in texts if text.strip()]
+        stream = [number for text in whole for number in renderer.documents([text])[0]]  # one by one, for the memory
+        size = self._max_seq_len
+        blocks = [stream[start : start + size] for start in range(0, len(stream) - size + 1, size)]
+        if not blocks and is_held and stream:
+            blocks = [stream]
+        stats = RowStats(rows=len(whole), kept=len(whole), texts=len(whole), tokens=len(stream))
+        stats.format = "text" if whole else stats.format
+        features = Features(
+            {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")}
+        )
+        # every token is trained, and 1 is the number of text
+        columns = {"input_ids": blocks, "labels": blocks, "source": [1] * len(blocks)}
+        return Split(Dataset.from_dict(columns, features=features) if blocks else None, stats)
+
+
+def _of_cache(built: Built, name: str, source: str) -> Split:
+    """Rows of the token cache with the conversations beside them."""
+    rows, stats, digests = built.dataset(name), built.stats[name], built.digests(name)
+    stats.source = source
+    if rows is None or "chat" not in rows.column_names:
+        return Split(rows, stats, digests=digests)
+    tables = rows.select_columns("chat").with_format("arrow").iter(batch_size=10_000)
+    is_chat = itertools.chain.from_iterable(table["chat"].is_valid().to_pylist() for table in tables)
+    places = [place for place, valid in enumerate(is_chat) if valid]
+    chats = Chats((rows.select_columns("chat")["chat"], places))
+    return Split(rows.remove_columns("chat"), stats, chats, digests)
+
+
+def _note_shared(splits: Mapping[str, Split | None]) -> None:
+    """Count for each split the rows that are in an earlier one too."""
+    present = [(name, split) for name, split in splits.items() if split is not None]
+    for (name, earlier), (_, later) in itertools.combinations(present, 2):
+        count = len(np.intersect1d(earlier.digests, later.digests, assume_unique=True))
+        if count:
+            later.report.shared[name] = count
+
+
+def _as_one(sources: Sequence[Split]) -> Split | None:
+    """Sources as one split for `_note_shared`: the first of them with the digests of all; None if there are none."""
+    if not sources:
+        return None
+    return dataclasses.replace(sources[0], digests=np.unique(np.concatenate([split.digests for split in sources])))
+
+
+def _marked(split: Split, source: int) -> Split:
+    """A split whose rows have the number of their source."""
+    from datasets import Value
+
+    rows = split.rows.select_columns(["input_ids", "labels"])
+    rows = rows.add_column("source", np.full(len(rows), source, np.int8), feature=Value("int8"))
+    return dataclasses.replace(split, rows=rows)
+
+
+def _together(splits: Sequence[Split]) -> Split:
+    """Splits one after the other."""
+    report = functools.reduce(RowStats.beside, [split.report for split in splits])
+    chats = Chats(*(part for split in splits for part in split.chats.parts))
+    return Split(_joined([split.rows for split in splits]), report, chats)
+
+
+def _joined(datasets: Sequence[Any]) -> Any:
+    from datasets import concatenate_datasets
+
+    return concatenate_datasets([dataset.select_columns(["input_ids", "labels", "source"]) for dataset in datasets])
+
+
+def _bad_rows_message(stats: RowStats, source: str) -> str:
+    lines = bad_row_lines(f"{stats.rows:,} rows of {source}", stats.bad, stats.first_bad)
+    lines += [f"  {line}" for line in roles_said(stats.bad, stats.turns)]
+    return "\n".join([*lines, FIX_OR_SKIP])
+
+
+def _nothing_left_message(stats: RowStats, source: str, max_seq_len: int, positions: int | None) -> str:
+    if stats.too_long and not stats.bad:
+        more = positions is None or positions > max_seq_len
+        way = "raise model.max_seq_len, or keep" if more else f"the model has {positions:,} positions; shorten, or keep"
+        return (
+            f"{source}: all {stats.too_long:,} rows lose their answer at max_seq_len "
+            f"{max_seq_len} (shortest prompt: {stats.shortest_prompt:,} tokens; the first row is "
+            f"{stats.first_too_long}); {way} the answers with data.truncate=prompt"
+        )
+    every = stats.bad + stats.left_out
+    reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
+    return f"{source}: no row is left of {stats.rows:,} ({reasons or 'nothing was in it'})"
+
+
+def _longer_limits(stats: RowStats, max_seq_len: int, positions: int | None) -> str:
+    """Which longer limits would keep how much, within the model's positions."""
+    most = -(-stats.cost.longest // 64) * 64
+    if positions is not None:
+        if positions <= max_seq_len:
+            return f"The model has {positions:,} positions: split or shorten the rows"
+        most = min(most, positions)
+    ways: list[str] = []
+    limit = max_seq_len
+    best = 1 - stats.lost_fraction
+    while limit < most and best < 1:
+        limit = min(limit * 2, most)
+        short = stats.whole_trained - stats.cost.trained
+        kept = (short + stats.cost.kept_share(limit) * stats.cost.trained) / stats.whole_trained
+        if kept > best + 1e-9:  # a longer limit that keeps no more helps nobody; 1e-9 is above rounding
+            ways.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.2%}'}")
+            best = kept
+    if ways:
+        return f"model.max_seq_len={', '.join(ways)}"
+    if most == positions:
+        return f"The model's {positions:,} positions keep no more: split or shorten the rows"
+    return "Raise model.max_seq_len"

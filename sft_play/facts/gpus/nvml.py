@@ -1,0 +1,335 @@
+"""NVIDIA's management library (NVML): the only module that imports pynvml; all others ask it.
+
+Reference: NVML API Reference Guide; the names are those of the package nvidia-ml-py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+
+from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.seen import (
+    GpuProcess,
+    Instance,
+    Pcie,
+    Seen,
+    SeenGpu,
+    Topology,
+    abilities,
+    matrix,
+    process_name,
+)
+from sft_play.log import one_line
+
+VENDOR = "NVIDIA"
+_LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
+"""`nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; two GPUs of one board (0) are `PSB` there."""
+_SAME_BOARD = "PSB"
+_SENSOR_GPU = 0
+_P2P_READ = 0
+_P2P_OK = 0
+_LINK_TO_SWITCH = 2
+_SWITCH = "switch"
+_MOST_GPUS = 64
+"""Handles that are tried where the driver does not say how many GPUs there are."""
+_MOST_INSTANCES = 7
+"""Of one GPU (NVIDIA Multi-Instance GPU user guide, "Supported Profiles")."""
+_NOTHING_THERE = ("NotSupported", "NotFound", "InvalidArgument")
+"""Errors that mean that a GPU has no such thing; others mean that the answer is withheld."""
+
+
+class NvmlUnavailable(Exception):
+    """NVML's package or the driver is missing, or it shows no GPU at all; the text is NVML's own message."""
+
+
+@contextlib.contextmanager
+def opened() -> Iterator[Any]:
+    """pynvml, initialised, and shut down at the end.
+
+    Raises:
+        NvmlUnavailable: it does not start.
+    """
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception as error:  # NVML raises its own tree, and not on every platform the same
+        raise NvmlUnavailable(one_line(str(error)) or type(error).__name__) from error
+    try:
+        yield pynvml
+    finally:
+        with contextlib.suppress(Exception):
+            pynvml.nvmlShutdown()
+
+
+def ask(nvml: Any, name: str, *arguments: Any, **named: Any) -> Any:
+    """The answer to one question; None where this driver, this GPU or this user gets none."""
+    return _tried(nvml, name, *arguments, **named)[0]
+
+
+def _tried(nvml: Any, name: str, *arguments: Any, **named: Any) -> tuple[Any, Exception | None]:
+    """The answer to one question, or the error in its place."""
+    try:
+        return getattr(nvml, name)(*arguments, **named), None
+    # each driver and GPU lacks other functions, and pynvml raises for each in its own way
+    except Exception as error:
+        return None, error
+
+
+def _is(nvml: Any, error: Exception | None, *kinds: str) -> bool:
+    """Whether an error is one of NVML's own, such as `NotSupported`."""
+    classes = tuple(getattr(nvml, f"NVMLError_{kind}", ()) for kind in kinds)
+    return isinstance(error, classes) or type(error).__name__.removeprefix("NVMLError_") in kinds
+
+
+def _is_gone(nvml: Any, error: Exception) -> bool:
+    return _is(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
+
+
+def text(value: str | bytes | None) -> str | None:
+    """An answer as text: old versions of the package answer in bytes."""
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
+    """The driver's version and the newest CUDA that it runs; None where it does not say."""
+    newest = int(ask(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
+    version = text(ask(nvml, "nvmlSystemGetDriverVersion"))
+    return version, (newest // 1000, newest % 1000 // 10) if newest else None  # 13020 is CUDA 13.2
+
+
+def see(*, details: bool = True, topology: bool = True) -> Seen | None:
+    """Every GPU of the machine; None where NVML is missing.
+
+    A field that a driver or a GPU does not report is None; `trouble` says why a GPU does not answer at all.
+
+    Args:
+        details: include power, temperature, PCIe and processes.
+        topology: include how the GPUs are connected.
+    """
+    try:
+        with opened() as nvml:
+            return see_through(nvml, details=details, topology=topology)
+    except Exception:  # also from an old library, which lacks a function that every GPU is asked by
+        return None
+
+
+def see_through(nvml: Any, *, details: bool, topology: bool) -> Seen:
+    """The same through an opened library.
+
+    Raises:
+        NvmlUnavailable: it shows no GPU, and does not say that there is none.
+    """
+    handles: dict[int, Any] = {}
+    gpus: list[SeenGpu] = []
+    links: dict[int, Counter[str]] = {}
+    count, withheld = _tried(nvml, "nvmlDeviceGetCount")
+    for index in range(_MOST_GPUS if count is None else count):
+        handle, error = _tried(nvml, "nvmlDeviceGetHandleByIndex", index)
+        if handle is None and count is None:
+            break
+        if handle is None:  # lost, or not for this user
+            gpus.append(SeenGpu(index, None, VENDOR, trouble=_words(error)))
+            continue
+        joined = _nvlinks(nvml, handle)
+        handles[index], links[index] = handle, joined or Counter()
+        gpus.append(_gpu(nvml, index, handle, joined, details=details))
+    if count is None and not gpus:
+        raise NvmlUnavailable(_words(withheld))
+    version, cuda = driver(nvml)
+    return Seen(
+        gpus=tuple(gpus),
+        source="NVML",
+        driver=version,
+        driver_cuda=f"{cuda[0]}.{cuda[1]}" if cuda else None,
+        topology=_topology(nvml, handles, links) if topology and len(handles) > 1 else None,
+    )
+
+
+def _words(error: Exception | None) -> str:
+    return "no answer" if error is None else one_line(str(error)) or type(error).__name__
+
+
+def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, details: bool) -> SeenGpu:
+    names = {"name": "nvmlDeviceGetName", "UUID": "nvmlDeviceGetUUID", "memory": "nvmlDeviceGetMemoryInfo",
+             "compute capability": "nvmlDeviceGetCudaComputeCapability"}  # fmt: skip
+    answers = {what: _tried(nvml, name, handle) for what, name in names.items()}
+    errors = {what: error for what, (answer, error) in answers.items() if answer is None}
+    name, uuid = text(answers["name"][0]), text(answers["UUID"][0])
+    memory = _memory(nvml, handle)
+    no_memory = _is(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(names)
+    # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
+    if not memory and no_memory and not find(name or ""):
+        memory = _hosts_memory()
+    if memory:
+        errors.pop("memory", None)
+    mode = ask(nvml, "nvmlDeviceGetMigMode", handle)  # not supported: most GPUs, and old drivers
+    instances, withheld = ((), None) if mode and not mode[0] else _instances(nvml, handle)
+    if mode and mode[0] and not instances and withheld is not None:
+        errors["MIG instances"] = withheld
+    gone = [error for error in errors.values() if error is not None and _is_gone(nvml, error)]
+    if not gone and not instances and errors.keys() >= names.keys():
+        gone = [error for error in errors.values() if error is not None] or [NvmlUnavailable("no answer")]
+    capability = answers["compute capability"][0]
+    return SeenGpu(
+        index=index,
+        name=name,
+        vendor=VENDOR,
+        uuid=uuid,
+        bus_id=text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None)),
+        nvlinks=links.total() if links is not None else None,
+        mig_enabled=bool(mode[0]) if mode else True if instances else None,
+        mig_pending=bool(mode[1]) if mode else None,
+        instances=instances,
+        trouble=_words(gone[0]) if gone else None,
+        withheld={what: _words(error) for what, error in errors.items()},
+        **memory,
+        **abilities((int(capability[0]), int(capability[1])) if capability else None),
+        **(_details(nvml, handle) if details else {}),
+    )
+
+
+def _details(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Power, temperature, PCIe and processes, as fields of `SeenGpu`."""
+    cap, draw = (ask(nvml, f"nvmlDeviceGetPower{what}", handle) for what in ("ManagementLimit", "Usage"))
+    link = [ask(nvml, f"nvmlDeviceGet{which}PcieLink{what}", handle)
+            for what in ("Generation", "Width") for which in ("Curr", "Max")]  # fmt: skip
+    # newer packages have a second function and will drop the first with CUDA 14
+    questions = ("nvmlDeviceGetTemperatureV", "nvmlDeviceGetTemperature")
+    degrees = (ask(nvml, question, handle, _SENSOR_GPU) for question in questions)
+    return {
+        "power_cap_watts": None if cap is None else cap / 1000,  # NVML has milliwatts
+        "power_watts": None if draw is None else draw / 1000,
+        "temperature_celsius": next((int(value) for value in degrees if value is not None), None),
+        "pcie": Pcie(*link),
+        "processes": _processes(nvml, handle),
+    }
+
+
+def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
+    """Memory as fields of `SeenGpu`: the second version of NVML's function reports the driver's own share apart."""
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version=version) if version else None
+    memory = memory or ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    if memory is None:
+        return {}
+    total, free = int(memory.total), int(memory.free)
+    reserved = getattr(memory, "reserved", None)
+    used = getattr(memory, "used", total - free - (reserved or 0))
+    return {"total_bytes": total, "used_bytes": int(used), "free_bytes": free, "reserved_bytes": reserved}
+
+
+def _hosts_memory() -> dict[str, Any]:
+    """The memory of a GPU that has none of its own."""
+    host = psutil.virtual_memory()
+    total, free = int(host.total), int(host.available)
+    return {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
+
+
+def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
+    """Processes with compute or graphics on it, each once; None where the driver lists none to this user."""
+    lists = [ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics")]
+    if all(listed is None for listed in lists):
+        return None
+    used: dict[int, int | None] = {}
+    for item in (item for listed in lists for item in listed or ()):
+        before, now = used.get(int(item.pid)), item.usedGpuMemory
+        # one process can be in both lists, with the same memory
+        used[int(item.pid)] = max(before or 0, int(now)) if now is not None else before
+    keeps_accounts = ask(nvml, "nvmlDeviceGetAccountingMode", handle)  # an administrator may switch it on
+    processes = []
+    for pid, held in sorted(used.items()):
+        name = process_name(pid, text(ask(nvml, "nvmlSystemGetProcessName", pid)))
+        stats = ask(nvml, "nvmlDeviceGetAccountingStats", handle, pid) if keeps_accounts else None
+        processes.append(
+            GpuProcess(pid, name, held, (int(stats.maxMemoryUsage) or None) if stats is not None else None)
+        )
+    return tuple(processes)
+
+
+def _instances(nvml: Any, handle: Any) -> tuple[tuple[Instance, ...], Exception | None]:
+    """The instances of a GPU, and why others may be missing; a container sees those that it was given."""
+    instances = []
+    count, withheld = _tried(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)
+    for place in range(_MOST_INSTANCES if count is None else count):
+        instance, error = _tried(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, place)
+        if instance is not None:
+            instances.append(_instance(nvml, instance))
+        elif error is not None and not _is(nvml, error, *_NOTHING_THERE):
+            withheld = error
+    return tuple(instances), withheld
+
+
+def _instance(nvml: Any, instance: Any) -> Instance:
+    card, _, profile = (text(ask(nvml, "nvmlDeviceGetName", instance)) or "").partition(" MIG ")
+    memory = _memory(nvml, instance)
+    return Instance(
+        uuid=text(ask(nvml, "nvmlDeviceGetUUID", instance)) or "",
+        profile=profile,
+        total_bytes=memory.get("total_bytes"),
+        used_bytes=memory.get("used_bytes"),
+        free_bytes=memory.get("free_bytes"),
+        processes=_processes(nvml, instance),
+        place=_place(nvml, instance),
+        card=card or None,
+    )
+
+
+def _place(nvml: Any, instance: Any) -> str | None:
+    """`7/0`: GPU instance and compute instance; an old library cannot say."""
+    numbers = [ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
+    return None if None in numbers else f"{numbers[0]}/{numbers[1]}"
+
+
+def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]]) -> Topology:
+    indices = tuple(handles)
+    buses = {index: _bus(ask(nvml, "nvmlDeviceGetPciInfo", handles[index])) for index in indices}
+
+    def link(one: int, other: int) -> str:
+        if one == other:
+            return "X"
+        direct = joined[one][buses[other]] if buses[other] else 0
+        # through a switch every GPU reaches every other with all its links
+        lanes = direct or min(joined[one][_SWITCH], joined[other][_SWITCH])
+        if lanes:
+            return f"NV{lanes}"
+        level = ask(nvml, "nvmlDeviceGetTopologyCommonAncestor", handles[one], handles[other])
+        return _SAME_BOARD if level == 0 else _LEVELS.get(level, "n/a")
+
+    def peer(one: int, other: int) -> bool | None:
+        if one == other:
+            return None
+        status = ask(nvml, "nvmlDeviceGetP2PStatus", handles[one], handles[other], _P2P_READ)
+        return None if status is None else status == _P2P_OK
+
+    return matrix(indices, link, peer)
+
+
+def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
+    """Active NVLinks of a GPU by the bus of what they lead to, those to a switch together; None where they are not
+    told."""
+    links: Counter[str] = Counter()
+    if not hasattr(nvml, "NVML_NVLINK_MAX_LINKS"):
+        return None
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        state, error = _tried(nvml, "nvmlDeviceGetNvLinkState", handle, link)
+        if state is None and link == 0 and not _is(nvml, error, *_NOTHING_THERE):
+            return None
+        if state is None:  # beyond the last link, or a GPU without any
+            break
+        if not state:
+            continue
+        kind = ask(nvml, "nvmlDeviceGetNvLinkRemoteDeviceType", handle, link)
+        remote = _bus(ask(nvml, "nvmlDeviceGetNvLinkRemotePciInfo", handle, link))
+        links[_SWITCH if kind == _LINK_TO_SWITCH else remote] += 1
+    return links
+
+
+def _bus(info: Any) -> str:
+    """Bus, device and function in one spelling: some drivers write eight digits of the domain, some four."""
+    return (text(getattr(info, "busId", None)) or "").lower()[-12:]

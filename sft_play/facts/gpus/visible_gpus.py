@@ -1,0 +1,252 @@
+"""The GPUs that this machine's drivers list, and those of them that a process sees.
+
+`CUDA_VISIBLE_DEVICES` is honoured: what a process would not see is not counted. Of GPUs that are split into instances
+(MIG) a process sees the first visible instance and nothing else: "CUDA can only enumerate a single compute instance",
+and no whole GPU beside it (NVIDIA Multi-Instance GPU user guide, "Device Enumeration").
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from sft_play.facts import host
+from sft_play.facts.ask import answer_of
+from sft_play.facts.gpus import amd, nvml
+from sft_play.facts.gpus.gpu import Gpu, capability_pair
+from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.seen import Instance, SeenGpu
+from sft_play.units import GIB, MIB
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TIMEOUT_S = 20
+_INSTANCE_SHARE = 0.95
+"""Of the size that a profile is named by: 3g.20gb has 19,968 of 20,480 MiB, 1g.5gb 4,864 of 5,120 (tables of
+`nvidia-smi` in the MIG user guide): the smaller share is assumed for all."""
+_NUMBER = re.compile(r"\d+(\.\d+)?")
+UNNAMED = "NVIDIA GPU"
+"""A GPU whose driver does not tell its name."""
+AMD_NOTE = (
+    "AMD's GPUs are planned for with the rules that were scored on NVIDIA's; nobody has compared the two yet"
+    " (docs/gpus.md)"
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`.
+
+    `parent` is the UUID of an instance's GPU and `path` its old-style name; `nvlinks` counts active links, None where
+    the driver does not say. `note` is what a person should know of it; one that is not `usable` is listed for its note
+    alone.
+    """
+
+    uuid: str
+    gpu: Gpu
+    parent: str = ""
+    path: str = ""
+    nvlinks: int | None = None
+    note: str = ""
+    usable: bool = True
+
+
+def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]]:
+    """The GPUs that a process with this environment sees, in its order, and what a person should know about them.
+
+    AMD's are asked for where NVIDIA's drivers show none: one torch is built for one of the two.
+    """
+    visible, notes = _seen(_probe_gpus(), environment)
+    return (visible, notes) if visible else _probe_amd(environment) or (visible, notes)
+
+
+def _probe_gpus() -> tuple[Found, ...]:
+    """Every GPU with its UUID: NVML first, nvidia-smi where its Python package cannot."""
+    seen = nvml.see(details=False, topology=False)
+    listed = tuple(one for gpu in seen.gpus for one in _of_nvml(gpu)) if seen else ()
+    # an NVML that runs and lists no GPU is right; one that lists some and gets no answer may be too old
+    if not any(item.usable for item in listed) and (seen is None or seen.gpus):
+        split = [gpu.index for gpu in seen.gpus if gpu.mig_enabled] if seen else []
+        return tuple(item for item in _probe_nvidia_smi() if item.gpu.mig or item.gpu.index not in split) or listed
+    for gpu in seen.gpus if seen else ():
+        if gpu.trouble:  # a GPU that fell off the bus does not hide the others
+            logger.warning("%s and is left out", obstacle(gpu))
+    return listed
+
+
+def obstacle(gpu: SeenGpu) -> str | None:
+    """Why no run can use a GPU that NVML lists; None where one can."""
+    head = f"GPU {gpu.index}"
+    if gpu.trouble:
+        return f"{head} does not answer its driver ({gpu.trouble})"
+    if gpu.mig_enabled and not gpu.instances:
+        withheld = gpu.withheld.get("MIG instances")
+        if withheld:
+            return f"{head} is in MIG mode, and NVML does not show its instances ({withheld})"
+        return f"{head} is in MIG mode and has no instance: CUDA does not see it"
+    if gpu.mig_enabled:
+        is_sized = any(_instance_bytes(item) for item in gpu.instances)
+        return None if is_sized else f"{head}: NVML tells the memory of none of its MIG instances"
+    if not gpu.total_bytes and not _catalogue_bytes(gpu.name):
+        return f"{head}: NVML does not tell its memory ({_memory_refusal(gpu)}), and the catalogue has no {gpu.name}"
+    return None
+
+
+def _memory_refusal(gpu: SeenGpu) -> str:
+    return gpu.withheld.get("memory", "no answer")
+
+
+def _of_nvml(gpu: SeenGpu) -> list[Found]:
+    """A GPU, or its instances where it is split."""
+    uuid = gpu.uuid or ""
+    capability = capability_pair((gpu.compute_capability or "").split(".")) if gpu.compute_capability else None
+    name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED
+    card = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
+    why = obstacle(gpu)
+    if why is not None:
+        return [Found(uuid, card, note="" if gpu.trouble else why, usable=False)]
+    if not gpu.mig_enabled:
+        total, note = card.total_bytes, ""
+        if gpu.unified:  # one without memory of its own (Grace-Blackwell desktops, Jetson) has the host's
+            total, free = host.memory()
+            card = replace(card, free_bytes=free)
+        elif not total:
+            total = _catalogue_bytes(name)
+            note = f"GPU {gpu.index}: NVML does not tell its memory ({_memory_refusal(gpu)}); "
+            note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"
+        return [Found(uuid, replace(card, total_bytes=total), nvlinks=gpu.nvlinks, note=note)]
+    instances = []
+    for item in gpu.instances:
+        total = _instance_bytes(item)
+        profile = item.profile or f"{total / GIB:.0f}gb"
+        instance = replace(
+            card, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
+        )
+        # before driver R470 an instance was named MIG-GPU-<uuid>/<GPU instance>/<compute instance>
+        path = f"MIG-{uuid}/{item.place}" if item.place and uuid else ""
+        instances += [Found(item.uuid, instance, uuid, path)] if total else []
+    return instances
+
+
+def _instance_bytes(item: Instance) -> int:
+    """An instance's memory, by its profile's name where the driver does not tell it; 0: not known."""
+    return item.total_bytes or _profile_bytes(item.profile)
+
+
+def _profile_bytes(profile: str) -> int:
+    match = re.search(r"(\d+)gb", profile)
+    return int(int(match[1]) * GIB * _INSTANCE_SHARE) if match else 0
+
+
+def _catalogue_bytes(name: str | None) -> int:
+    """The least memory of the GPUs of a name; 0: there is none."""
+    return min((entry.driver_bytes for entry in find(name or "")), default=0)
+
+
+def _seen(found: tuple[Found, ...], environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]]:
+    """What a CUDA process sees of the driver's list, in its order, and what a person should know about it."""
+    variable = environment.get("CUDA_VISIBLE_DEVICES")
+    visible = found if variable is None else _visible(found, variable)  # set and empty: none at all
+    visible = tuple(item for item in visible if item.usable)
+    notes = [item.note for item in found if item.note and (item in visible or not item.usable)]
+    kinds = {item.gpu.name for item in found if not item.gpu.mig}
+    by_number = variable is not None and re.search(r"(^|,)\s*[0-9]", variable) is not None
+    if len(kinds) > 1 and by_number and environment.get("CUDA_DEVICE_ORDER") != "PCI_BUS_ID":
+        notes.append(
+            "the GPUs differ, and CUDA numbers the fastest first while nvidia-smi numbers by slot; "
+            "export CUDA_DEVICE_ORDER=PCI_BUS_ID makes CUDA_VISIBLE_DEVICES mean what nvidia-smi shows"
+        )
+    instances = tuple(item for item in visible if item.gpu.mig)
+    if instances and len(visible) > 1:
+        notes.append(
+            f"of {len(visible)} visible GPUs and MIG instances CUDA sees one instance only, {instances[0].uuid}; "
+            "CUDA_VISIBLE_DEVICES=MIG-... chooses another"
+        )
+    return instances[:1] or visible, tuple(notes)
+
+
+def _visible(found: tuple[Found, ...], variable: str) -> tuple[Found, ...]:
+    """What `CUDA_VISIBLE_DEVICES` leaves, in its order: numbers or UUIDs; the first unknown entry ends the list."""
+    chosen: list[Found] = []
+    for entry in (part.strip() for part in variable.split(",")):
+        matches = [item for item in found if _matches(item, entry)]
+        if not matches and entry.startswith(("MIG-", "GPU-")) and len(found) == 1 and not found[0].uuid:
+            matches = list(found)  # the only one there is, whose UUID the driver does not tell
+        # a short UUID that fits two GPUs names neither; a split GPU is named with all its instances
+        gpus = {item.uuid if entry.startswith("MIG-") else str(item.gpu.index) for item in matches}
+        if len(gpus) != 1 or matches[0] in chosen:
+            break
+        chosen += matches
+    return tuple(chosen)
+
+
+def _matches(item: Found, entry: str) -> bool:
+    if re.fullmatch(r"[0-9]{1,9}", entry):
+        return item.gpu.index == int(entry)
+    if entry.startswith("MIG-"):
+        return item.uuid.startswith(entry) or (item.path != "" and item.path == entry)
+    return entry != "" and (item.parent or item.uuid).startswith(entry)
+
+
+def _probe_nvidia_smi() -> tuple[Found, ...]:
+    fields = "index,uuid,name,memory.total,memory.free,compute_cap"
+    whole = []
+    # nvidia-smi's csv has no quotes; no GPU has a comma in its name
+    for line in _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines():
+        parts = [part.strip() for part in line.split(",")]
+        if len(parts) != len(fields.split(",")) or not parts[0].isdigit():  # an error message
+            continue
+        total, free = (int(float(text) * MIB) if _NUMBER.fullmatch(text) else None for text in parts[3:5])
+        capability = capability_pair(parts[5].split(".")) if re.fullmatch(r"\d+\.\d+", parts[5]) else None
+        # no total: [N/A], or [Insufficient Permissions] of a split GPU inside a container
+        gpu = Gpu(int(parts[0]), parts[2], total or 0, free, capability)
+        whole.append(Found(parts[1], gpu, usable=total is not None))
+    if not whole:
+        return ()
+    split = _smi_instances(_nvidia_smi("-L"), whole)
+    return tuple(one for item in whole for one in split.get(item.uuid, [item] if item.usable else []))
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    return answer_of("nvidia-smi", *arguments, timeout_s=_PROBE_TIMEOUT_S)
+
+
+def _smi_instances(listed: str, whole: list[Found]) -> dict[str, list[Found]]:
+    """Instances by their GPU's UUID from `nvidia-smi -L`."""
+    gpus, parent = {item.uuid: item.gpu for item in whole}, ""
+    instances: dict[str, list[Found]] = {}
+    for line in listed.splitlines():
+        gpu_line = re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", line)
+        instance = re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
+        if gpu_line:
+            parent = gpu_line[1]
+        elif instance and parent in gpus:
+            size = _profile_bytes(instance[1])
+            name = f"{gpus[parent].name} MIG {instance[1]}"
+            gpu = replace(gpus[parent], name=name, total_bytes=size, free_bytes=size, mig=instance[1])
+            instances.setdefault(parent, []).append(Found(instance[2], gpu, parent))
+    return instances
+
+
+def _probe_amd(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]] | None:
+    """AMD's GPUs as a ROCm process sees them; None where their tools show none."""
+    seen = amd.see()
+    if seen is None:
+        return None
+    by_index = {gpu.index: gpu for gpu in seen.gpus}
+    visible = []
+    for place, index in amd.visible(tuple(by_index), environment):
+        gpu = by_index[index]
+        if not gpu.total_bytes:  # amd-smi gets no answer for it
+            continue
+        name = (gpu.name or "GPU").removeprefix("Advanced Micro Devices, Inc. ").strip().removeprefix("AMD ")
+        # what torch calls its compute capability: (9, 4) of gfx942, (11, 0) of gfx1100
+        match = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])[0-9a-f]", gpu.compute_capability or "")
+        capability = (int(match[1]), int(match[2], 16)) if match else None
+        card = Gpu(
+            place, f"AMD {name}", gpu.total_bytes, gpu.free_bytes, capability, architecture=gpu.compute_capability
+        )
+        visible.append(Found(gpu.uuid or "", card))
+    return tuple(visible), ((AMD_NOTE,) if visible else ())

@@ -1,0 +1,1 @@
+"""Models: what a `config.json` means, in numbers of elements."""

@@ -1,0 +1,239 @@
+"""What a model's `config.json` means: layers, shapes, parameters by kind. No torch, no weights.
+
+The config is read from a local folder, from the table of known models, or fetched alone from the hub.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from sft_play.errors import ModelError
+from sft_play.facts.models.config_fields import UnknownArchitecture, refuse_other_models
+from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.model_shape import ModelShape
+from sft_play.log import one_line
+
+Config = dict[str, Any]
+
+__all__ = [
+    "ModelShape",
+    "UnknownArchitecture",
+    "check_available",
+    "config_json",
+    "hub_answers",
+    "local_folder",
+    "parse_config",
+    "refuse_quantised",
+    "refuse_remote_code",
+    "shape_of",
+    "text_only",
+]
+
+_CONNECT_TIMEOUT_S = 10.0
+
+
+def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
+    """The shapes of a model, by its hub id or folder.
+
+    Raises:
+        ModelError: the folder or hub id has no usable config.json, or brings code that was not allowed.
+    """
+    config = config_json(name, revision=revision)
+    refuse_remote_code(config, name=name, allowed=trust_remote_code)
+    return parse_config(config, name=name)
+
+
+def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
+    """Raises ModelError where the model needs Python code of its own and the run YAML does not allow it.
+
+    Files of models that transformers has added since still name their old code (`auto_map`): it is not run.
+    """
+    if config.get("auto_map") and not allowed and not _is_native(str(config.get("model_type"))):
+        raise ModelError(
+            f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
+            "you have read it and set model.trust_remote_code=true"
+        )
+
+
+def text_only(config: Mapping[str, Any]) -> str:
+    """What is to be said of a model with parts beside its language model, which alone is trained; empty for others."""
+    inner = config.get("text_config")
+    if not isinstance(inner, Mapping) or not inner:
+        return ""
+    kind = one_line(str(config.get("model_type")))
+    return (
+        f"only the language model of this {kind} is trained, as a class of its own: the adapter does nothing on the "
+        f"class of {kind} itself, and neither a merged nor a fully trained model can be opened as that class"
+    )
+
+
+def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
+    """Raises ModelError where the stored weights are quantised in a way that `tuning.mode` does not train.
+
+    Only bitsandbytes' 4 bits are trained as they are stored, by qlora.
+    """
+    parts = [config, config.get("text_config")]  # an image-text model's config has it in either
+    given = (part.get("quantization_config") for part in parts if isinstance(part, Mapping))
+    stored = next((one for one in given if one is not None), None)
+    if stored is None:
+        return
+    fields = stored if isinstance(stored, Mapping) else {}
+    four_bit, eight_bit = (any(fields.get(f"{at}load_in_{bits}bit") for at in ("", "_")) for bits in (4, 8))
+    method = fields.get("quant_method") or ("bitsandbytes" if four_bit or eight_bit else "unknown method")
+    if method != "bitsandbytes" or eight_bit or mode != "qlora":
+        bits = ", 8 bits" if eight_bit else ""
+        raise ModelError(
+            f"the weights of {one_line(name)} are already quantised ({one_line(str(method))}{bits}); take the "
+            "unquantised model: tuning.mode=qlora quantises it while loading"
+        )
+
+
+def _is_native(model_type: str) -> bool:
+    """Whether the installed transformers has this model type, looked up without importing it."""
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None:
+        return False
+    folder = model_type.replace("-", "_")
+    names = {folder, folder.removesuffix("_text")}
+    return any((Path(spec.origin).parent / "models" / name / "__init__.py").is_file() for name in names if name)
+
+
+def config_json(name: str, *, revision: str | None = None) -> Config:
+    """A model's config.json: from a folder, the table of known models, the hub's cache, or the hub."""
+    folder = local_folder(name)
+    if folder is not None:
+        return _read_config(folder, str(folder))
+    if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
+        return KNOWN_MODELS[name].config
+    return _fetch_config(name, revision)
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder that a model name refers to, or None for a hub id.
+
+    What starts with `/`, `.` or `~`, or whose first part exists here, is a path, never a hub id.
+
+    Raises:
+        ModelError: it is a path, and no folder.
+    """
+    path = Path(name)
+    with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
+        path = path.expanduser()
+    if _is_dir(path):
+        return path
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            raise ModelError(f"model path {one_line(name)} is a file; name the model's folder")
+    first = Path(path.parts[0]) if path.parts else path
+    # a hub id is owner/name or a bare name: anything else can only be a path
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists()):
+        parent = next((up for up in path.absolute().parents if _is_dir(up)), Path("/"))
+        folders: list[str] = []
+        with contextlib.suppress(OSError):
+            folders = sorted(one_line(child.name, limit=60) for child in parent.iterdir() if _is_dir(child))[:12]
+        listed = f"; {parent} has the folders {', '.join(folders)}" if folders else ""
+        raise ModelError(f"model path {one_line(name)} does not exist (looked from {Path.cwd()}){listed}")
+    return None
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name too long for the file system
+        return False
+
+
+def _read_config(folder: Path, name: str) -> Config:
+    path = folder / "config.json"
+    if not path.is_file():
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = "; it holds an adapter: give the folder of the base model" if is_adapter else ""
+        raise ModelError(f"model path {folder} has no config.json{hint}; a model folder holds config.json and weights")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"), object_hook=_untagged)
+    except (ValueError, RecursionError) as error:  # not text, not JSON, or a number with thousands of digits
+        raise ModelError(f"{path} is not JSON: {one_line(str(error))}") from None
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from None
+    refuse_other_models(config, name=name)
+    return dict(config)
+
+
+def _untagged(value: Config) -> Any:
+    """A number that JSON lacks, from the tag that transformers writes for it (`_encode_special_floats`, 5.23); any
+    other object as it is."""
+    tag = value.get("__float__")
+    return float(tag) if len(value) == 1 and tag in ("Infinity", "-Infinity", "NaN") else value
+
+
+def _fetch_config(name: str, revision: str | None) -> Config:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    offline = not hub_answers()  # then only the cache is read, at once
+    try:
+        path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
+    except HFValidationError:
+        raise ModelError(
+            f"model {one_line(name)} is neither a folder here nor a hub id of the form owner/name"
+        ) from None
+    except GatedRepoError:
+        raise ModelError(
+            f"model {name} is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN"
+        ) from None
+    except LocalEntryNotFoundError:
+        raise ModelError(
+            f"model {one_line(name)} is not a folder here (looked from {Path.cwd()}), is not in the local cache, and "
+            "the hub cannot be reached; connect, or give a local folder"
+        ) from None
+    except RepositoryNotFoundError:
+        raise ModelError(
+            f"the hub has no model {name} (or it is private: `hf auth login`); check the spelling, or give a folder"
+        ) from None
+    except EntryNotFoundError:
+        raise ModelError(f"model {name} has no config.json on the hub: it is not a transformers model") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise ModelError(f"model {name}: its config.json cannot be fetched: {one_line(str(error))}") from None
+    return _read_config(Path(path).parent, name)
+
+
+def check_available(name: str, *, revision: str | None = None) -> None:
+    """Raises ModelError where a hub model is neither in the cache nor on a reachable hub; folders always pass."""
+    if local_folder(name) is None:
+        _fetch_config(name, revision)
+
+
+def hub_answers() -> bool:
+    """Whether the hub can be reached; with a proxy, that is left to the library.
+
+    The library would retry for half a minute before it reports that there is no network.
+    """
+    # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
+    offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
+    if offline.upper() in ("1", "TRUE", "YES", "ON"):
+        return False
+    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
+        return True
+    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    try:
+        port = address.port or (80 if address.scheme == "http" else 443)
+        with socket.create_connection((address.hostname or "", port), timeout=_CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,203 @@
+"""The fields of a config.json under uniform names, class defaults filled in; invalid values are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sft_play.errors import ModelError
+from sft_play.facts.models.class_defaults import CLASS_DEFAULTS
+from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS, Choice
+from sft_play.log import one_line
+
+LARGEST = {
+    "hidden_size": 2**20,
+    "num_hidden_layers": 4096,
+    "num_attention_heads": 2**14,
+    "num_key_value_heads": 2**14,
+    "head_dim": 2**14,
+    "vocab_size": 2**26,
+    "max_position_embeddings": 2**40,
+}
+"""Far beyond any existing model: a larger number is a mistake. Other fields may go up to 2**24."""
+_LARGEST_OTHER = 2**24
+
+ALIASES = {
+    "hidden_size": ("n_embd", "d_model", "n_embed"),
+    "num_hidden_layers": ("n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("n_head", "n_heads", "num_heads"),
+    "num_key_value_heads": ("num_kv_heads",),
+    "max_position_embeddings": ("n_positions", "max_seq_len"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "num_experts_per_token"),
+}
+"""Other names of the same sizes in some model types (attribute_map of transformers' config classes)."""
+
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_TASK_HEADS = (
+    "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
+    "ForImageClassification", "ForMaskGeneration",
+)  # fmt: skip
+
+
+class UnknownArchitecture(ModelError):
+    """Perhaps a decoder, but of a type that the table of families does not have: only its class can tell."""
+
+
+def refuse_other_models(config: object, *, name: str) -> None:
+    """Raises ModelError for JSON that is not the config.json of a causal language model."""
+    shown = one_line(name)
+    if not isinstance(config, Mapping):
+        raise ModelError(
+            f"model {shown}: config.json holds a {type(config).__name__}, not a model's fields: it has no model_type"
+        )
+    if "peft_type" in config:
+        base = config.get("base_model_name_or_path")
+        hint = f", here {one_line(base)}" if isinstance(base, str) and base else ""
+        raise ModelError(f"model {shown}: its config is an adapter's; name the base model{hint}")
+    if "_class_name" in config or "_diffusers_version" in config:
+        raise ModelError(f"model {shown}: its config.json is a diffusion model's, not a language model's")
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or not kind:
+        hint = " (it is a tokenizer's config)" if "tokenizer_class" in config else ""
+        raise ModelError(f"model {shown}: not a model's config.json: it has no model_type{hint}")
+    names = config.get("architectures")
+    heads = [item for item in names if isinstance(item, str)] if isinstance(names, list) else []
+    wrong = next((head for head in heads if head.endswith(_TASK_HEADS)), None)
+    if wrong is not None:
+        raise ModelError(f"model {shown} is a {one_line(wrong)}, not a causal language model; take the language model")
+    if kind in OTHER_KINDS or config.get("is_encoder_decoder") is True:
+        other = OTHER_KINDS.get(kind, "an encoder with a decoder, which this toolkit does not train")
+        raise ModelError(f"model {shown} (model_type {one_line(kind)}) is {other}; take a causal language model")
+
+
+def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
+    """Raises ModelError for a size with which no class should be built: not a whole number, below 1, or far too
+    large."""
+    kind = str(config.get("model_type"))
+    inner = config.get("text_config")
+    fields = Fields(kind, {**config, **inner} if isinstance(inner, Mapping) else config, name)
+    for usual in LARGEST:
+        for key in (usual, *ALIASES.get(usual, ())):
+            value = fields.values.get(key)
+            if value is not None and not isinstance(value, list):  # a list: one size for each block
+                fields.need(key)
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of one language model under their usual names, class defaults filled in; null stays None."""
+
+    kind: str
+    values: Mapping[str, Any]
+    name: str
+
+    @classmethod
+    def of_language_model(cls, config: Mapping[str, Any], name: str) -> Fields:
+        """The fields of the language model that a config.json describes or wraps.
+
+        Raises:
+            UnknownArchitecture: its model type is not in the table of families.
+            ModelError: the file does not say how wide the model is.
+        """
+        inner = config.get("text_config")
+        if inner is not None and not isinstance(inner, Mapping):
+            raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
+        wrapped = isinstance(inner, Mapping) and bool(inner)
+        text = dict(inner) if wrapped and inner is not None else dict(config)
+        # an image-text model's config has the language model's in text_config, which may leave out its type
+        outer = str(config["model_type"])
+        kind = text.get("model_type") or WRAPPERS.get(outer)
+        kind = WRAPPERS.get(outer, outer) if kind == outer or not isinstance(kind, str) else kind
+        if kind not in FAMILIES:
+            raise UnknownArchitecture(
+                f"model {one_line(name)}: model_type {one_line(kind)} is not among the {len(FAMILIES)} whose blocks "
+                "the plan knows without transformers"
+            )
+        values = _usual_names(CLASS_DEFAULTS[kind]) | _usual_names(text)
+        # defaults are those of one model of the class: a file without sizes is not taken for it
+        if not wrapped and not any(key in text for key in ("hidden_size", *ALIASES["hidden_size"])):
+            raise cls(kind, values, name)._no_number("hidden_size", None)
+        return cls(kind, values, name)
+
+    def need(self, key: str) -> int:
+        """A whole number of one or more.
+
+        Raises:
+            ModelError: it is missing, not a whole number, or larger than in any model.
+        """
+        value = self.values.get(key)
+        # in Python true is an int
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._no_number(key, value)
+        # a limit is listed under one of a field's names
+        usual = next((usual for usual, others in ALIASES.items() if key in others), key)
+        most = LARGEST.get(usual, _LARGEST_OTHER)
+        if value > most:
+            raise self._refusal(key, value, f"no model is that large (the limit is {most:,})")
+        return value
+
+    def count(self, key: str) -> int | None:
+        """A whole number that may be absent, null or 0 (then None)."""
+        return self.need(key) if self.values.get(key) not in (None, 0) else None
+
+    def index(self, key: str) -> int:
+        """A place in the list of blocks, or -1 for its end."""
+        value = self.values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+            raise self._no_number(key, value)
+        return value
+
+    def flag(self, choice: Choice) -> bool:
+        """A fixed answer, or the value of a true-or-false field; absent and null count as false."""
+        if isinstance(choice, bool):
+            return choice
+        value = self.values.get(choice)
+        if value is not None and not isinstance(value, bool):
+            raise self._refusal(choice, value, "it must be true or false")
+        return bool(value)
+
+    def real(self, key: str) -> float | None:
+        """A positive number that may be absent."""
+        value = self.values.get(key)
+        if value is None or value is False:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise self._refusal(key, value, "it must be a number above 0")
+        return float(value)
+
+    def share(self, key: str) -> float:
+        """A number from 0 to 1; absent and null count as 0."""
+        value = self.values.get(key)
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise self._refusal(key, value, "it must be a number from 0 to 1")
+        return float(value)
+
+    def changed(self, **values: Any) -> Fields:
+        """The same fields with other values."""
+        return replace(self, values={**self.values, **values})
+
+    def _refusal(self, key: str, value: object, rule: str) -> ModelError:
+        shown = one_line(json.dumps(value, default=str))
+        return ModelError(f"model {one_line(self.name)}: config.json has {key}: {shown}; {rule}")
+
+    def _no_number(self, key: str, value: object) -> ModelError:
+        rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.kind)})"
+        return self._refusal(key, value, rule)
+
+
+def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same fields with the usual names for sizes, and one name for the number of experts."""
+    renamed = dict(config)
+    for usual, others in ALIASES.items():
+        given = next((other for other in others if other in config), None)
+        if given is not None and usual not in config:
+            renamed[usual] = config[given]
+    # defaults and files may use different names for it: under all of them the file's value wins
+    given = next((key for key in EXPERT_COUNTS if key in config), None)
+    if given is not None:
+        renamed |= dict.fromkeys(EXPERT_COUNTS, config[given])
+    return renamed

@@ -1,0 +1,317 @@
+"""What a decoder consists of, in numbers of elements: embedding, blocks by kind, head. No torch, no files.
+
+Module names are transformers' own (5.23), from the block on (`self_attn.q_proj`), so that adapter targets match as in
+PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+AttentionKind = Literal["full", "sliding", "chunked", "none"]
+"""Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
+the block has no softmax attention (a recurrent or convolutional one)."""
+
+NormKind = Literal["rms", "gemma", "layer", "none"]
+"""rms: RMSNorm; gemma: RMSNorm times (1 + weight), all in fp32; layer: LayerNorm; none: no weights."""
+
+ATTENTION_PARTS = ("self_attn.", "attn.", "attention.", "self_attention.")
+"""What the names of attention's own linear layers start with."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """One linear layer of a block: `path` inside the block, input and output width."""
+
+    path: str
+    inputs: int
+    outputs: int
+    bias: bool = False
+    adaptable: bool = True
+    """Whether it takes an adapter (`families.why_no_adapter`, `training/proofs/adapter_trial`)."""
+
+    @property
+    def name(self) -> str:
+        """The module's own name, `q_proj` of `self_attn.q_proj`."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def weights(self) -> int:
+        """Elements of the weight matrix."""
+        return self.inputs * self.outputs
+
+    @property
+    def is_attention(self) -> bool:
+        """Whether it belongs to the attention, not to the MLP."""
+        return self.path.startswith(ATTENTION_PARTS)
+
+    def matches(self, target: str) -> bool:
+        """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`, `attn.c_proj`)."""
+        return self.path == target or self.path.endswith(f".{target}")
+
+
+@dataclass(frozen=True)
+class AdapterPlaces:
+    """Where adapters go in a class that the table of families does not have."""
+
+    targets: tuple[str, ...]
+    """What `target_modules: auto` gives to PEFT: ends of the names of layers."""
+    left_out: tuple[tuple[str, str], ...] = ()
+    """Linear layers that get none, by full names with * for numbers, and why."""
+    untried: str = ""
+    """Why no small model of the class could be tried; then every linear layer gets one."""
+
+    def given(self, targets: Literal["auto"] | tuple[str, ...]) -> list[str]:
+        """PEFT's targets for those of the YAML: where one would match a layer that is left out too, the others that it
+        matches."""
+        if targets == "auto":
+            return list(self.targets)
+        found: dict[str, None] = {}
+        for target in targets:
+            is_clean = not any(f".{path}".endswith(f".{target}") for path, _ in self.left_out)
+            found |= dict.fromkeys(
+                [target] if is_clean else [one for one in self.targets if f".{one}".endswith(f".{target}")]
+            )
+        return list(found)
+
+    @property
+    def words(self) -> list[str]:
+        """What is left out, and why."""
+        whys = dict.fromkeys(why for _, why in self.left_out)
+        lines = [
+            f"none on {', '.join(sorted({_in_block(path) for path, why in self.left_out if why == one}))} ({one})"
+            for one in whys
+        ]
+        return [*lines, *([f"on every linear layer: {self.untried}"] if self.untried else [])]
+
+
+def _in_block(path: str) -> str:
+    """A layer's name inside its block."""
+    return path.partition(".*.")[2] or path
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """Identical blocks. Sizes are of one block; `count` is how many there are."""
+
+    count: int
+    linears: tuple[Linear, ...]
+    attention: AttentionKind = "full"
+    mlp_width: int = 0
+    """Width of the dense MLP; 0 in a block of experts."""
+    num_experts: int = 0
+    expert_width: int = 0
+    """Inner width of one expert; 0 where it cannot be told from the experts' tensors."""
+    gated_experts: bool = True
+    """Experts have a gate beside the up projection; else they have an activation between two matrices (Nemotron-H)."""
+    expert_params: int = 0
+    """Experts' weights and biases. transformers keeps them as one tensor per projection: not linear layers, so they get
+    no LoRA adapter and stay as loaded."""
+    shared_width: int = 0
+    """Width of the shared experts, which every token passes; their linear layers are in `linears`."""
+    router_params: int = 0
+    """The router, where it is not a linear layer."""
+    linear_width: int = 0
+    """Width of all value heads of linear attention (a gated delta rule); 0 in a block without it."""
+    norm_params: int = 0
+    settings: str = ""
+    """Tells blocks of the same layers apart that are set differently (keys and values of an earlier block, say); empty
+    for a type of the table."""
+    other_params: int = 0
+    """The rest: attention sinks, weights of activations, convolutions."""
+
+    @cached_property
+    def linear_weights(self) -> int:
+        """Elements of the linear layers' weight matrices."""
+        return sum(linear.weights for linear in self.linears)
+
+    @cached_property
+    def linear_biases(self) -> int:
+        """Elements of the linear layers' biases."""
+        return sum(linear.outputs for linear in self.linears if linear.bias)
+
+    @cached_property
+    def params(self) -> int:
+        """All parameters of one block."""
+        rest = self.expert_params + self.router_params + self.norm_params + self.other_params
+        return self.linear_weights + self.linear_biases + rest
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention (DeepSeek): ranks and head sizes; `q_rank` is None where queries are not
+    compressed."""
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none.
+
+    `layers` describes the blocks, and every count comes from it; the single fields above it describe the whole model,
+    or its first block of the commonest kind where blocks differ.
+    """
+
+    name: str
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    """Width of the MLP, of one expert where there are experts."""
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tied: bool
+    max_positions: int | None
+    layers: tuple[LayerKind, ...]
+    layer_order: tuple[int, ...]
+    """For each block, from the first to the last, its place in `layers`."""
+    window: int | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    own_experts: bool = False
+    """The class runs its experts by code of its own, which `experts_implementation` does not reach."""
+    clamped_gate: bool = False
+    """Experts gate as gpt-oss does: clamped, step by step."""
+    routes_in_fp32: bool = False
+    """The weights by which experts' outputs are added are fp32, whatever the run computes in."""
+    kernel_packages: tuple[str, ...] = ()
+    """Packages whose kernels the class runs where they are installed, and its own slower reference code where not."""
+    activation: str = "silu"
+    head_bias: bool = False
+    norm: NormKind = "rms"
+    norms_per_layer: int = 2
+    """Norms over the hidden width in one block."""
+    norm_bias: bool = False
+    qk_norm: bool = False
+    fused_qkv: bool = False
+    """Query, key and value come from one linear layer."""
+    fused_gate_up: bool = False
+    """Gate and up projection are one linear layer."""
+    position_rows: int = 0
+    """Rows of the learned position embedding."""
+    alibi: bool = False
+    rotary_dim: int = 0
+    """How much of a head is rotated; 0 without rotary positions."""
+    sinks: bool = False
+    attention_softcap: float | None = None
+    """Attention scores are capped (Gemma-2): only eager attention does it."""
+    parallel_blocks: bool = False
+    """Attention and MLP read the same input, and their outputs are added at once."""
+    mla: Mla | None = None
+    dropout: float = 0.0
+    """Dropout of the blocks' own outputs in training, after attention and MLP (GPT-2: 0.1)."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities in training."""
+    embedding_dropout: float = 0.0
+    embedding_width: int = 0
+    """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
+    outer_linears: tuple[Linear, ...] = ()
+    """Linear layers outside the blocks, the output head left out."""
+    outer_params: int = 0
+    """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
+    stored_dtype: str | None = None
+    """Dtype of the weights in the model's files as its config.json says; None where it does not."""
+    note: str = ""
+    """Where these shapes are from, if not from the table of families."""
+    text_only: str = ""
+    """What is to be said where only the language model of a larger class is trained."""
+    adapters: AdapterPlaces | None = None
+    """Where adapters go; None for a type of the table, whose `linears` tell."""
+    can_checkpoint: bool = True
+    """The class can compute its blocks a second time (activation checkpointing)."""
+    has_fused_attention: bool = True
+    """The class can call PyTorch's fused attention."""
+    meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
+    """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the closed form knows them."""
+
+    @cached_property
+    def common(self) -> LayerKind:
+        """The kind of most blocks."""
+        return max(self.layers, key=lambda kind: kind.count)
+
+    @cached_property
+    def linear_shapes(self) -> dict[str, tuple[int, int]]:
+        """Input and output width of each linear layer of the commonest block, by the module's name.
+
+        Two that share a name are listed by their paths (GPT-2's `attn.c_proj` and `mlp.c_proj`). Experts are not
+        linear layers.
+        """
+        names = [linear.name for linear in self.common.linears]
+        return {
+            linear.name if names.count(linear.name) == 1 else linear.path: (linear.inputs, linear.outputs)
+            for linear in self.common.linears
+        }
+
+    @cached_property
+    def linears(self) -> tuple[tuple[Linear, int], ...]:
+        """Every linear layer but the head, with how many of it the model has."""
+        inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)
+        return inner + tuple((linear, 1) for linear in self.outer_linears)
+
+    @property
+    def has_sdpa(self) -> bool:
+        """Whether the model's class runs PyTorch's fused attention: those with a soft cap or sinks do not."""
+        return self.has_fused_attention and self.attention_softcap is None and not self.sinks
+
+    @property
+    def rows_per_token(self) -> int:
+        """Rows that experts multiply for each token. Llama 4's own code takes every expert and weighs most by zero
+        (modeling_llama4.py, Llama4TextMoe)."""
+        return self.num_experts if self.own_experts else self.experts_per_token
+
+    @property
+    def q_width(self) -> int:
+        """Width of all query heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of all key heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @cached_property
+    def table_params(self) -> int:
+        """Weights of the token embedding, and of an output head of its own."""
+        return self.vocab_size * (self.embedding_width or self.hidden_size)
+
+    @cached_property
+    def embedding_params(self) -> int:
+        """Parameters of the token (and learned position) embedding."""
+        return self.table_params + self.position_rows * self.hidden_size
+
+    @cached_property
+    def head_params(self) -> int:
+        """Weights of an output head of its own; 0 where it is the embedding."""
+        return 0 if self.tied else self.table_params
+
+    @cached_property
+    def expert_params(self) -> int:
+        """Parameters of all blocks' experts (not the shared ones)."""
+        return sum(kind.count * kind.expert_params for kind in self.layers)
+
+    @cached_property
+    def linear_params(self) -> int:
+        """Parameters of all weight matrices between embedding and head: linear layers and every expert."""
+        return sum(count * linear.weights for linear, count in self.linears) + self.expert_params
+
+    @cached_property
+    def other_params(self) -> int:
+        """Norms, biases, routers, attention sinks, and the last norm."""
+        inner = sum(kind.count * (kind.params - kind.linear_weights - kind.expert_params) for kind in self.layers)
+        outer = sum(linear.outputs for linear in self.outer_linears if linear.bias)
+        return inner + outer + self.outer_params + (self.vocab_size if self.head_bias else 0)
+
+    @cached_property
+    def params(self) -> int:
+        """All parameters of the language model."""
+        return self.embedding_params + self.head_params + self.linear_params + self.other_params

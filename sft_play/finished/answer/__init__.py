@@ -1,0 +1,1 @@
+"""A trained model answers: in the terminal, over files, over HTTP."""

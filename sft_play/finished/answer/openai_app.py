@@ -1,0 +1,338 @@
+"""The HTTP application of `make serve`: that of `transformers serve`, with a finished run's model and prompts.
+
+Server, endpoints, streaming and tool calls are transformers'. These parts are replaced: `transformers serve FOLDER`
+refuses a folder with an adapter alone, its 4-bit option computes in fp32 whatever the run trained in, and it renders
+prompts by the template alone, without the settings of the run (`data.system_into_user`, the date that training
+rendered, …); it ignores most options of a request and fails at wrong ones (`openai_requests`), leaves stop texts in
+answers (`stop_texts`), and renders in the event loop, where one long prompt stops every client. Endpoints that load
+other models are left out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import inspect
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from transformers import BatchEncoding, StoppingCriteriaList
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import GenerateManager, GenerationState
+
+from sft_play.config.schema import DataConfig
+from sft_play.data.sources.formats import Chat, first_format, to_example
+from sft_play.data.sources.messages import Message
+from sft_play.data.sources.raw import BadRow, RawRow
+from sft_play.errors import DataError
+from sft_play.finished.answer.body_limit import BodyLimit
+from sft_play.finished.answer.openai_requests import ChatRequest, CompletionRequest, ResponseRequest, accepted, refused
+from sft_play.finished.answer.respond import Responder
+from sft_play.finished.answer.stop_texts import StopTexts, UntilStop, until_stop
+
+SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
+"""The endpoints that there are."""
+_LEAST_BODY_BYTES = 2**20
+_BYTES_A_POSITION = 16
+"""A token of a request is some four characters, which JSON may write as six bytes each."""
+_COLDEST = 0.01
+"""The lowest temperature that is sampled at, as in vLLM: below it logits overflow."""
+_PROMPT: ContextVar[list[int]] = ContextVar("prompt")
+"""Token ids of the request that this task answers."""
+
+
+def openai_app(responder: Responder, name: str, *, hosts: Sequence[str] | None = None) -> FastAPI:
+    """The application that answers as the run's model.
+
+    `name` is the model's name for clients; `hosts` the names under which this server is asked (None: any). A page whose
+    own name was made to point to this machine (DNS rebinding) comes under that name.
+    """
+    _prepare(responder)
+    manager, state = _OneModel(responder, name), _OneState()
+    handlers = {
+        "chat_handler": _ChatHandler(manager, state),
+        "completion_handler": _CompletionHandler(manager, state),
+        "response_handler": _ResponseHandler(manager, state),
+    }
+    others = [one for one in inspect.signature(build_server).parameters if one.endswith("_handler")]
+    app: FastAPI = build_server(manager, generation_state=state, **{**dict.fromkeys(others), **handlers})
+    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
+    for kind in (HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _as_openai_error)
+    app.add_middleware(BodyLimit, most=max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0)))
+    if hosts is not None:
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+    for part in ("chat_completion", "completion", "response"):
+        logging.getLogger(f"transformers.cli.serving.{part}").addFilter(_is_no_request)
+    # of temperature 0, which the server keeps beside do_sample=False
+    logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
+    return app
+
+
+async def _as_openai_error(request: Request, error: Exception) -> JSONResponse:
+    """An error in OpenAI's form, whose message its client shows."""
+    status, detail = 500, "the server failed at this request; its log has the traceback"
+    if isinstance(error, HTTPException):
+        status, detail = error.status_code, error.detail
+    elif isinstance(error, RequestValidationError):  # FastAPI's own: the body is no JSON object
+        status, detail = 400, "the body is not a JSON object"
+    said = detail if isinstance(detail, dict) else {"message": str(detail)}
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse({"error": {"param": None, "code": None, "type": kind, **said}}, status_code=status)
+
+
+def _is_no_request(record: logging.LogRecord) -> bool:
+    """Whether a line of the server's log is more than that a request came."""
+    return not record.getMessage().startswith("[Request received]")
+
+
+def _positions(model: Any) -> int | None:
+    """Positions that a model has; None where nothing limits them."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _prepare(responder: Responder) -> None:
+    """Give the model what the server asks of it: stop tokens, sampling, an end at stop texts and at its positions."""
+    model, tokenizer = responder.model, responder.tokenizer
+    generation = model.generation_config
+    generation.eos_token_id, generation.pad_token_id = responder.stop, tokenizer.pad_token_id
+    generation.do_sample = True  # else a client's temperature would change nothing; the server's 0 is greedy
+    text_config = model.config.get_text_config()
+    if getattr(text_config, "output_router_logits", None):  # with a cache its mask has another length
+        text_config.output_router_logits = False
+    generate, positions = model.generate, _positions(model)
+
+    def within_limits(*words: Any, **options: Any) -> Any:
+        """`generate`, up to the last position that the model has or to the first stop text."""
+        length, config = options["input_ids"].shape[-1], copy.copy(options.pop("generation_config"))
+        stops, config.stop_strings = config.stop_strings, None
+        if positions is not None:
+            config.max_new_tokens = max(1, min(config.max_new_tokens, positions - length))
+        if stops:
+            options["stopping_criteria"] = StoppingCriteriaList(
+                [StopTexts(options["tokenizer"], stops, prompt_tokens=length)]
+            )
+        return generate(*words, generation_config=config, **options)
+
+    model.generate = within_limits
+
+
+def request_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
+    """Token ids of a request's messages, read and rendered as training reads and renders a row.
+
+    Raises:
+        DataError: they are no conversation that an answer can follow.
+    """
+    turns = [*messages, {"role": "assistant", "content": "."}]
+    row = RawRow("the request", {"messages": turns, **({"tools": tools} if tools else {})})
+    data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)
+    _, shape = first_format(iter([row]), data)
+    assert shape is not None
+    example = to_example(row, shape, data)
+    if not isinstance(example, Chat):
+        raise DataError(str(example) if isinstance(example, BadRow) else "the request is not a conversation")
+    if len(example.messages) < 2 or example.messages[-2]["role"] == "assistant":
+        raise DataError("the messages end with no turn that an answer can follow")
+    return responder.prompt_ids(example.messages[:-1], example.tools)
+
+
+class _OneModel(ModelManager):
+    """The server's model manager, with one model that is loaded already and never unloaded."""
+
+    def __init__(self, responder: Responder, name: str) -> None:
+        super().__init__(model_timeout=-1)
+        self.force_model, self.responder = name, responder
+        self.model, self.positions = responder.model, _positions(responder.model)
+        # one of its own: the other thread, which renders, changes the settings of the responder's while it reads
+        self.tokenizer = copy.deepcopy(responder.tokenizer)
+        self.tokenizer.apply_chat_template = _rendered
+        self.is_rendering = asyncio.Lock()
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id  # in answers too: it has no revisions
+
+    def load_model_and_processor(self, *_: Any, **__: Any) -> tuple[Any, Any]:
+        return self.model, self.tokenizer
+
+    def get_gen_models(self, *_: Any) -> list[dict[str, Any]]:
+        return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": "sft_play"}]
+
+    def chat_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
+        """The prompt of a conversation; raises HTTPException where it is none, or too long."""
+        contents = [str(message.get("content") or "") for message in messages]
+        if self.positions is not None and len(messages) + sum(map(self._count, contents)) > 2 * self.positions:
+            # before it is rendered, which costs more; a template may leave out some of the text
+            raise refused(f"the messages are far longer than the model's {self.positions} positions", "messages")
+        try:
+            return request_ids(self.responder, messages, tools)
+        except DataError as error:
+            raise refused(str(error), "messages") from error
+
+    def text_ids(self, text: str) -> list[int]:
+        """The prompt that a text is."""
+        return list(self.responder.tokenizer(text)["input_ids"])
+
+    def _count(self, text: str) -> int:
+        return len(self.text_ids(text))
+
+
+def _rendered(*_: Any, **__: Any) -> BatchEncoding:
+    """The request's prompt, in the place of the tokenizer's own `apply_chat_template`."""
+    ids_BT = torch.tensor([_PROMPT.get()])
+    return BatchEncoding({"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)})
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+
+class _OneState(GenerationState):
+    """The server's state of generation: one answer after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._manager = _Answers()
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> _Answers:
+        return self._manager
+
+
+class _Answers(GenerateManager):
+    """Answers up to the first stop text."""
+
+    def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
+        queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)
+        return _Pieces(queue, gen_config.stop_strings or ()), streamer
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any
+    ) -> Any:
+        text, length, ids = await super().generate_non_streaming(model, processor, inputs, gen_config, **options)
+        stops = gen_config.stop_strings or ()
+        cut = until_stop(text, stops)
+        if cut != text:  # think text and tool calls are read from the ids, in which special tokens are
+            raw = until_stop(processor.decode(ids), stops)
+            ids = torch.tensor(processor(raw, add_special_tokens=False)["input_ids"], dtype=ids.dtype)
+        return cut, length, ids
+
+
+class _Pieces:
+    """The queue from which the server streams, up to the first stop text."""
+
+    def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
+        self._queue, self._until, self._ready = queue, UntilStop(stops), deque[Any]()
+
+    async def get(self) -> Any:
+        """The next piece."""
+        while not self._ready:
+            self._take(await self._queue.get())
+        return self._ready.popleft()
+
+    def get_nowait(self) -> Any:
+        """The next piece; raises asyncio.QueueEmpty where none has come."""
+        while not self._ready:
+            self._take(self._queue.get_nowait())
+        return self._ready.popleft()
+
+    def _take(self, item: Any) -> None:
+        if type(item) is str:  # think text and tool calls have types of their own
+            self._ready.extend(filter(None, [self._until.feed(item)]))
+            return
+        self._ready.extend([*filter(None, [self._until.end()]), item])
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+class _Handler:
+    """What the three endpoints share: options are checked, and the prompt is made in a thread, before the server's own
+    handler sees the request."""
+
+    accepts: Any
+    ends_with_done = True
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        asked = accepted(body, self.accepts)
+        manager: _OneModel = self.model_manager  # type: ignore[attr-defined]
+        if asked.get("stream") and not hasattr(manager.tokenizer, "_tokenizer"):
+            raise refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
+        if asked.get("temperature"):
+            asked["temperature"] = max(asked["temperature"], _COLDEST)
+        _check_bias(asked, manager)
+        async with manager.is_rendering:  # one at a time: so does the tokenizer
+            ids = await run_in_threadpool(self._make_prompt(asked, manager))
+        if not ids:
+            raise refused("the prompt is empty", "prompt")
+        if manager.positions is not None and len(ids) >= manager.positions:
+            raise refused(f"the prompt has {len(ids)} tokens and the model {manager.positions} positions")
+        _PROMPT.set(ids)
+        answer = await super().handle_request({"stream": False, **asked}, request_id)  # type: ignore[misc]
+        if isinstance(answer, StreamingResponse) and self.ends_with_done:
+            answer.body_iterator = _with_done(answer.body_iterator)
+        return answer
+
+    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[Message], modality: Any) -> list[Message]:
+        return messages  # the prompt is made already
+
+
+class _ChatHandler(_Handler, ChatCompletionHandler):
+    accepts = ChatRequest
+
+    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
+        return lambda: manager.chat_ids(asked["messages"], asked.get("tools"))
+
+
+class _ResponseHandler(_Handler, ResponseHandler):
+    accepts = ResponseRequest
+    ends_with_done = False
+
+    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
+        try:
+            messages, tools = self._normalize_input(asked), self._normalize_tools(asked.get("tools"))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise refused(f"input is not in the form of the API: {error!r}", "input") from error
+        return lambda: manager.chat_ids(messages, tools)
+
+
+class _CompletionHandler(_Handler, CompletionHandler):
+    accepts = CompletionRequest
+
+    def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
+        return lambda: manager.text_ids(asked["prompt"])
+
+
+def _check_bias(asked: dict[str, Any], manager: _OneModel) -> None:
+    """Raises HTTPException for a bias of what is no token; takes out one of nothing, which transformers refuses."""
+    for key in asked.get("logit_bias", {}):
+        if not (key.isascii() and key.isdigit() and int(key) < len(manager.tokenizer)):
+            raise refused(
+                f"logit_bias: {json.dumps(key)} is not a token id below {len(manager.tokenizer)}", "logit_bias"
+            )
+    if not asked.get("logit_bias", True):
+        del asked["logit_bias"]
+
+
+async def _with_done(pieces: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """A stream with the line by which clients know that it is whole."""
+    async for piece in pieces:
+        yield piece
+    yield "data: [DONE]\n\n"

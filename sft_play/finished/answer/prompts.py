@@ -1,0 +1,176 @@
+"""A run's prompts twice: as training made them, and as an engine makes them from the exported folder.
+
+Training's are token ids of its own renderer. An engine has the folder's chat template and tokenizer, and the messages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from sft_play.data.build.splits import Split
+from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.sources.formats import Chat
+from sft_play.errors import TokenizerError
+from sft_play.finished.load import evenly_spaced, renderer_of
+from sft_play.finished.run import FinishedRun
+from sft_play.training.prepare.tokenizer import load_tokenizer
+
+CHECKED_ROWS = 32
+"""Rows of the run whose prompts an export compares with training's."""
+_PLAIN_ROLES = ("system", "user", "assistant")
+_UNSENT = ("train", "weight", "loss_weight")
+"""Keys of a message that only training reads."""
+_TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt: training's ids, and the text that an engine renders; None where the exported template refuses it."""
+
+    ids: list[int]
+    rendered: str | None
+    messages: Sequence[Mapping[str, Any]] = ()
+    has_tools: bool = False
+
+    @property
+    def text(self) -> str:
+        """The engine's text, empty where there is none."""
+        return self.rendered or ""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a conversation of texts alone."""
+        return not self.has_tools and all(
+            message["role"] in _PLAIN_ROLES
+            and isinstance(message.get("content"), str)
+            and not message.get("tool_calls")
+            for message in self.messages
+        )
+
+
+class Prompts:
+    """A run's prompts, and those of the folder `model`, which was merged or exported from it."""
+
+    def __init__(self, run: FinishedRun, model: Path) -> None:
+        self._run, self._model = run, model
+        self.tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=run.config.model.trust_remote_code)
+        """That of the folder."""
+        self._trained = load_tokenizer(run.config).tokenizer
+        self._renderer = renderer_of(run, self._trained)
+        self.is_text = run.config.task_mode == "cpt"
+        self.today = self._renderer.today
+
+    @cached_property
+    def template(self) -> str | None:
+        """The folder's chat template, of several the one for rows without tools."""
+        given = self.tokenizer.chat_template
+        return given.get("default") if isinstance(given, dict) else given
+
+    @property
+    def writes_date(self) -> bool:
+        """Whether the chat template writes the day."""
+        return "strftime_now" in (self.template or "")
+
+    @property
+    def end_of_turn(self) -> str:
+        """The text that ends an answer; empty where nothing does."""
+        return "" if self.is_text else self._renderer.end_of_turn
+
+    @property
+    def configured_stops(self) -> int | list[int] | None:
+        """The end tokens of the folder's generation config, else of its config."""
+        for name in ("generation_config.json", "config.json"):
+            path = self._model / name
+            settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            if settings.get("eos_token_id") is not None:
+                stops: int | list[int] = settings["eos_token_id"]
+                return stops
+        return None
+
+    @cached_property
+    def _templates(self) -> dict[str, ChatTemplate]:
+        given = self.tokenizer.chat_template
+        named = given if isinstance(given, dict) else {"default": given} if given else {}
+        texts = {key: value for key, value in self.tokenizer.special_tokens_map.items() if isinstance(value, str)}
+        return {name: ChatTemplate(source, variables=texts, today=self.today) for name, source in named.items()}
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True, tools: Sequence[Any] = ()
+    ) -> str:
+        """The folder's chat template, on the day of the run.
+
+        Raises:
+            RenderError: it refuses these messages.
+            TokenizerError: there is none.
+        """
+        template = (self._templates.get("tool_use") if tools else None) or self._templates.get("default")
+        if template is None:
+            raise TokenizerError(f"{self._model} has no chat template")
+        return template.render([dict(message) for message in messages], tools=tools, prompt=prompt)
+
+    def of_rows(self, split: Split, count: int) -> list[Asked]:
+        """Prompts of a split's rows, at most `count`, evenly spaced over them."""
+        if self.is_text:
+            rows = (split.rows[index]["input_ids"] for index in evenly_spaced(len(split.rows), count))
+            return [self._of_text(self._trained.decode(ids[: max(1, len(ids) // 2)])) for ids in rows]
+        chosen = (split.chats[index] for index in evenly_spaced(len(split.chats), count))
+        return [asked for chat in chosen for asked in [self._of_chat(chat)] if asked is not None]
+
+    def of_probes(self) -> list[Asked]:
+        """Prompts that are not the run's: conversations with and without a system prompt, or texts."""
+        if self.is_text:
+            return [self._of_text(text) for text in _TEXTS]
+        chats = (Chat("", (*turns, {"role": "assistant", "content": "."}), ()) for turns in probes())
+        return [asked for chat in chats for asked in [self._of_chat(chat)] if asked is not None]
+
+    def _of_text(self, text: str) -> Asked:
+        return Asked(list(self._trained(text)["input_ids"]), text)
+
+    def _of_chat(self, chat: Chat) -> Asked | None:
+        """None where training would not take it as a prompt either, or an engine cannot."""
+        prompt = self._renderer.prompt_ids(chat)
+        # an engine is sent text, in which the name of a special token is the token
+        if prompt is None or self._renderer.hides(chat.messages[:-1]):
+            return None
+        # what a client would send: without the answer, and without keys that only training reads
+        messages = [{key: value for key, value in turn.items() if key not in _UNSENT} for turn in chat.messages[:-1]]
+        try:
+            rendered = self.render(messages, tools=chat.tools)
+        except RenderError:
+            rendered = None
+        return Asked(prompt[0], rendered, messages, bool(chat.tools))
+
+    def ids_of(self, text: str) -> list[int]:
+        """Ids of an engine's text by the folder's tokenizer; a chat template writes BOS itself."""
+        return list(self.tokenizer(text, add_special_tokens=self.is_text)["input_ids"])
+
+    def engine_adds_bos(self) -> bool | None:
+        """Whether an engine has to put BOS before a prompt: where training's began with it and the tokenizer puts it
+        there by itself. None of plain text: as the tokenizer does it."""
+        if self.is_text:
+            return None
+        bos = self.tokenizer.bos_token_id
+        added = list(self.tokenizer("a")["input_ids"])[:1] == [bos]
+        trained = [asked.ids[:1] == [bos] for asked in self.of_probes()[:1]]
+        return bos is not None and added and all(trained) and bool(trained)
+
+
+def probes() -> list[list[dict[str, str]]]:
+    """Conversations that an engine has to get right: one to four turns, with a system prompt and without."""
+    texts = ("Hello", "naïve café 日本語 🚀", "a {{ .b }} {% c %} \"d\" '''", "two\n\nlines", "1 < 2 && 3 > 2")
+    conversations = []
+    for turns in range(1, 5):
+        asked = [
+            {"role": role, "content": f"{texts[(turn + shift) % len(texts)]} {turn}"}
+            for turn in range(turns)
+            for shift, role in enumerate(("user", "assistant"))
+        ][:-1]
+        conversations += [asked, [{"role": "system", "content": "You are terse."}, *asked]]
+    return conversations

@@ -1,0 +1,168 @@
+"""Answers of a finished run's model: prompts as training rendered them, ended where training taught answers to end."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+
+from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.messages import Message
+from sft_play.errors import DataError
+from sft_play.finished.evaluate.score import compute_dtype
+from sft_play.finished.load import free_memory, load_as_trained, renderer_of
+from sft_play.finished.run import FinishedRun
+from sft_play.training.measure.exact_match import Answer, Question, answers, configured_stops, stop_ids
+from sft_play.training.prepare.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+_AT_ONCE = 256
+"""Questions that are answered before the next line on how far it is."""
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What tokens decode to that end inside a character."""
+
+
+def greedy_answers(
+    run: FinishedRun,
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[Question],
+    *,
+    stop: Sequence[int],
+    max_new_tokens: int,
+    whose: str | None = None,
+) -> list[Answer]:
+    """Greedy answers, in the order asked and in the precision of the run's own evaluation; where memory runs out the
+    batches are halved. `whose` names the model in lines on how far it is."""
+    most = run.plan().answer_tokens
+    given: list[Answer] = []
+    while len(given) < len(asked):
+        chunk = asked[len(given) : len(given) + _AT_ONCE]
+        try:
+            with _as_trained(run, model):
+                given += answers(
+                    model, tokenizer, chunk, stop=stop, max_new_tokens=max_new_tokens, most_tokens=most
+                )  # fmt: skip
+        except RuntimeError as error:
+            longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved
+            if not should_reduce_batch_size(error) or most <= longest:
+                raise
+            most //= 2
+            logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most:,}")
+            free_memory()
+            continue
+        if whose is not None and len(asked) > _AT_ONCE:
+            logger.info("Answered by the %s: %s of %s", whose, f"{len(given):,}", f"{len(asked):,}")
+    return given
+
+
+def _as_trained(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Whole weights trained under autocast, and so they answer; an adapter's base has the precision of training."""
+    compute = compute_dtype(run)
+    is_mixed = not run.is_adapter and compute != torch.float32
+    return torch.autocast(model.device.type, dtype=compute) if is_mixed else contextlib.nullcontext()
+
+
+class Responder:
+    """A run's model, loaded as it was trained where none is given, with the tokenizer and template of the run."""
+
+    def __init__(self, run: FinishedRun, model: Any = None) -> None:
+        self.run = run
+        self.tokenizer = load_tokenizer(run.config).tokenizer
+        self.model = load_as_trained(run) if model is None else model
+        self._renderer = renderer_of(run, self.tokenizer)
+        self._is_text = run.config.task_mode == "cpt"
+        self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))
+
+    @contextlib.contextmanager
+    def base(self) -> Iterator[None]:
+        """While it lasts, the model is the base, without the adapter; a model that was trained whole has none."""
+        with self.model.disable_adapter():
+            yield
+
+    def prompt_ids(self, messages: Sequence[Message], tools: tuple[Any, ...] = ()) -> list[int]:
+        """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer.
+
+        Raises:
+            DataError: the chat template refuses these messages.
+        """
+        if self._is_text:
+            text = "\n".join(str(message["content"]) for message in messages)
+            return list(self.tokenizer(text)["input_ids"])
+        asked = Chat("", (*messages, {"role": "assistant", "content": "."}), tools)  # the answer itself is not rendered
+        prompt = self._renderer.prompt_ids(asked)
+        if prompt is None:
+            roles = ", ".join(str(message["role"]) for message in messages)
+            raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
+        return prompt[0]
+
+    def answer_all(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
+        """Greedy answers to prompts, in batches of a token budget."""
+        asked = [Question(ids, "", "") for ids in prompts]
+        answered = greedy_answers(
+            self.run, self.model, self.tokenizer, asked, stop=self.stop, max_new_tokens=max_new_tokens
+        )
+        return [answer.text for answer in answered]
+
+    @torch.no_grad()
+    def stream(
+        self,
+        prompt: list[int],
+        show: Callable[[str], None],
+        *,
+        max_new_tokens: int,
+        temperature: float = 0.0,
+    ) -> str:
+        """One answer, of which each piece of text is shown as it comes; greedy at temperature 0. Ctrl-C ends it."""
+        streamer = _Streamer(self.tokenizer, self.stop, show)
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+        # what a base's generation config sets for sampling; transformers warns of it where decoding is greedy
+        unset = {} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
+        ids_BT = torch.tensor([prompt], device=self.model.device)
+        with contextlib.suppress(KeyboardInterrupt), _as_trained(self.run, self.model):
+            self.model.generate(
+                input_ids=ids_BT,
+                attention_mask=torch.ones_like(ids_BT),
+                max_new_tokens=max_new_tokens,
+                eos_token_id=self.stop,
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                streamer=streamer,
+                **sampling,
+                **unset,
+            )
+        streamer.end()
+        return streamer.text
+
+
+class _Streamer:
+    """Shows text while tokens come (transformers' protocol: `put` gets the prompt first, then each token)."""
+
+    def __init__(self, tokenizer: Any, stop: Sequence[int], show: Callable[[str], None]) -> None:
+        self._tokenizer, self._stop, self._show = tokenizer, set(stop), show
+        self._ids: list[int] = []
+        self._is_prompt = True
+        self.text = ""
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        self._ids += [token for token in value.flatten().tolist() if token not in self._stop]
+        # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
+        text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
+        if not text.endswith(_UNFINISHED):
+            self._show(text[len(self.text) :])
+            self.text = text
+
+    def end(self) -> None:
+        """Show what was held back because it ended inside a character."""
+        text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
+        if text != self.text:
+            self._show(text[len(self.text) :])
+            self.text = text

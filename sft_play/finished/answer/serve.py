@@ -1,0 +1,372 @@
+"""`make serve`: an OpenAI-compatible endpoint that answers as a finished run's model.
+
+By default the server of `transformers serve` runs in this process, with the model as it was trained (`openai_app`).
+With vLLM its own `vllm serve` is started over the merged model, whose folder holds the tokenizer, the template and the
+stop tokens of training, and ends with this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import logging
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from sft_play.endings import StopSignals, ends_with_me
+from sft_play.environment import for_another_run
+from sft_play.errors import BackendError, ConfigError
+from sft_play.finished.run import FinishedRun, next_line
+from sft_play.log import one_line
+
+logger = logging.getLogger(__name__)
+
+ENGINES = ("transformers", "vllm")
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+FINISH_S = 30
+"""After the first Ctrl-C, answers that are being streamed have this long to end."""
+_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class Serving:
+    """An endpoint that answers."""
+
+    run: Path
+    engine: str
+    model: str
+    """The model's name for clients."""
+    weights: Path
+    """The folder that is served: adapter, whole model, or merged."""
+    host: str
+    port: int
+    pid: int
+
+    @property
+    def url(self) -> str:
+        """The base URL for clients on this machine."""
+        return f"{_origin(self.host, self.port)}/v1"
+
+    @property
+    def ok(self) -> bool:
+        """It answers."""
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {
+            "ok": True, "run": str(self.run), "engine": self.engine, "model": self.model, "weights": str(self.weights),
+            "url": self.url, "host": self.host, "port": self.port, "pid": self.pid,
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """Address, name, and how to ask, in a shell and in Python."""
+        messages = [{"role": "user", "content": "Hello"}]
+        body = json.dumps({"model": self.model, "messages": messages, "temperature": 0}, ensure_ascii=False)
+        name = json.dumps(self.model, ensure_ascii=False)
+        return [
+            f"Serving {self.weights} at {self.url} (pid {self.pid}); model name: {self.model}",
+            f"  curl {self.url}/chat/completions -H 'Content-Type: application/json' -d {shlex.quote(body)}",
+            "or in Python:",
+            "  from openai import OpenAI",
+            f'  client = OpenAI(base_url="{self.url}", api_key="none")',
+            f"  print(client.chat.completions.create(model={name}, messages={json.dumps(messages)}, temperature=0)"
+            ".choices[0].message.content)",
+            f"Ctrl-C ends it. {next_line('push', 'REPO=user/name', RUN=self.run)}",
+        ]
+
+
+# --- the address ------------------------------------------------------------------------------------------------------
+
+
+def read_port(text: str | None) -> int:
+    """The port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
+    if text is None:
+        return DEFAULT_PORT
+    text = text.strip()
+    if not (text.isascii() and text.isdigit() and len(text) < 6 and int(text) < 65_536):
+        raise ConfigError(f"PORT={one_line(text)} is not a port; ports go from 1 to 65535, and 0 takes any free one")
+    return int(text)
+
+
+def claimed(host: str, port: int) -> socket.socket:
+    """A socket that listens there, so that nobody takes the port while the model is loaded.
+
+    Raises:
+        ConfigError: the port is taken, or this machine has no such address.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"HOST={one_line(host)} is not an address of this machine: {error}") from None
+    listener = socket.socket(family, kind, protocol)
+    try:
+        # a port whose last connections are still closing (TIME_WAIT) can be taken at once
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"{one_line(host)} port {port} cannot be listened on: {error.strerror}; PORT=0 takes any free port"
+        ) from None
+    return listener
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    return False
+
+
+def names_of(host: str) -> tuple[str, ...] | None:
+    """The names under which clients ask a server that only this machine can reach; None, which is any, for another.
+
+    A page in a browser of this machine reaches the model under the page's own name (DNS rebinding), which is none of
+    these.
+    """
+    # with brackets too: releases of starlette differ in what they take for the name of [::1]:8000
+    return (host, "localhost", "127.0.0.1", "::1", "[::1]", "[") if _is_loopback(host) else None
+
+
+def warning_of(host: str) -> str | None:
+    """The warning for an address that others can reach; None for this machine's own."""
+    if _is_loopback(host):
+        return None
+    return (
+        f"HOST={one_line(host)}: there is no password, so anyone in the network who reaches this machine can use the "
+        f"model; to keep it to yourself, leave HOST out and use an ssh tunnel"
+    )
+
+
+def _origin(host: str, port: int) -> str:
+    """The address of a server for clients on this machine."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
+
+
+# --- services ---------------------------------------------------------------------------------------------------------
+
+
+class Service(ABC):
+    """A server: `start` returns once it answers, `wait` once it has ended.
+
+    `is_busy`: after `wait`, a thread of this process may still compute an answer; Python would abort in its own end.
+    """
+
+    is_busy = False
+
+    @abstractmethod
+    def start(self) -> Serving:
+        """Start it; returns where it answers."""
+
+    @abstractmethod
+    def wait(self) -> int:
+        """Wait until it ends or is stopped, and return the exit code: Ctrl-C lets running answers finish, a second one
+        or SIGTERM does not."""
+
+
+class TransformersService(Service):
+    """`transformers serve`'s server in a thread of this process."""
+
+    def __init__(self, run: FinishedRun, host: str, port: int) -> None:
+        require_extra()
+        self._run, self._host, self._listener = run, host, claimed(host, port)
+
+    def start(self) -> Serving:
+        """Load the model and serve it."""
+        import uvicorn
+
+        try:
+            from sft_play.finished.answer.openai_app import openai_app
+        except ImportError as error:
+            if not (error.name or "").startswith("transformers."):
+                raise
+            raise BackendError(
+                f"transformers {version('transformers')} has another server than the one that answers here "
+                f"({one_line(str(error))}): install the version of requirements.lock, or take ENGINE=vllm"
+            ) from None
+        from sft_play.finished.answer.respond import Responder
+        from sft_play.training.prepare.quiet import quiet_libraries
+
+        quiet_libraries()
+        run, name = self._run, self._run.folder.path.name
+        app = openai_app(Responder(run), name, hosts=names_of(self._host))
+        # log_config=None: uvicorn would replace the handlers of this program's logging by its own
+        config = uvicorn.Config(
+            app, log_config=None, log_level="warning", access_log=False, timeout_graceful_shutdown=FINISH_S
+        )
+        self._server = uvicorn.Server(config)
+        # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
+        self._thread = threading.Thread(
+            target=self._server.run, kwargs={"sockets": [self._listener]}, name="serve", daemon=True
+        )
+        port = int(self._listener.getsockname()[1])
+        self._thread.start()
+        while not self._server.started:  # uvicorn has no event for it
+            if not self._thread.is_alive():
+                raise BackendError(f"the server at {self._host} port {port} did not start; see the lines above")
+            time.sleep(_POLL_S)
+        return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid())
+
+    def wait(self) -> int:
+        """Wait until it ends or is stopped."""
+        is_over, is_late = threading.Event(), threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
+        is_late.daemon = True
+
+        def stop(number: int) -> None:
+            is_late.start()
+            if number == signal.SIGINT:
+                logger.info("Stopping once the answers under way have ended; Ctrl-C again stops now")
+                self._server.should_exit = True
+            else:
+                is_over.set()
+
+        with StopSignals(stop, lambda _: is_over.set()):
+            while self._thread.is_alive() and not is_over.is_set():
+                is_over.wait(_POLL_S)
+        is_late.cancel()
+        self.is_busy = self.is_busy or self._thread.is_alive()
+        logger.info("Stopped")
+        return 0
+
+
+class VllmService(Service):
+    """`vllm serve` as a child of this process."""
+
+    def __init__(self, run: FinishedRun, host: str, port: int) -> None:
+        program = shutil.which(
+            "vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        )
+        if program is None:
+            raise BackendError(
+                "ENGINE=vllm: there is no program vllm in PATH or in this environment. Install vLLM in an environment "
+                "of its own (pip install vllm) and put its bin folder into PATH, or leave ENGINE=vllm out"
+            )
+        self._run, self._host = run, host
+        with claimed(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
+            self._port = int(listener.getsockname()[1])
+        self._program = program
+
+    def start(self) -> Serving:
+        """Merge where that has not been done, start vLLM, and wait until it answers."""
+        from sft_play.finished.export.merge import whole_model
+
+        weights = whole_model(self._run, is_locked=False)
+        name = self._run.folder.path.name
+        words = vllm_command(
+            self._program, weights, name=name, host=self._host, port=self._port,
+            trust_remote_code=self._run.config.model.trust_remote_code,
+        )  # fmt: skip
+        logger.info("Starting: %s", shlex.join(words))
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "sft_play.endings", *words],
+            env=ends_with_me(for_another_run(os.environ), number=signal.SIGTERM),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is passed on by `wait`
+        )
+        try:
+            while not _is_healthy(self._host, self._port):
+                if self._child.poll() is not None:
+                    raise BackendError(
+                        f"vllm ended with exit code {self._child.returncode} before it answered; see its lines above"
+                    )
+                time.sleep(_POLL_S)
+        except BaseException:
+            self._end()
+            raise
+        return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid())
+
+    def wait(self) -> int:
+        """Wait until it ends or is stopped; raises BackendError where it ended by itself."""
+        is_over = threading.Event()
+        asked = threading.Event()
+
+        def stop(number: int) -> None:
+            asked.set()
+            if number == signal.SIGINT:
+                logger.info("Stopping vLLM; Ctrl-C again stops now")
+                self._child.terminate()
+            else:
+                is_over.set()
+
+        with StopSignals(stop, lambda _: is_over.set()):
+            while self._child.poll() is None and not is_over.is_set():
+                is_over.wait(_POLL_S)
+        self._end()
+        if not asked.is_set():
+            raise BackendError(f"vllm ended with exit code {self._child.returncode}; see its lines above")
+        logger.info("Stopped")
+        return 0
+
+    def _end(self) -> None:
+        """Kill it with the processes that it started, those of its session among them that have lost their parent."""
+        # vLLM's workers may have sessions of their own, which the signal to its group does not reach
+        family = []
+        with contextlib.suppress(psutil.Error):
+            family = psutil.Process(self._child.pid).children(recursive=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._child.pid, signal.SIGKILL)
+        for member in family:
+            with contextlib.suppress(psutil.Error):
+                member.kill()
+        self._child.wait()
+
+
+def service_of(engine: str, run: FinishedRun, host: str, port: int) -> Service:
+    """The service of an engine; raises ConfigError for one that there is not."""
+    if engine not in ENGINES:
+        raise ConfigError(f"ENGINE={one_line(engine)} is not one of {', '.join(ENGINES)}")
+    return (VllmService if engine == "vllm" else TransformersService)(run, host, port)
+
+
+def require_extra() -> None:
+    """Raises BackendError where the packages of `transformers serve` are missing."""
+    from transformers.utils.import_utils import is_serve_available
+
+    if not is_serve_available():
+        raise BackendError(
+            "make serve needs the server of transformers, whose packages (fastapi, uvicorn, openai) are missing here: "
+            "pip install 'sft-play[serve]'"
+        )
+
+
+# --- vLLM -------------------------------------------------------------------------------------------------------------
+
+
+def vllm_command(
+    program: str, weights: Path, *, name: str, host: str, port: int, trust_remote_code: bool = False
+) -> list[str]:
+    """The words that serve a folder by vLLM, in the dtype that its config names.
+
+    The dtype is given since vLLM's own choice for fp32 weights is a 16-bit one.
+    """
+    config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
+    words = [program, "serve", str(weights), "--served-model-name", name, "--host", host, "--port", str(port)]
+    return [*words, "--dtype", str(dtype), *(["--trust-remote-code"] if trust_remote_code else [])]
+
+
+def _is_healthy(host: str, port: int) -> bool:
+    """Whether vLLM answers there that it is ready (without a proxy)."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with contextlib.suppress(OSError), opener.open(f"{_origin(host, port)}/health", timeout=5) as answer:
+        return int(answer.status) == 200
+    return False

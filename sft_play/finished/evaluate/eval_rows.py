@@ -1,0 +1,146 @@
+"""The rows that `make eval` reads: the run's held-out ones, or a file's, each with its question where it has one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sft_play.data.build.splits import Split
+from sft_play.data.masks.render import Renderer
+from sft_play.data.sources.files import data_paths, find_source
+from sft_play.data.sources.messages import Message
+from sft_play.errors import ConfigError, DataError
+from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
+from sft_play.finished.run import FinishedRun
+from sft_play.log import one_line
+from sft_play.training.measure.exact_match import Question
+from sft_play.training.prepare.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+SplitName = Literal["val", "test"]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question: the number of its row, and the messages before the answer."""
+
+    row: int
+    question: Question
+    messages: tuple[Message, ...]
+
+
+@dataclass(frozen=True)
+class EvalRows:
+    """Token rows to score, their numbers in the split (from 0), and the questions among them."""
+
+    name: str
+    """`val`, `test`, or the file that DATA= named."""
+    is_own: bool
+    """Whether they are a split of the run."""
+    rows: Any
+    """A Dataset with `input_ids` and `labels`."""
+    numbers: list[int]
+    whole: int
+    """Rows of the split, of which LIMIT= takes some."""
+    asked: list[Asked]
+    seen: int | None
+    """Rows of the split whose tokens the run was trained on; None where that is not known."""
+
+
+def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: int | None, asks: bool) -> EvalRows:
+    """The rows of a split (None: test where there is one, else val), or of a file, evenly spaced where limited.
+
+    `asks`: whether answers will be generated.
+
+    Raises:
+        ConfigError: the split has another name, or is given beside a file.
+        DataError: the run has no such rows, or they cannot be read.
+    """
+    tokenizer = load_tokenizer(run.config).tokenizer
+    if data is not None:
+        if split is not None:
+            raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
+        name, chosen, seen = data, *_of_file(run, tokenizer, data)
+    else:
+        name, chosen = _of_run(run, tokenizer, split)
+        seen = chosen.report.shared.get("train", 0)
+    whole = len(chosen.rows)
+    numbers = evenly_spaced(whole, limit or whole)
+    renderer = renderer_of(run, tokenizer)
+    asked = _asked(chosen, renderer, set(numbers), max_seq_len=run.plan().max_seq_len) if asks else []
+    return EvalRows(name, data is None, chosen.rows.select(numbers), numbers, whole, asked, seen)
+
+
+def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitName, Split]:
+    if split not in (None, "val", "test"):
+        hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
+        raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
+    splits = splits_of(run, run.config, tokenizer)
+    there: dict[SplitName, Split] = {}
+    if splits.test is not None:
+        there["test"] = splits.test
+    if splits.val is not None:
+        there["val"] = splits.val
+    if not there:
+        raise DataError(
+            f"{run.folder.path} was trained without validation or test rows, and rows that it was trained on say "
+            "nothing about new ones: name a file that it has not seen with DATA=FILE"
+        )
+    for name, rows in there.items():
+        if split in (None, name):
+            return name, rows
+    raise DataError(
+        f"{run.folder.path} has no {split} rows, only {', '.join(there)}; leave SPLIT= out, or name a DATA=FILE"
+    )
+
+
+def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:
+    """The rows of a file, read as the run's test rows would be, and how many of them were trained on.
+
+    The run's own rows are read for that alone; where they are gone, the file is read as the only data.
+    """
+    try:
+        find_source(data)
+    except DataError as error:
+        raise DataError(f"DATA={error}") from None
+    try:
+        own = data_paths(run.config.data)
+    except DataError as error:
+        logger.warning(
+            "The data that the run was trained on is gone (%s): whether rows of DATA= were trained on is not known",
+            one_line(str(error)),
+        )
+        own = None
+    # beside the training rows, so that rows that it shares with them are counted
+    there = {"test_path": data} if own is not None else {
+        "train_path": data, "val_path": None, "test_path": data, "text_path": None, "sources": (), "val_fraction": 0.0,
+    }  # fmt: skip
+    config = run.config.model_copy(update={"data": run.config.data.model_copy(update=there)})
+    if own is None and config.task_mode == "cpt_mixed":
+        config = config.model_copy(update={"task_mode": "sft"})
+    try:
+        splits = splits_of(run, config, tokenizer)
+    except DataError as error:
+        raise DataError(str(error).replace("data.test_path" if own else "data.train_path", "DATA")) from error
+    if splits.test is None:
+        raise DataError(f"DATA={one_line(data)} holds no rows for this run: {'; '.join(splits.notes)}")
+    return splits.test, None if own is None else splits.test.report.shared.get("train", 0)
+
+
+def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: int) -> list[Asked]:
+    """The questions among the chosen rows, by the rule of the run's own exact match: chats that end with an answer and
+    whose prompt leaves room for one."""
+    asked: list[Asked] = []
+    places: Sequence[int] = split.chats.rows()
+    for number, row in enumerate(places):
+        if row not in chosen:
+            continue
+        chat = split.chats[number]
+        prompt = renderer.prompt_ids(chat)
+        if prompt is not None and len(prompt[0]) + 1 < max_seq_len:  # room for a token and the one that ends it
+            shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
+            asked.append(Asked(row, Question(prompt[0], shown, prompt[1]), tuple(chat.messages[:-1])))
+    return asked

@@ -1,0 +1,136 @@
+"""The loss of a model on token rows: each row's own, in the arithmetic of the trainer's evaluation.
+
+TRL's fused head gives the log-probability of each trained token without whole logits: only tiles of at most 4,096
+tokens by 32,768 words of the vocabulary exist at a time. The trainer evaluates through the same head.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils.memory import should_reduce_batch_size
+from datasets import Dataset
+
+from sft_play.finished.run import FinishedRun
+from sft_play.training.loop.collate import Collator
+from sft_play.training.loop.rows import lengths_of
+from sft_play.training.model.fused_head import fused_head
+from sft_play.training.model.model_loading import DTYPES
+from sft_play.training.prepare.experts import balance_coefficient
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RowScore:
+    """How well a model predicts the trained tokens of one row."""
+
+    nll: float
+    """Negative log-likelihood, summed over the trained tokens, in nats."""
+    tokens: int
+    """Trained tokens; the first of a row is never predicted."""
+    correct: int
+    """Trained tokens that the model thinks likeliest."""
+    balance: float = 0.0
+    """Of models with experts that train with a balance loss: that loss of the row's batch, weighted as in training and
+    multiplied by the row's trained tokens. `nll + balance`, summed over rows and divided by tokens, is the trainer's
+    eval_loss."""
+
+
+@torch.no_grad()
+def score_rows(
+    model: Any, rows: Sequence[Any], *, most_tokens: int, compute: torch.dtype | None = None
+) -> list[RowScore]:
+    """The score of each row, in the rows' order.
+
+    Args:
+        model: a causal language model, with an adapter or without; it is left as it was.
+        rows: with `input_ids` and `labels` (-100: not trained), as dictionaries or attributes; a Dataset is read batch
+            by batch.
+        most_tokens: tokens of a batch, with padding; halved where memory runs out.
+        compute: the dtype of matrix products; None for that of the weights. A run's is `compute_dtype(run)`.
+
+    Raises:
+        RuntimeError: a single row does not fit into memory (torch's own error).
+    """
+    lengths = lengths_of(rows).tolist() if isinstance(rows, Dataset) else [len(_ids(row)) for row in rows]
+    # longest first: where memory is too small that shows at the first batch, not after most of the work
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
+    scores: dict[int, RowScore] = {}
+    was_training, start = model.training, 0
+    model.eval()
+    try:
+        with fused_head(model):
+            while start < len(order):
+                longest = max(1, lengths[order[start]])
+                batch = order[start : start + max(1, most_tokens // longest)]
+                tables = [_table(rows[index]) for index in batch]
+                scored = _scored(model, tables, compute, can_halve=len(batch) > 1)
+                if scored is None:
+                    most_tokens = longest * len(batch) // 2
+                    logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most_tokens:,}")
+                    if torch.cuda.is_available():
+                        torch.cuda.empty_cache()
+                    continue
+                scores |= dict(zip(batch, scored, strict=True))
+                start += len(batch)
+    finally:
+        model.train(was_training)
+    return [scores[index] for index in range(len(lengths))]
+
+
+def _ids(row: Any) -> Sequence[int]:
+    ids: Sequence[int] = row["input_ids"] if isinstance(row, dict) else row.input_ids
+    return ids
+
+
+def _table(row: Any) -> dict[str, Any]:
+    labels = row["labels"] if isinstance(row, dict) else row.labels
+    return {"input_ids": _ids(row), "labels": labels}
+
+
+def compute_dtype(run: FinishedRun) -> torch.dtype:
+    """The dtype that the run's own evaluations computed in."""
+    return DTYPES[run.plan().precision.compute]
+
+
+def batch_tokens(run: FinishedRun) -> int:
+    """Tokens, with padding, of the largest batch that the run's plan evaluates at a time."""
+    plan = run.plan()
+    return plan.eval_batch * plan.max_seq_len
+
+
+def _scored(
+    model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None, *, can_halve: bool
+) -> list[RowScore] | None:
+    """The scores of one batch; None where it does not fit into memory and could be smaller."""
+    try:
+        return _score_batch(model, tables, compute)
+    except RuntimeError as error:
+        if can_halve and should_reduce_batch_size(error):
+            return None
+        raise
+
+
+def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None) -> list[RowScore]:
+    batch = Collator(pad_id=0)(tables)  # padding is masked: which token it is does not matter
+    dtype = compute or next(model.parameters()).dtype
+    coefficient = balance_coefficient(model.config.get_text_config())
+    # without it the class computes no balance loss, which the trainer's eval_loss has in it
+    options = {"output_router_logits": True} if coefficient else {}
+    with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
+        output = model(
+            **{name: table.to(model.device) for name, table in batch.items()},
+            use_cache=False, fused_lm_head=True, **options,
+        )  # fmt: skip
+    nll_B = -output.log_probs.double().sum(1).cpu()
+    tokens_B, correct_B = output.label_mask.sum(1).cpu(), output.is_top1.sum(1).cpu()
+    balance = coefficient * float(output.aux_loss) if coefficient else 0.0
+    return [
+        RowScore(nll, tokens, round(correct), balance * tokens)
+        for nll, tokens, correct in zip(nll_B.tolist(), tokens_B.tolist(), correct_B.tolist(), strict=True)
+    ]

@@ -1,0 +1,246 @@
+"""`make ship`: base and trained model measured on held-out rows and on the general sample, the merge compared, and one
+verdict with everything that it was computed from (`ship_rule.judge`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sft_play.data.build.arrow_rows import row_digest
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import IGNORED
+from sft_play.errors import DataError, ModelError, SftPlayError
+from sft_play.finished.answer.respond import greedy_answers
+from sft_play.finished.evaluate.general import VERSION, chat_rows, general_sample, text_rows
+from sft_play.finished.evaluate.score import RowScore, batch_tokens, compute_dtype, score_rows
+from sft_play.finished.evaluate.ship_rule import (
+    FORMAT,
+    Evidence,
+    GeneralEvidence,
+    Losses,
+    MergeEvidence,
+    TaskEvidence,
+    Thresholds,
+    Verdict,
+    chance_losses,
+    evidence_lines,
+    judge,
+)
+from sft_play.finished.export.check_merge import merge_test
+from sft_play.finished.export.merge import merged_model, whole_model
+from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
+from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.writing import writing
+from sft_play.log import one_line
+from sft_play.runs.locking import lock
+from sft_play.runs.manifest import versions
+from sft_play.training.measure.exact_match import Question, configured_stops, questions, stop_ids
+from sft_play.training.model.model_loading import weights_facts
+from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.training.prepare.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+ROWS = 300
+"""Held-out rows that are read."""
+SHIP_FILE = "ship.json"
+_LONGEST = 512
+"""Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
+positions."""
+
+Row = dict[str, list[int]]
+
+
+@dataclass(frozen=True)
+class Shipped:
+    """A verdict with its evidence, as it is written to ship.json."""
+
+    run: Path
+    evidence: Evidence
+    thresholds: Thresholds
+    verdict: Verdict
+    about: dict[str, Any]
+    """Digests, versions and date."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether to ship."""
+        return self.verdict.ok
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data, from which `replay` computes the verdict again."""
+        return {
+            "format": FORMAT, "ok": self.ok, "kind": "done" if self.ok else "do_not_ship",
+            "verdict": self.verdict.word, "reasons": self.verdict.reasons,
+            "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
+            "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words: the evidence, the verdict, what next."""
+        after = (
+            next_line("export", "FORMAT=gguf", RUN=self.run)
+            if self.ok
+            else next_line("eval", "shows rows", RUN=self.run)
+        )
+        evidence = evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
+
+
+def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
+    """Measure, judge, and write ship.json into the run folder.
+
+    Args:
+        rows: held-out rows that are read, evenly spaced.
+        tolerance: nats a token by which the loss on general text and chats may rise, in place of the defaults.
+
+    Raises:
+        DataError: the run's data is gone.
+        RunFolderError: another process writes the run folder.
+    """
+    quiet_libraries()
+    thresholds = Thresholds()
+    if tolerance is not None:
+        thresholds = dataclasses.replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
+    sample, continued = general_sample(), continued_by(run)
+    about: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sample": {"version": VERSION, "sha256": sample.sha256},
+        "weights": {"sha256": weights_facts(str(run.weights), None)["sha256"]},
+        "base": (run.manifest.get("data") or {}).get("weights"),
+        "before": continued.name if continued else None,
+        "versions": versions(),
+    }
+    with lock(run.folder):
+        try:
+            measured = _Measured(run, rows)
+            evidence = measured.evidence()
+            about["rows_sha256"] = measured.rows_sha256
+        except ModelError as error:
+            evidence = Evidence(TaskEvidence(""), GeneralEvidence(), MergeEvidence("not needed"), str(error))
+        if not judge(evidence, thresholds).reasons:
+            evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
+        shipped = Shipped(run.folder.path, evidence, thresholds, judge(evidence, thresholds), about)
+        with writing(run.folder.path / SHIP_FILE):
+            run.folder.write_json(SHIP_FILE, shipped.as_json())
+    return shipped
+
+
+class _Measured:
+    """Rows as tokens, and their losses with the base and with the trained model."""
+
+    def __init__(self, run: FinishedRun, rows: int) -> None:
+        config = run.config
+        self.run = run
+        self.tokenizer = load_tokenizer(config).tokenizer
+        self.renderer = renderer_of(run, self.tokenizer)
+        self.held = held_out(run)
+        self.rows, self.left_out = ([], 0) if self.held.name == "train" else distinct_rows(self.held, rows)
+        self.asked: list[Question] = []
+        if self.rows and config.eval.generate_rows:
+            asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
+            self.asked = questions(self.held.split, self.renderer, asked, max_seq_len=run.plan().max_seq_len)
+        # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
+        general = Renderer(
+            self.tokenizer,
+            config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
+            max_seq_len=_LONGEST,
+            today=self.renderer.today,
+        )
+        sample = general_sample()
+        self.text = text_rows(sample, general, longest=_LONGEST)
+        self.chats, self.refused = chat_rows(sample, general, longest=_LONGEST)
+
+    @property
+    def rows_sha256(self) -> str:
+        """Of the tokens and labels of the held-out rows."""
+        return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
+
+    def evidence(self) -> Evidence:
+        """All but the merge; raises ModelError where the model cannot be loaded."""
+        (base, right_base), (tuned, right_tuned) = of_each_model(self.run, self._measured)
+        text = _losses(base["text"], tuned["text"], self.text.rows, self.text.kinds)
+        chats = _losses(base["chats"], tuned["chats"], self.chats.rows, self.chats.kinds)
+        split = "" if self.held.name == "train" else self.held.name
+        losses = _losses(base["task"], tuned["task"], self.rows)
+        task = TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
+        return Evidence(task, GeneralEvidence(text, chats, self.refused), MergeEvidence("not needed"))
+
+    def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
+        """Scores of all rows, and whether each answer is the reference."""
+        logger.info("Measuring the %s", whose)
+        parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
+        scores = {part: self._scores(model, chosen) for part, chosen in parts.items()}
+        answered = greedy_answers(
+            self.run, model, self.tokenizer, self.asked, max_new_tokens=self.run.config.eval.max_new_tokens,
+            stop=stop_ids(self.run.config.task_mode, self.tokenizer, self.renderer, configured_stops(model)),
+        )  # fmt: skip
+        return scores, tuple(answer.right for answer in answered)
+
+    def _scores(self, model: Any, chosen: Sequence[Row]) -> list[RowScore]:
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+        cut = [{name: values[:positions] for name, values in row.items()} for row in chosen]
+        scores: list[RowScore] = score_rows(
+            model, cut, most_tokens=batch_tokens(self.run), compute=compute_dtype(self.run)
+        )
+        return scores
+
+
+def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
+    """Up to `count` held-out rows, evenly spaced, and how many were left out: repeated, or training rows too."""
+    # more are read than are wanted, since some may be repeated; at most so many, since each is compared
+    read = evenly_spaced(len(held.split.rows), 4 * count)
+    trained, chosen = set(np.asarray(held.train.digests, np.uint64).tolist()), {}
+    for index in read:
+        row = held.split.rows[index]
+        digest = row_digest(row["input_ids"])
+        if digest not in trained:
+            chosen[digest] = {"input_ids": list(row["input_ids"]), "labels": list(row["labels"])}
+    rows = list(chosen.values())
+    return [rows[index] for index in evenly_spaced(len(rows), count)], len(read) - len(rows)
+
+
+def _losses(
+    base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row], kinds: Sequence[str] = ()
+) -> Losses:
+    """The losses of rows that have trained tokens."""
+    counts = [at for at, score in enumerate(base) if score.tokens]
+    trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
+    chance = chance_losses(trained) if counts else []
+
+    def numbers(scores: Sequence[RowScore]) -> tuple[float | None, ...]:
+        return tuple(scores[at].nll if math.isfinite(scores[at].nll) else None for at in counts)
+
+    return Losses(
+        numbers(base),
+        numbers(tuned),
+        tuple(base[at].tokens for at in counts),
+        tuple(chance[at] for at in counts),
+        tuple(kinds[at] for at in counts) if kinds else (),
+    )
+
+
+def _merge_evidence(run: FinishedRun) -> MergeEvidence:
+    """The merged model compared with the adapter; it is made first where it is missing or older."""
+    if not run.is_adapter:
+        return MergeEvidence("no adapter")
+    try:
+        if merged_model(run) is None:
+            whole_model(run, is_locked=True)
+        compared = merge_test(run)
+    except DataError:
+        raise
+    except SftPlayError as error:
+        return MergeEvidence("failed", reason=one_line(str(error), limit=500))
+    kl = compared.divergence if math.isfinite(compared.divergence) else None
+    return MergeEvidence("compared", kl, compared.limit, compared.divergence_of_base)

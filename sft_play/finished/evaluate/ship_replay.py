@@ -1,0 +1,129 @@
+"""`make ship REPLAY=ship.json`: the verdict computed again from its file's evidence, without the model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from sft_play.errors import ConfigError
+from sft_play.finished.evaluate.ship_rule import FORMAT, Evidence, Thresholds, Verdict, evidence_lines, judge
+from sft_play.log import one_line
+
+_CLOSE = 1e-6
+"""Relative difference of two figures that counts as none: other versions of numpy may sum in another order."""
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A verdict that was computed again from its file."""
+
+    path: Path
+    verdict: Verdict
+    thresholds: Thresholds
+    differences: tuple[str, ...]
+    """Figures of the file that do not follow from its evidence, by name."""
+    before: str | None = None
+    """The adapter that the run continued, as the file names it."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the file's figures follow from its evidence, and the verdict is to ship."""
+        return not self.differences and self.verdict.ok
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {
+            "ok": self.ok, "path": str(self.path), "verdict": self.verdict.word, "reasons": self.verdict.reasons,
+            "differences": list(self.differences), "checks": [check.as_json() for check in self.verdict.checks],
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words."""
+        lines = evidence_lines(self.verdict, self.thresholds, self.before)
+        if self.differences:
+            return [*lines, f"{self.path} does NOT follow from its own evidence: {', '.join(self.differences)}"]
+        return [*lines, f"Replayed: the figures of {self.path} follow from its evidence"]
+
+
+def replay(path: Path) -> Replayed:
+    """The verdict of a ship.json computed again from its evidence and thresholds, without the model.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not what `make ship` writes.
+    """
+    named = one_line(str(path))
+    try:
+        recorded = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+    except OSError as error:
+        raise ConfigError(f"REPLAY={named} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"REPLAY={named} is not JSON: {one_line(str(error))}") from None
+    if not isinstance(recorded, dict) or recorded.get("format") != FORMAT:
+        raise ConfigError(f"REPLAY={named} is not a file that make ship writes (its format is not {FORMAT!r})")
+    try:
+        evidence = TypeAdapter(Evidence).validate_python(recorded.get("evidence"))
+        thresholds = TypeAdapter(Thresholds).validate_python(recorded.get("thresholds"))
+        _require_whole(evidence, thresholds)
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(f"REPLAY={named}: its evidence is not whole: {one_line(str(error), limit=300)}") from None
+    verdict = judge(evidence, thresholds)
+    computed: dict[str, Any] = {
+        "ok": verdict.ok, "verdict": verdict.word, "checks": [check.as_json() for check in verdict.checks],
+    }  # fmt: skip
+    differences = [name for key, value in computed.items() for name in _differences(recorded.get(key), value, key)]
+    before = one_line(str(recorded["before"])) if recorded.get("before") else None
+    return Replayed(path, verdict, thresholds, tuple(differences), before)
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a figure")
+
+
+def _require_whole(evidence: Evidence, thresholds: Thresholds) -> None:
+    """Raises ValueError where columns of the same rows do not have the same length, or no rule takes such values."""
+    levels = (thresholds.level, thresholds.answers_level, thresholds.general_level)
+    if not all(0 < level < 1 for level in levels) or not 1 <= thresholds.resamples <= 1_000_000 or thresholds.seed < 0:
+        raise ValueError("the thresholds are none of an interval")
+    for name, losses in (
+        ("task", evidence.task.losses), ("text", evidence.general.text), ("chats", evidence.general.chats),
+    ):  # fmt: skip
+        lengths = {len(losses.base), len(losses.tuned), len(losses), len(losses.chance)}
+        lengths |= set() if name == "task" else {len(losses.kinds)}
+        if len(lengths) != 1:
+            raise ValueError(f"the columns of {name} have different lengths")
+        figures = (*losses.base, *losses.tuned, *losses.chance)
+        if any(count < 1 for count in losses.tokens) or not all(map(math.isfinite, filter(None, figures))):
+            raise ValueError(f"a row of {name} has no tokens, or no finite loss")
+    if len(evidence.task.right_base) != len(evidence.task.right_tuned):
+        raise ValueError("the columns of the answers have different lengths")
+
+
+def _differences(recorded: Any, computed: Any, name: str) -> list[str]:
+    """The names of what differs; words (`line`, `reason`) repeat figures and are not compared."""
+    if isinstance(computed, dict):
+        if not isinstance(recorded, dict):
+            return [name]
+        keys = [key for key in {**computed, **recorded} if key not in ("line", "reason")]
+        return [
+            one for key in keys for one in _differences(recorded.get(key), computed.get(key), f"{name}.{key}")
+        ]  # fmt: skip
+    if isinstance(computed, list):
+        if not isinstance(recorded, list) or len(recorded) != len(computed):
+            return [name]
+        pairs = zip(recorded, computed, strict=True)
+        return [
+            one for at, (was, now) in enumerate(pairs) for one in _differences(was, now, f"{name}[{_label(now, at)}]")
+        ]  # fmt: skip
+    is_number = isinstance(computed, float) and isinstance(recorded, int | float) and not isinstance(recorded, bool)
+    if is_number:
+        return [] if math.isclose(recorded, computed, rel_tol=_CLOSE, abs_tol=_CLOSE) else [name]
+    return [] if recorded == computed else [name]
+
+
+def _label(value: Any, at: int) -> str:
+    return str(value["name"]) if isinstance(value, dict) and "name" in value else str(at)

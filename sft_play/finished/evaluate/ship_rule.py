@@ -1,0 +1,393 @@
+"""The rule of `make ship`: from measured figures to a verdict, without a model.
+
+Three checks, all of which have to pass:
+
+- task: the loss on held-out rows fell, and not by chance. The interval of the gain is the studentised bootstrap's,
+  which holds its level where the percentile one is too narrow (few rows, skewed differences, rows of unequal length).
+- general: the loss on the general sample did not rise by more than a bound; of the rows that the base reads better than
+  chance, since nothing else can be lost.
+- merge: the merged model is the adapter's, by the verdict of `make merge-test`.
+
+A row's loss counts up to the unigram loss (chance: each token predicted by its frequency in these rows). A base that
+is worse than that (random weights, or a language that it is sure of and that is another) gets better by any noise that
+makes it less sure, and worse by nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from sft_play.finished.evaluate.statistics import Interval, paired_bootstrap
+
+FORMAT = "sft_play ship 1"
+"""Of ship.json, which holds evidence and thresholds as they are here."""
+Floats = npt.NDArray[np.float64]
+
+_AT_ONCE = 4_000_000
+"""Counts of drawn rows that are held in memory at a time (32 MB)."""
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What the verdict asks for. Losses are in nats a token."""
+
+    level: float = 0.99
+    """Of the interval of the gain. At 0.95 up to 9% of runs without a gain passed in simulations of 30 rows with skewed
+    differences, at 0.99 at most 4% (1% without skew); real trainings gain tens of standard errors."""
+    min_rows: int = 30
+    """Held-out rows, no two alike, below which no gain counts: with 20 the simulated share was above 4%."""
+    min_gain: float = 0.01
+    """The gain that the whole interval has to exceed, relative to the base's loss: with enough rows the tiny change of
+    random weights, better or worse, is measurable too. A judgement."""
+    answers_level: float = 0.95
+    """Of the interval of exact match, which may not be wholly below zero."""
+    max_text_rise: float = 0.1
+    """Of the loss on general text: perplexity x 1.1. A judgement, below the x 1.26 (+0.23) on WikiText-2 that was
+    published for an instruction tuning of all weights of a model of 253 million parameters."""
+    max_chat_rise: float = 0.2
+    """The same on general chats, whose style is what fine-tuning is meant to change. A judgement."""
+    max_kind_factor: float = 3.0
+    """A kind of text or chat (code, arithmetic, languages, …) may rise by so many times the bound. A judgement."""
+    general_level: float = 0.95
+    """Of the interval of the rise, whose upper end has to be within the bound."""
+    min_known: int = 8
+    """Rows of the sample, or of a kind, that the base has to read better than chance for a rise to be measured."""
+    resamples: int = 10_000
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Losses of rows before and after training: sums over each row's trained tokens, in nats, all [rows].
+
+    None: not a number. `chance`: of guessing each token by its frequency in these rows.
+    """
+
+    base: tuple[float | None, ...] = ()
+    tuned: tuple[float | None, ...] = ()
+    tokens: tuple[int, ...] = ()
+    chance: tuple[float, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def broken(self) -> str:
+        """Which model's losses are not numbers, in words; empty where all are."""
+        for name, values in (("the trained model's", self.tuned), ("the base's", self.base)):
+            count = sum(value is None for value in values)
+            if count:
+                return f"{name} loss is not a number on {count:,} of {len(self):,} rows"
+        return ""
+
+    def arrays(self) -> tuple[Floats, Floats, Floats, Floats]:
+        """Base, tuned, tokens and chance [rows], of which none is None."""
+        columns = (self.base, self.tuned, self.tokens, self.chance)
+        base, tuned, tokens, chance = (np.array(column, float) for column in columns)
+        return base, tuned, tokens, chance
+
+
+@dataclass(frozen=True)
+class TaskEvidence:
+    """Held-out rows of the run's own data."""
+
+    split: str
+    """test or val; empty where the run has no rows that it was not trained on."""
+    losses: Losses = field(default_factory=Losses)
+    right_base: tuple[bool, ...] = ()
+    """Whether each generated answer is the reference; empty where none was asked for."""
+    right_tuned: tuple[bool, ...] = ()
+    left_out: int = 0
+    """Rows that were not counted: repeated, or training rows too."""
+
+
+@dataclass(frozen=True)
+class GeneralEvidence:
+    """The sample that ships with the project."""
+
+    text: Losses = field(default_factory=Losses)
+    chats: Losses = field(default_factory=Losses)
+    refused: int = 0
+    """Chats that the run's chat template cannot render."""
+
+
+@dataclass(frozen=True)
+class MergeEvidence:
+    """What `merge-test` measured: mean KL divergences in nats."""
+
+    state: Literal["compared", "no adapter", "failed", "not needed"]
+    kl_merged: float | None = None
+    kl_limit: float | None = None
+    kl_base: float | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Everything that the verdict is computed from."""
+
+    task: TaskEvidence
+    general: GeneralEvidence
+    merge: MergeEvidence
+    not_loaded: str = ""
+    """Why the model could not be loaded, where it could not."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One of the three: `ok` is None where it was not judged. `line` says the evidence, `reason` what is wrong."""
+
+    name: str
+    ok: bool | None
+    line: str
+    reason: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {"name": self.name, "ok": self.ok, "line": self.line, "reason": self.reason, **self.figures}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The three checks."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether to ship."""
+        return all(check.ok is True for check in self.checks)
+
+    @property
+    def word(self) -> str:
+        """ship, or do not ship."""
+        return "ship" if self.ok else "do not ship"
+
+    @property
+    def reasons(self) -> list[str]:
+        """What is wrong, a line for each check that failed."""
+        return [f"{check.name}: {check.reason}" for check in self.checks if check.ok is False]
+
+
+def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
+    """The verdict: equal evidence and thresholds give an equal one."""
+    if evidence.not_loaded:
+        refused = Check("task", ok=False, line="not measured", reason=evidence.not_loaded)
+        others = (Check(name, ok=None, line="not measured") for name in ("general", "merge"))
+        return Verdict((refused, *others))
+    return Verdict(
+        (
+            _judge_task(evidence.task, thresholds),
+            _judge_general(evidence.general, thresholds),
+            _judge_merge(evidence.merge),
+        )
+    )
+
+
+def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
+    """What the run was compared with where that is not its base, a line for each check, what was asked otherwise than
+    by default, and the verdict."""
+    lines = [f"Before: {before}, which this run continued: it is the base of these figures"] if before else []
+    lines += [f"{check.name.capitalize()}: {check.line}" for check in verdict.checks]
+    default = Thresholds()
+    other = [
+        f"{field.name} {getattr(thresholds, field.name):g} ({getattr(default, field.name):g})"
+        for field in fields(Thresholds)
+        if getattr(thresholds, field.name) != getattr(default, field.name)
+    ]
+    if other:
+        lines.append(f"Thresholds that are not the defaults (in brackets): {', '.join(other)}")
+    why = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    return [*lines, f"Verdict: {verdict.word}{why}"]
+
+
+def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
+    """The loss of each row, in nats, by guessing every token with the frequency that it has in all rows.
+
+    `rows`: the trained tokens of each row. It is the least that a model without any context can have on these rows.
+    """
+    tokens, counts = np.unique(np.concatenate([np.asarray(row, np.int64) for row in rows]), return_counts=True)
+    nats = dict(zip(tokens.tolist(), (-np.log(counts / counts.sum())).tolist(), strict=True))
+    return [sum(nats[token] for token in row) for row in rows]
+
+
+# --- task -------------------------------------------------------------------------------------------------------------
+
+
+def gain(losses: Losses, thresholds: Thresholds) -> Interval:
+    """How much the loss up to chance fell, in nats a token, with its studentised bootstrap interval.
+
+    The gain is a ratio of two sums over rows, d (base less tuned) and w (tokens), m = sum d / sum w; its standard error
+    is that of the mean of (d - m w) / mean(w). Each resample gives t = (m* - m) / se*, and the interval is m less the
+    quantiles of t times se (Efron and Tibshirani 1993, An Introduction to the Bootstrap, section 12.5).
+    """
+    base, tuned, tokens, chance = losses.arrays()
+    # per row and not per token: tokens of one row depend on each other, rows do not
+    fall = np.minimum(base, chance) - np.minimum(tuned, chance)
+    number, mean = len(tokens), float(fall.sum() / tokens.sum())
+    rest = fall - mean * tokens
+    error = _standard_error(rest @ rest, tokens.sum(), number)
+    if number < 2 or error == 0:
+        bound = math.inf if number < 2 else 0.0
+        return Interval(mean, mean - bound, mean + bound, thresholds.level)
+    sums = np.stack([rest, tokens, rest * rest, rest * tokens, tokens * tokens], axis=1)
+    generator = np.random.default_rng(thresholds.seed)
+    t, nothing = np.empty(thresholds.resamples), error * 1e-6
+    piece = max(1, _AT_ONCE // number)
+    for start in range(0, len(t), piece):
+        counts = generator.multinomial(number, np.full(number, 1 / number), size=min(piece, len(t) - start))
+        drawn, weight, squares, products, weights = (counts @ sums).T
+        moved = drawn / weight
+        spread = np.maximum(squares - 2 * moved * products + moved**2 * weights, 0)
+        errors = _standard_error(spread, weight, number)
+        # where no row that differs was drawn, the error is nothing but rounding
+        flat = np.where(np.abs(moved) > nothing, np.copysign(np.inf, moved), 0.0)
+        t[start : start + piece] = np.divide(moved, errors, out=flat, where=errors > nothing)
+    tail = (1 - thresholds.level) / 2
+    low = mean - float(np.quantile(t, 1 - tail, method="higher")) * error
+    high = mean - float(np.quantile(t, tail, method="lower")) * error
+    return Interval(mean, low, high, thresholds.level)
+
+
+def _standard_error(squares: Any, weight: Any, number: int) -> Any:
+    """Of a ratio: from the squares of the rests, summed, and the weights, summed."""
+    return np.sqrt(squares / max(1, number - 1) / number) / (weight / number)
+
+
+def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> Check:
+    losses, number = task.losses, len(task.losses)
+    figures: dict[str, Any] = {"split": task.split, "rows": number}
+    more = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
+
+    def refused(reason: str, line: str = "not measured") -> Check:
+        return Check("task", ok=False, line=line, reason=reason, figures=figures)
+
+    if not task.split:
+        return refused(f"there are no rows that the run was not trained on; {more}")
+    if losses.broken:
+        return refused(losses.broken)
+    if number < thresholds.min_rows:
+        without = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
+        return refused(
+            f"not enough evidence: {number} held-out rows{without}, at least {thresholds.min_rows} are needed; {more}"
+        )
+    base, tuned, tokens, chance = losses.arrays()
+    before, after, guessed, counted = (
+        float(nats.sum() / tokens.sum()) for nats in (base, tuned, chance, np.minimum(base, chance))
+    )
+    interval = gain(losses, thresholds)
+    asked = thresholds.min_gain * counted
+    figures |= {
+        "loss": {"base": before, "tuned": after}, "chance": guessed, "gain": interval.as_json(), "gain_asked": asked,
+    }  # fmt: skip
+    than_chance = f" (chance {guessed:.4f})" if counted < before else ""
+    line = (
+        f"loss {before:.4f}{than_chance} to {after:.4f} on {number:,} rows ({task.split}), "
+        f"gain {interval.difference:.4f} "
+        f"({interval.level:.0%} interval {interval.low:.4f} to {interval.high:.4f}, asked: above {asked:.4f})"
+    )
+    reason = ""
+    if task.right_base:
+        answers = paired_bootstrap(
+            task.right_base, task.right_tuned, level=thresholds.answers_level, resamples=thresholds.resamples,
+            seed=thresholds.seed,
+        )  # fmt: skip
+        shares = {"base": float(np.mean(task.right_base)), "tuned": float(np.mean(task.right_tuned))}
+        figures |= {"exact_match": shares | {"rows": len(task.right_base), "change": answers.as_json()}}
+        line += f"; exact match {shares['base']:.1%} to {shares['tuned']:.1%}"
+        if answers.is_below:
+            reason = f"exact match fell from {shares['base']:.1%} to {shares['tuned']:.1%}, by more than chance"
+    if not interval.low > asked:
+        is_up = interval.difference > asked
+        reason = "the gain is within what chance gives" if is_up else "the loss on held-out rows is not better"
+        if after >= guessed:
+            reason = "the trained model reads the held-out rows no better than by guessing tokens by their frequency"
+    return Check("task", ok=not reason, line=line, reason=reason, figures=figures)
+
+
+# --- general ----------------------------------------------------------------------------------------------------------
+
+
+def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> Check:
+    lines, reasons, figures = [], [], {}
+    for name, losses, bound in (
+        ("text", general.text, thresholds.max_text_rise),
+        ("chats", general.chats, thresholds.max_chat_rise),
+    ):
+        line, reason, figures[name] = _rise(name, losses, bound, thresholds)
+        lines.append(line)
+        reasons += [reason] if reason else []
+    return Check("general", ok=not reasons, line="; ".join(lines), reason="; ".join(reasons), figures=figures)
+
+
+def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tuple[str, str, dict[str, Any]]:
+    """The line, what is wrong, and the figures of one half of the sample."""
+    figures: dict[str, Any] = {"rows": len(losses), "bound": bound}
+    if not len(losses):
+        return f"{name} not measured (the chat template renders none)", "", figures
+    if losses.broken:
+        return f"{name} not measured", f"{name}: {losses.broken}", figures
+    base, tuned, tokens, chance = losses.arrays()
+    is_known = (base < chance) & (tokens > 0)
+    known = int(is_known.sum())
+    figures |= {
+        "loss": {"base": float(base.sum() / tokens.sum()), "tuned": float(tuned.sum() / tokens.sum())},
+        "chance": float(chance.sum() / tokens.sum()), "known_rows": known,
+    }  # fmt: skip
+    if known < thresholds.min_known:
+        line = f"{name}: nothing to lose (the base reads {known} of {len(losses)} rows better than chance)"
+        return line, "", figures
+    kinds = np.array(losses.kinds)[is_known]
+    base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
+    rise = paired_bootstrap(
+        base / tokens, tuned / tokens, weights=tokens, level=thresholds.general_level, resamples=thresholds.resamples,
+        seed=thresholds.seed,
+    )  # fmt: skip
+    by_kind = {
+        kind: float((tuned - base)[kinds == kind].sum() / tokens[kinds == kind].sum())
+        for kind in dict.fromkeys(kinds.tolist())
+        if (kinds == kind).sum() >= thresholds.min_known
+    }
+    figures |= {"rise": rise.as_json(), "rise_by_kind": by_kind}
+    line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
+    reason = ""
+    if not rise.high <= bound:
+        reason = (
+            f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
+        )
+    else:
+        worst = max(by_kind, key=by_kind.__getitem__, default="")
+        allowed = thresholds.max_kind_factor * bound
+        if worst and not by_kind[worst] <= allowed:
+            reason = f"the loss on general {name} rose by {by_kind[worst]:.4f} in {worst} (allowed {allowed:g})"
+    return line, reason, figures
+
+
+# --- merge ------------------------------------------------------------------------------------------------------------
+
+
+def _judge_merge(merge: MergeEvidence) -> Check:
+    figures = {
+        "state": merge.state, "kl_merged": merge.kl_merged, "kl_limit": merge.kl_limit, "kl_base": merge.kl_base
+    }  # fmt: skip
+    if merge.state == "no adapter":
+        return Check("merge", ok=True, line="not needed (all weights were trained)", figures=figures)
+    if merge.state == "not needed":
+        return Check("merge", ok=None, line="not tested, since the run is refused already", figures=figures)
+    if merge.state == "failed" or merge.kl_limit is None:
+        return Check(
+            "merge", ok=False, line="not tested", reason=merge.reason or "it was not compared", figures=figures
+        )
+    kl = math.nan if merge.kl_merged is None else merge.kl_merged
+    line = f"KL divergence from the adapter {kl:.2g} nats (limit {merge.kl_limit:.2g})"
+    if kl <= merge.kl_limit:
+        return Check("merge", ok=True, line=line, figures=figures)
+    return Check("merge", ok=False, line=line, reason="the merged model is not the adapter's", figures=figures)

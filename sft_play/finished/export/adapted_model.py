@@ -1,0 +1,187 @@
+"""A run's model with its adapter, on the meta device: PEFT merges each layer when its base weight comes by.
+
+Nothing but the adapter has memory. PEFT itself computes what a merged layer is (rsLoRA, DoRA and transposed layers are
+its business), in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sft_play.errors import ModelError
+from sft_play.finished.run import FinishedRun
+from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
+from sft_play.training.model.model_loading import DTYPES, quantization
+from sft_play.training.prepare.model_spec import build_model_spec
+
+Base = Literal["original", "dequantized"]
+"""Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them."""
+
+
+@dataclass
+class Sizes:
+    """Squares summed over the layers that have an adapter, in fp32: of the base's weights, of NF4's rounding of them,
+    and of what the adapter adds."""
+
+    weights: float = 0.0
+    rounding: float = 0.0
+    change: float = 0.0
+
+    @property
+    def relative_rounding(self) -> float | None:
+        """Size of NF4's rounding relative to the weights (Frobenius norms); None where nothing was quantised."""
+        return math.sqrt(self.rounding / self.weights) if self.rounding and self.weights else None
+
+    @property
+    def relative_change(self) -> float | None:
+        """Size of what the adapter adds, relative to the weights."""
+        return math.sqrt(self.change / self.weights) if self.weights else None
+
+
+class AdaptedModel:
+    """The run's model on the meta device with its adapter, whose layers are merged as base weights come by."""
+
+    def __init__(self, run: FinishedRun, *, base: Base | None) -> None:
+        self.run, self.base = run, base
+        self.precision = run.plan().precision
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            run.weights, trust_remote_code=run.config.model.trust_remote_code
+        )
+        self.model_spec = build_model_spec(run.config, self.precision, tokenizer_size=len(self.tokenizer))
+        self.plain = self._empty()
+        """The model without its adapter: its names are those of the base."""
+        self.names = frozenset(self.plain.state_dict())
+        """Names of all tensors of the model as transformers holds it, tied ones too."""
+        tied = dict(getattr(self.plain, "all_tied_weights_keys", None) or {})
+        self.quantized = self._quantized_layers() if base == "dequantized" else frozenset()
+        self.layers: dict[str, Any] = {}
+        """PEFT's LoRA layers, by the names of the weights that they adapt."""
+        self.whole: dict[str, torch.Tensor] = {}
+        """Tensors that were trained whole, by name."""
+        self._fill(self._empty())
+        self.untied = {name: source for name, source in tied.items() if self._are_apart(name, source)}
+        """Tensors that the base ties to others and that training made different, with the name of the other."""
+        self.tied = frozenset(tied) - set(self.untied)
+        self.sizes = Sizes()
+
+    def _empty(self) -> Any:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                self.model_spec.hf_config,
+                dtype=torch.float32,
+                trust_remote_code=self.run.config.model.trust_remote_code,
+            )
+            if self.model_spec.resize_to is not None:
+                # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
+                model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
+        return model.eval()
+
+    def _quantized_layers(self) -> frozenset[str]:
+        """Names of the weights that were NF4 while the adapter was trained."""
+        from transformers.quantizers import AutoHfQuantizer
+
+        # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
+        model = self._empty()
+        quantizer = AutoHfQuantizer.from_config(quantization(self.precision), pre_quantized=False)
+        quantizer.preprocess_model(model=model, dtype=DTYPES[self.precision.load], device_map=None)
+        return frozenset(
+            f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"
+        )
+
+    def _fill(self, model: Any) -> None:
+        """Give the model the run's adapter, in fp32; raises ModelError where it is another model's."""
+        from peft import get_peft_model
+        from peft.tuners.lora import LoraLayer
+        from peft.utils import ModulesToSaveWrapper
+        from safetensors.torch import load_file
+
+        file = self.run.weights / ADAPTER_FILE
+        # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
+        saved = {name: tensor.float() for name, tensor in load_file(file).items() if not is_saved_twice(name)}
+        peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))
+        names = adapter_names(peft_model)
+        lost = sorted(set(names) ^ set(saved))
+        if lost:
+            raise ModelError(f"{file} is the adapter of another model: {lost[0]} is in one of them only")
+        for name, tensor in saved.items():
+            shape = tuple(peft_model.get_parameter(names[name]).shape)
+            if shape != tuple(tensor.shape):
+                raise ModelError(
+                    f"{file} is the adapter of another model: {name} has the shape {tuple(tensor.shape)}, and this "
+                    f"model's has {shape}"
+                )
+        # PEFT's own loading would move what it reads to where the base is, which is nowhere
+        peft_model.load_state_dict({names[name]: tensor for name, tensor in saved.items()}, strict=False, assign=True)
+        inner = peft_model.get_base_model()
+        for path, module in inner.named_modules():
+            if isinstance(module, LoraLayer):
+                self.layers[f"{path}.weight"] = module
+            elif isinstance(module, ModulesToSaveWrapper):
+                for name, parameter in module.modules_to_save["default"].named_parameters():
+                    self.whole[f"{path}.{name}"] = parameter.detach()
+
+    def _are_apart(self, name: str, source: str) -> bool:
+        """Whether two tensors that the base ties are different after training."""
+        if (name in self.whole) != (source in self.whole):
+            return True
+        return name in self.whole and not torch.equal(self.whole[name], self.whole[source])
+
+    def tensor(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """The tensor of this name as it is after training, given the base's; in fp32 where training changed it."""
+        if name in self.whole:
+            return self.whole[name]
+        layer = self.layers.get(name)
+        if layer is None and name not in self.quantized:
+            return base
+        weight = self._as_trained(name, base)
+        if layer is None:
+            return weight
+        merged = _merged(layer, weight)
+        # fp64: a sum over 10^8 small squares in fp32 loses the smallest
+        self.sizes.weights += float(base.double().square().sum())
+        self.sizes.change += float((merged - weight).double().square().sum())
+        return merged
+
+    def _as_trained(self, name: str, base: torch.Tensor) -> torch.Tensor:
+        """The base's weight in fp32, rounded to NF4 and back where the adapter is merged into such."""
+        weight = base.float()
+        if self.base is None or (name not in self.quantized and name not in self.layers):
+            return weight
+        # from the dtype in which training loaded it before it quantised: from fp32 other values would round otherwise
+        rounded = _through_nf4(base.to(DTYPES[self.precision.load]))
+        if name in self.layers:  # measured with base=original too, where it is what the merged model is off by
+            self.sizes.rounding += float((rounded - weight).double().square().sum())
+        return rounded if name in self.quantized else weight
+
+
+def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """What PEFT makes of a layer whose base weight is this one."""
+    base = layer.get_base_layer()
+    empty = base.weight
+    base.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    try:
+        layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
+        result: torch.Tensor = base.weight.data
+    except ValueError as error:
+        raise ModelError(f"the adapter makes values that are not finite: {error}") from None
+    finally:
+        # back to the meta device: kept in its layer, every merged weight would stay in RAM
+        layer.merged_adapters.clear()
+        base.weight = empty
+    return result
+
+
+def _through_nf4(weight: torch.Tensor) -> torch.Tensor:
+    """The values that a weight has in NF4 with double quantisation, in fp32."""
+    from bitsandbytes.functional import dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
+    quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
+    return cast("torch.Tensor", dequantize_4bit(quantized.data, quantized.quant_state)).float().reshape(weight.shape)

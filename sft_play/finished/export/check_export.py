@@ -1,0 +1,404 @@
+"""`make export-test`: whether the exported GGUF answers as the trained model does, and where it does not.
+
+A chain of comparisons, each of which names its own fault: prompts (an engine's token ids are training's), the file's
+weights (the merged model's, rounded as the file's types say, bit for bit), its settings and stop tokens, and the
+answers (greedy, token for token, with the divergence of the next-token distributions).
+
+Where two answers part, the trained model itself is asked how far apart it sees the two tokens. A rounding that moves
+logits by a standard deviation of s is a divergence of about s²/2; so within the limit for the divergence, tokens that
+are closer than `_DEVIATIONS` of its s may change places, and no others.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.errors import RunFolderError
+from sft_play.finished.answer.prompts import Asked, Prompts
+from sft_play.finished.evaluate.divergence import Scored, compared, log_probs, spaced
+from sft_play.finished.export import llama_cpp_model
+from sft_play.finished.export.check_merge import limit_of
+from sft_play.finished.export.exported import EXPORT
+from sft_play.finished.export.gguf_model import (
+    NotReadHere,
+    Weights,
+    compare_weights,
+    different_settings,
+    embedding_rows,
+    load_gguf,
+    tensor_types,
+)
+from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, Unreadable, read_fields
+from sft_play.finished.export.llama_cpp import find_converter
+from sft_play.finished.export.llama_cpp_model import LlamaCppModel
+from sft_play.finished.export.merge import whole_model
+from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
+from sft_play.finished.export.saved_configs import stop_tokens
+from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
+from sft_play.finished.run import FinishedRun
+from sft_play.training.measure.exact_match import Question, answers
+from sft_play.training.prepare.quiet import quiet_libraries
+
+ROWS = 200
+_SCORED_ROWS = 32
+"""Rows at whose trained places the distributions are compared."""
+_DEVIATIONS = 8.0
+_TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison: `ok` None where it could not be made."""
+
+    name: str
+    ok: bool | None
+    words: str
+
+
+@dataclass(frozen=True)
+class Answering:
+    """A model's answers beside the trained model's. Divergences are means over places, in nats."""
+
+    name: str
+    divergence: float
+    """KL(trained ‖ this)."""
+    same_token: float
+    """Share of the places at which both think the same token likeliest."""
+    equal_answers: float
+    equal_tokens: float
+    """Share of the trained model's tokens before the first that differs."""
+    largest_gap: float
+    """Where answers part: how far apart the trained model sees the two tokens, at most (log-probabilities)."""
+    limit: float
+    """Mean divergence up to which this counts as the trained model, by the rule of merge-test."""
+
+    @property
+    def gap_limit(self) -> float:
+        """The largest gap of two tokens that may change places within that divergence."""
+        return _DEVIATIONS * math.sqrt(2 * self.limit)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it answers as the trained model."""
+        return self.divergence <= self.limit and self.largest_gap <= self.gap_limit
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        gap = self.largest_gap if math.isfinite(self.largest_gap) else None
+        return {
+            "name": self.name, "kl": self.divergence, "same_token": self.same_token,
+            "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "max_gap": gap,
+            "kl_limit": self.limit, "gap_limit": self.gap_limit,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExportTest:
+    """What the comparison found."""
+
+    run: Path
+    file: Path
+    types: tuple[str, ...]
+    split: str
+    """Where the prompts are from: test, val, or test conversations where the run has no held-out rows."""
+    prompts: int
+    checks: tuple[Check, ...]
+    answering: tuple[Answering, ...]
+    weights: Weights | None
+    divergence_of_base: float | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every comparison was made and none failed."""
+        return all(check.ok is True for check in self.checks)
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        weights = self.weights
+        return {
+            "ok": self.ok, "run": str(self.run), "file": str(self.file), "types": list(self.types),
+            "split": self.split, "prompts": self.prompts,
+            "checks": [{"name": check.name, "ok": check.ok, "reason": check.words} for check in self.checks],
+            "answers": [one.as_json() for one in self.answering],
+            "weights": None if weights is None else {
+                "tensors": weights.tensors, "equal": weights.equal, "rounded": weights.rounded,
+                "relative_rounding": weights.relative_rounding,
+            },
+            "kl_base": self.divergence_of_base,
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words."""
+        types = ", ".join(self.types)
+        lines = [f"Compared: {self.file.name} ({types}) with {self.run.name}: {self.prompts} prompts ({self.split})"]
+        marks = {True: "ok", False: "NOT ok", None: "not checked"}
+        lines += [f"{check.name}: {marks[check.ok]}, {check.words}" for check in self.checks]
+        failed = [check.name.lower() for check in self.checks if check.ok is False]
+        missing = [check.name.lower() for check in self.checks if check.ok is None]
+        if self.ok:
+            lines += [
+                "Verdict: the exported model answers as the trained one",
+                f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}",
+            ]
+        elif failed:
+            lines.append(f"Verdict: the exported model does NOT answer as the trained one ({', '.join(failed)})")
+        else:
+            lines.append(f"Verdict: not known, since not everything could be checked here ({', '.join(missing)})")
+        return lines
+
+
+@dataclass
+class _Seen:
+    """What one model gave: its answers, and its log-probabilities."""
+
+    name: str
+    answers: list[tuple[int, ...]]
+    scored: list[Scored]
+    dtypes: set[str]
+    is_file: bool
+    """Whether its weights are the file's, not the merged model's."""
+
+
+@dataclass(frozen=True)
+class _Material:
+    """What every model is given."""
+
+    asked: Sequence[Asked]
+    rows: Sequence[dict[str, list[int]]]
+    stop: Sequence[int]
+    max_new_tokens: int
+    most_tokens: int
+    tokenizer: Any
+
+    def seen_by(self, model: Any, name: str, *, is_file: bool = False) -> _Seen:
+        """Answers and log-probabilities of a model of transformers."""
+        questions = [Question(asked.ids, "", "") for asked in self.asked]
+        given = answers(
+            model, self.tokenizer, questions, stop=self.stop, max_new_tokens=self.max_new_tokens,
+            most_tokens=self.most_tokens,
+        )  # fmt: skip
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        return _Seen(name, [answer.ids for answer in given], log_probs(model, self.rows), {dtype}, is_file)
+
+
+def find_gguf(run: FinishedRun, path: Path | None) -> Path:
+    """The exported GGUF: the file or the folder `path`, else that in the run folder.
+
+    Raises:
+        RunFolderError: there is none, or several.
+    """
+    if path is not None and path.is_file():
+        return path
+    folders = [path] if path is not None else [run.folder.path / EXPORT / name for name in ("gguf", "ollama")]
+    for folder in folders:
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) > 1:
+            raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
+        if files:
+            return files[0]
+    raise RunFolderError(
+        f"there is no GGUF in {' or '.join(map(str, folders))}; make export FORMAT=gguf RUN={run.folder.quoted} writes "
+        "one (a folder for vLLM is compared by make merge-test)"
+    )
+
+
+def export_test(
+    run: FinishedRun, *, path: Path | None = None, rows: int = ROWS, llama_cpp: Path | None = None
+) -> ExportTest:
+    """Compare an exported GGUF with the run.
+
+    Args:
+        path: the GGUF, or its folder; that in the run folder where None.
+        rows: how many prompts of the held-out data are answered.
+        llama_cpp: as for `export_run`; its table of pre-tokenizers is read.
+
+    Raises:
+        RunFolderError: there is no GGUF.
+        DataError: the run's data is gone.
+    """
+    file = find_gguf(run, path)
+    fields = read_fields(file)
+    quiet_libraries()
+    model = whole_model(run, is_locked=False)
+    prompts = Prompts(run, model)
+    data = held_out(run)
+    of_rows = prompts.of_rows(data.split, rows)
+    source = data.name if of_rows else "test conversations"  # of training rows only the tokens are kept
+    material = _material(run, prompts, of_rows or prompts.of_probes()[:rows], spaced(data.split.rows, _SCORED_ROWS))
+    known = read_pre_tokenizers(find_converter(llama_cpp).vocabularies)
+    types = tensor_types(file)
+    checks = [*_prompt_checks(run, prompts, material.asked, fields, known), _settings_check(file, fields, model)]
+    seen, weights, read_checks = _read_and_answer(file, model, material, types)
+    checks += read_checks
+    if llama_cpp_model.is_installed():
+        own, check = _answered_by_llama_cpp(file, material)
+        seen, checks = [*seen, own], [*checks, check]
+    base_divergence, answering = _beside_trained(run, material, seen, types)
+    checks += [_answer_check(one) for one in answering]
+    return ExportTest(
+        run.folder.path, file, tuple(sorted(types)), source, len(material.asked), tuple(checks), tuple(answering),
+        weights, base_divergence,
+    )  # fmt: skip
+
+
+def _material(
+    run: FinishedRun, prompts: Prompts, asked: list[Asked], rows: Sequence[dict[str, list[int]]]
+) -> _Material:
+    plan = run.plan()
+    most = run.config.eval.max_new_tokens
+    # a prompt that fills the run's rows leaves no room for an answer
+    fitting = [one for one in asked if len(one.ids) < plan.max_seq_len]
+    stop = stop_tokens(run, prompts.tokenizer, prompts.configured_stops)
+    return _Material(fitting, rows, stop, most, plan.answer_tokens, prompts.tokenizer)
+
+
+def _prompt_checks(
+    run: FinishedRun, prompts: Prompts, asked: Sequence[Asked], fields: dict[str, Any], known: Any
+) -> list[Check]:
+    """The folder's template and tokenizer, the file's, and the tokens that end an answer."""
+    refused = sum(one.rendered is None for one in asked)
+    same = sum(one.rendered is not None and prompts.ids_of(one.text) == one.ids for one in asked)
+    words = f"{same} of {len(asked)} have training's token ids by the folder's template and tokenizer"
+    if refused:
+        words += f"; the template refuses {refused}"
+    if same < len(asked) and run.config.data.chat_template_kwargs:
+        words += (
+            f"; training passed chat_template_kwargs={run.config.data.chat_template_kwargs}, and so has every request"
+        )
+    checks = [Check("Prompts", same == len(asked) > 0, words)]
+    if prompts.template is not None:
+        is_own = fields.get("tokenizer.chat_template") == prompts.template
+        words = "the file has the chat template trained with"
+        checks.append(Check("Template", is_own, words if is_own else "the file has another chat template"))
+    try:
+        own = GgufTokenizer(fields, known)
+    except Unreadable as error:
+        return [*checks, Check("Tokenizer", True if llama_cpp_model.is_installed() else None, str(error))]
+    same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
+    words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
+    stops = stop_tokens(run, prompts.tokenizer, prompts.configured_stops)
+    lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(stops) - own.stop_ids))
+    ends = (
+        "the file ends answers at training's stop tokens" if not lost else f"the file does not end at {', '.join(lost)}"
+    )
+    return [*checks, Check("Tokenizer", same == len(asked) > 0, words), Check("Stop tokens", not lost, ends)]
+
+
+def _settings_check(file: Path, fields: dict[str, Any], model: Path) -> Check:
+    from transformers import AutoConfig
+
+    problems = different_settings(file, fields, AutoConfig.from_pretrained(model))
+    return Check("Settings", not problems, "; ".join(problems) or "layers, heads and positions are the model's")
+
+
+def _read_and_answer(
+    file: Path, model: Path, material: _Material, types: set[str]
+) -> tuple[list[_Seen], Weights | None, list[Check]]:
+    """The merged model, and the file as transformers reads it: answers of both, and their weights compared."""
+    whole = load_folder(model)
+    seen = [material.seen_by(whole, "merged")]  # its answers tell the merge's faults from the file's
+    try:
+        read = load_gguf(file, model, dtype=whole.dtype, rows=embedding_rows(file))
+    except NotReadHere as error:
+        is_covered = llama_cpp_model.is_installed()
+        words = f"{error}; llama.cpp itself is asked" + ("" if is_covered else " where llama-cpp-python is installed")
+        return seen, None, [Check("Weights", True if is_covered else None, words)]
+    weights = compare_weights(read, whole, types, rows=embedding_rows(file))
+    del whole
+    free_memory()
+    seen.append(material.seen_by(read, "GGUF", is_file=True))
+    del read
+    free_memory()
+    words = f"{weights.equal} of {weights.tensors} tensors are the merged model's, bit for bit"
+    if weights.rounded:
+        words += f" after rounding ({weights.rounded} rounded, by {weights.relative_rounding:.2%} of their size)"
+    if weights.first:
+        words += f"; the first other one is {weights.first}"
+    return seen, weights, [Check("Weights", weights.equal == weights.tensors, words)]
+
+
+def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, Check]:
+    longest = max(len(one.ids) for one in material.asked) + material.max_new_tokens
+    longest = max([longest, *(len(row["input_ids"]) for row in material.rows)])
+    model = LlamaCppModel(file, context=longest + 1)
+    same = sum(model.prompt_ids(one.text) == one.ids for one in material.asked)
+    given = [
+        model.answer(one.ids, stop=material.stop, max_new_tokens=material.max_new_tokens) for one in material.asked
+    ]
+    words = f"{same} of {len(material.asked)} prompts have training's token ids by llama.cpp itself"
+    seen = _Seen("llama.cpp", given, model.log_probs(material.rows), {"float16"}, is_file=True)
+    return seen, Check("Tokenizer of llama.cpp", same == len(material.asked), words)
+
+
+def _beside_trained(
+    run: FinishedRun, material: _Material, others: Sequence[_Seen], types: set[str]
+) -> tuple[float | None, list[Answering]]:
+    """The divergence of the base from the trained model, and the others' answers beside the trained model's own."""
+    model = load_as_trained(run)
+    trained = material.seen_by(model, "trained")
+    base_divergence = None
+    if run.is_adapter:
+        with model.disable_adapter():
+            base_divergence = compared(trained.scored, log_probs(model, material.rows))[0]
+    # the coarsest rounding decides the limit; the converter writes none that is coarser than Q8_0
+    of_file = {_TYPE_DTYPES.get(name, "q8_0") for name in types}
+    answering = []
+    for other in others:
+        divergence, same, _ = compared(trained.scored, other.scored)
+        pairs = list(zip(trained.answers, other.answers, strict=True))
+        gaps = [
+            _gap(model, asked.ids, mine, theirs)
+            for asked, (mine, theirs) in zip(material.asked, pairs, strict=True)
+            if mine != theirs
+        ]
+        dtypes = {run.plan().precision.compute, *trained.dtypes, *other.dtypes, *(of_file if other.is_file else ())}
+        answering.append(
+            Answering(
+                other.name,
+                divergence,
+                same,
+                equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
+                equal_tokens=sum(_shared(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
+                largest_gap=max(gaps, default=0.0),
+                limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
+            )
+        )
+    del model
+    free_memory()
+    return base_divergence, answering
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens before the first that differs."""
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+@torch.no_grad()
+def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> float:
+    """How far apart the model sees its own next token and another one, where two answers part (log-probabilities)."""
+    place = _shared(mine, theirs)
+    if place >= min(len(mine), len(theirs)):  # one is the other's beginning: no two tokens stand against each other
+        return math.inf
+    ids_BT = torch.tensor([[*prompt, *mine[:place]]], device=model.device)
+    logits_V = model(input_ids=ids_BT, use_cache=False).logits[0, -1].float()
+    return float((logits_V[mine[place]] - logits_V[theirs[place]]).abs())
+
+
+def _answer_check(one: Answering) -> Check:
+    words = (
+        f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens), KL "
+        f"{one.divergence:.2g} nats (limit {one.limit:.2g})"
+    )
+    if one.equal_answers < 1:
+        words += f"; where they part, it sees the two tokens at most {one.largest_gap:.2g} apart"
+        words += f" (limit {one.gap_limit:.2g})"
+    return Check(f"Answers of {one.name}", one.ok, words)

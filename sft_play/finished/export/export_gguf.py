@@ -1,0 +1,232 @@
+"""A run as a GGUF, with a Modelfile for Ollama where it is asked for.
+
+llama.cpp's converter writes the file; what it would guess of the tokenizer is given to it (the pre-tokenizer, whether a
+prompt begins with BOS, the tokens that end an answer), and afterwards the file is read back: its chat template and the
+token ids of prompts have to be those of training.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
+from sft_play.finished.answer.prompts import CHECKED_ROWS, Asked, Prompts
+from sft_play.finished.export.exported import Format, Quant, Written, shell_word
+from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, Unreadable, read_fields
+from sft_play.finished.export.llama_cpp import Converter, convert
+from sft_play.finished.export.modelfile import modelfile_of
+from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
+from sft_play.finished.export.saved_configs import stop_tokens
+from sft_play.finished.export.sentencepiece_file import is_sentencepiece, prefixes_space, write_pieces
+from sft_play.finished.load import held_out
+from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, weight_files
+from sft_play.finished.writing import require_space
+
+logger = logging.getLogger(__name__)
+
+_LOSSLESS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+"""By the dtype of the weights as safetensors names it; other dtypes have no lossless one here."""
+_LARGEST_F16 = 65_504.0
+
+
+def write_gguf(
+    run: FinishedRun,
+    model: Path,
+    building: Path,
+    target: Path,
+    converter: Converter,
+    *,
+    quant: Quant | None,
+    format: Format,
+) -> Written:
+    """Convert the folder `model` into `building`, which becomes `target`; with a Modelfile for Ollama.
+
+    Raises:
+        ConfigError: `quant` cannot hold the weights, or the disk is too small.
+        BackendError: the converter failed.
+        TokenizerError: the file's tokenizer is not training's, or the chat template cannot be written as a Modelfile's.
+    """
+    chosen = _quant(model, quant)
+    prompts = Prompts(run, model)
+    name = run.folder.path.name
+    file = building / f"{name}-{chosen}.gguf"
+    needed = sum(weights.stat().st_size for weights in weight_files(model))
+    require_space(building, needed, "the GGUF needs up to")
+    staged = building / ".model"
+    _stage(run, model, prompts.tokenizer, staged)
+    vocabulary, pre = _vocabulary(run, prompts, converter)
+    told: tuple[str, ...] = ()
+    if format == "ollama":
+        text, told = modelfile_of(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]))
+        (building / "Modelfile").write_text(text, encoding="utf-8")
+    convert(converter, staged, file, quant=chosen, name=name, vocabulary=json.dumps(vocabulary))
+    shutil.rmtree(staged)
+    checked, notes = _check_file(run, file, prompts, converter, vocabulary)
+    notes = (*notes, *_engine_notes(prompts))
+    fields = read_fields(file)
+    served = target / file.name
+    own = shell_word(name.lower())
+    command = (
+        f"ollama create {own} -f {shell_word(target / 'Modelfile')} && ollama run {own}"
+        if format == "ollama" else f"llama-server --jinja -m {shell_word(served)}"
+    )  # fmt: skip
+    return Written(
+        {"run": name, "quant": chosen, "converter": converter.version, "file": file.name}, file.stat().st_size,
+        (command,), (*notes, *told), served, chosen, converter.version, str(fields.get("tokenizer.ggml.pre", pre)),
+        checked,
+    )  # fmt: skip
+
+
+def _quant(model: Path, given: Quant | None) -> Quant:
+    """How the file stores weights; raises ConfigError where f16 would make them infinite."""
+    counts: dict[str, int] = {}
+    for _, shape, dtype in tensor_shapes(model).values():
+        counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
+    own = max(counts, key=lambda dtype: counts[dtype])
+    quant = given or _LOSSLESS.get(own)
+    if quant is None:
+        raise ConfigError(f"the weights in {model} are {own}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
+    if quant == "f16" and own != "F16":
+        name = _beyond_f16(model)
+        if name is not None:
+            raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
+    return quant
+
+
+def _beyond_f16(model: Path) -> str | None:
+    from safetensors import safe_open
+
+    for file in weight_files(model):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > _LARGEST_F16:
+                    return str(name)
+    return None
+
+
+def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
+    """A folder as the converter wants it: links to the model's files, with the base's SentencePiece file, which
+    transformers does not write again (or one that is made of tokenizer.json), and the added tokens where the converter
+    looks for them."""
+    staged.mkdir()
+    for file in model.iterdir():
+        if file.is_file():
+            (staged / file.name).symlink_to(file.resolve())
+    pieces = _base_files(run, model) / "tokenizer.model"
+    own = staged / "tokenizer.model"
+    if pieces.is_file() and not own.exists():
+        own.symlink_to(pieces.resolve())
+    if not own.exists() and is_sentencepiece(tokenizer):
+        write_pieces(tokenizer, own)
+    # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
+    path = staged / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    added = {
+        str(number): {"content": token.content, "special": token.special, "normalized": token.normalized}
+        for number, token in tokenizer.added_tokens_decoder.items()
+    }
+    path.unlink(missing_ok=True)  # a link: writing through it would change the model's own file
+    path.write_text(json.dumps({"added_tokens_decoder": added, **settings}, indent=2) + "\n", encoding="utf-8")
+
+
+def _base_files(run: FinishedRun, model: Path) -> Path:
+    """The folder of the base's files; that of the model itself where the base is gone and not needed."""
+    try:
+        return base_folder(run)
+    except ModelError:
+        if run.is_adapter:
+            raise
+        return model
+
+
+def _vocabulary(run: FinishedRun, prompts: Prompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
+    """What the converter is told about the tokenizer, and the pre-tokenizer that was proven equal to it."""
+    tokenizer = prompts.tokenizer
+    backend = tokenizer.backend_tokenizer
+    names = proven_names(backend, read_pre_tokenizers(converter.vocabularies), probe_texts())
+    pre = names[0] if names else None
+    stops = stop_tokens(run, tokenizer, prompts.configured_stops)
+    own = tokenizer.eos_token_id
+    # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of turn must have one
+    others = [token for token in stops if token != own]
+    others.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
+    kinds = ("eos", "eot", "eom") if own is not None else ("eot", "eom")
+    ids = dict(zip(kinds, ([own] if own is not None else []) + others, strict=False))
+    prefix = prefixes_space(tokenizer) if is_sentencepiece(tokenizer) else None
+    return {"pre": pre, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": prefix}, pre
+
+
+def _check_file(
+    run: FinishedRun, file: Path, prompts: Prompts, converter: Converter, vocabulary: dict[str, Any]
+) -> tuple[int, tuple[str, ...]]:
+    """Compare what the file says of the tokenizer with training; the number of prompts compared, and notes.
+
+    Raises:
+        TokenizerError: it is another tokenizer, or another chat template.
+    """
+    fields = read_fields(file)
+    if prompts.template is not None and fields.get("tokenizer.chat_template") != prompts.template:
+        raise TokenizerError(f"{converter.version} wrote another chat template into the GGUF than the one trained with")
+    wanted, written = vocabulary["add_bos"], bool(fields.get("tokenizer.ggml.add_bos_token"))
+    if wanted is not None and written != wanted:
+        what = "lack the BOS that they had" if wanted else "begin with a BOS that they did not have"
+        raise TokenizerError(f"{converter.version} wrote add_bos_token={written}: prompts would {what} in training")
+    try:
+        own = GgufTokenizer(fields, read_pre_tokenizers(converter.vocabularies))
+    except Unreadable as error:
+        return 0, (f"Tokenizer: {error}; make export-test reads it where llama-cpp-python is installed",)
+    asked = _some_prompts(run, prompts)
+    for one in asked:
+        ids = own.encode(one.text)
+        if ids != one.ids:
+            raise TokenizerError(
+                f"the GGUF's tokenizer ({own.kind}, {own.pre}) is not the one that was trained with: "
+                f"{_first_difference(one, ids, prompts.tokenizer)}. llama.cpp cannot run this tokenizer as it is; "
+                f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
+            )
+    stops = set(stop_tokens(run, prompts.tokenizer, prompts.configured_stops)) - own.stop_ids
+    lost = ", ".join(prompts.tokenizer.convert_ids_to_tokens(sorted(stops)))
+    return len(asked), ((f"Stop tokens that a GGUF has no place for: {lost}",) if stops else ())
+
+
+def _engine_notes(prompts: Prompts) -> list[str]:
+    """What llama.cpp reads otherwise than training did, in texts that no prompt of the comparison has."""
+    encode = prompts.tokenizer.backend_tokenizer.encode
+    whole, parts = (encode(text, add_special_tokens=False).ids for text in ("\u00e9", "e\u0301"))
+    notes = []
+    if whole == parts:
+        notes.append(
+            "llama.cpp does not normalise Unicode, and this tokenizer does (NFC): an accent that is typed as a "
+            "character of its own becomes other tokens there than in training"
+        )
+    if not prompts.is_text:
+        notes.append(
+            f"llama.cpp reads the name of a special token in a user's text (such as {prompts.end_of_turn.strip()}) as "
+            "that token; in training it was text"
+        )
+    return notes
+
+
+def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[Asked]:
+    """Prompts of the run's own rows, where its data is still there, and of probe conversations."""
+    probing = prompts.of_probes()
+    try:
+        return [*prompts.of_rows(held_out(run).split, CHECKED_ROWS), *probing]
+    except DataError as error:
+        logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
+        return probing
+
+
+def _first_difference(one: Asked, ids: Sequence[int], tokenizer: Any) -> str:
+    place = next(
+        (place for place, (a, b) in enumerate(zip(one.ids, ids, strict=False)) if a != b), min(len(one.ids), len(ids))
+    )
+    trained, here = (tokenizer.convert_ids_to_tokens(list(some)[place : place + 4]) for some in (one.ids, ids))
+    return f"token {place} of a prompt begins {trained} in training and {here} in the file"

@@ -1,0 +1,141 @@
+"""The tokenizer inside a GGUF, as llama.cpp reads it: from the file's own entries, by llama.cpp's own rules.
+
+Two kinds are read: byte-level BPE (`gpt2`), whose pre-tokenizer llama.cpp's source names, and SentencePiece (`llama`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from sft_play.errors import ModelError
+from sft_play.finished.export.pre_tokenizers import PreTokenizer
+
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
+"""Kinds of tokens (`tokenizer.ggml.token_type`) that are taken whole wherever they stand in a text."""
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece writes for a space."""
+
+
+class Unreadable(ModelError):
+    """The file's tokenizer is of a kind that only llama.cpp itself can read."""
+
+
+class GgufTokenizer:
+    """Token ids of texts by a GGUF's own tokenizer.
+
+    `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers by name.
+
+    Raises:
+        Unreadable: its kind or its pre-tokenizer is not known here.
+    """
+
+    def __init__(self, fields: Mapping[str, Any], known: Mapping[str, PreTokenizer]) -> None:
+        def entry(name: str, default: Any = None) -> Any:
+            return fields.get(f"tokenizer.ggml.{name}", default)
+
+        self.kind = str(entry("model"))
+        self.pre = str(entry("pre", "default"))
+        self.tokens: list[str] = list(entry("tokens", []))
+        self.ids = {token: number for number, token in enumerate(self.tokens)}
+        """Of tokens that are written twice, the last one."""
+        types = entry("token_type") or [1] * len(self.tokens)
+        whole = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        special = [token for token, kind in zip(self.tokens, types, strict=True) if kind in whole and token]
+        # the longest first, where one special token begins with another
+        self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
+        self.bos_id: int | None = entry("bos_token_id")
+        # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
+        self.add_bos = bool(entry("add_bos_token", self.kind == "llama"))
+        self.stop_ids = {
+            entry(f"{name}_token_id") for name in ("eos", "eot", "eom") if entry(f"{name}_token_id") is not None
+        }
+        if self.kind == "gpt2":
+            self._encode_plain = self._byte_level(entry("merges", []), known)
+        elif self.kind == "llama":
+            self._scores = list(entry("scores", []))
+            self._prefixes_space = bool(entry("add_space_prefix", True))
+            self._encode_plain = None
+        else:
+            raise Unreadable(f"the GGUF's tokenizer is of the kind {self.kind}, which only llama.cpp itself reads")
+
+    def _byte_level(self, merges: list[str], known: Mapping[str, PreTokenizer]) -> Any:
+        from tokenizers import Tokenizer, models
+
+        if self.pre not in known:
+            raise Unreadable(f"the GGUF's pre-tokenizer {self.pre} is not in this llama.cpp's own table")
+        pairs = [tuple(merge.split(" ")) for merge in merges]
+        backend = Tokenizer(
+            models.BPE(
+                vocab=self.ids,
+                merges=[(pair[0], pair[1]) for pair in pairs if len(pair) == 2],
+                ignore_merges=known[self.pre].ignore_merges,
+            )
+        )
+        backend.pre_tokenizer = known[self.pre].built()
+        return backend
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a rendered prompt: special tokens are parsed; a leading BOS of the text is not doubled, which is what
+        llama.cpp does with the text of a chat template."""
+        ids: list[int] = []
+        if self.add_bos and self.bos_id is not None:
+            ids.append(self.bos_id)
+            text = text.removeprefix(self.tokens[self.bos_id])
+        position = 0
+        for match in self._special.finditer(text):
+            ids += [*self._plain(text[position : match.start()]), self.ids[match[0]]]
+            position = match.end()
+        return [*ids, *self._plain(text[position:])]
+
+    def _plain(self, text: str) -> list[int]:
+        if not text:
+            return []
+        if self._encode_plain is not None:
+            return list(self._encode_plain.encode(text, add_special_tokens=False).ids)
+        prefix = " " if self._prefixes_space else ""  # after every special token too
+        return list(self._sentence_pieces((prefix + text).replace(" ", _SPACE)))
+
+    def _sentence_pieces(self, text: str) -> Iterator[int]:
+        """Neighbours are joined, those first whose token has the highest score, the leftmost of equal ones."""
+        pieces: list[str] = [*text]
+        after = [*range(1, len(pieces)), -1]
+        before = [*range(-1, len(pieces) - 1)]
+        waiting: list[tuple[float, int, str]] = []
+
+        def consider(left: int) -> None:
+            if left >= 0 and after[left] >= 0:
+                joined = pieces[left] + pieces[after[left]]
+                if joined in self.ids:
+                    heapq.heappush(waiting, (-self._scores[self.ids[joined]], left, joined))
+
+        for left in range(len(pieces) - 1):
+            consider(left)
+        while waiting:
+            _, left, joined = heapq.heappop(waiting)
+            right = after[left] if pieces[left] else -1
+            if right < 0 or pieces[left] + pieces[right] != joined:
+                continue  # one of the two was joined with another meanwhile
+            pieces[left], pieces[right], after[left] = joined, "", after[right]
+            if after[right] >= 0:
+                before[after[right]] = left
+            consider(before[left])
+            consider(left)
+        for piece in filter(None, pieces):
+            if piece in self.ids:
+                yield self.ids[piece]
+            else:
+                yield from (self.ids[f"<0x{byte:02X}>"] for byte in piece.encode() if f"<0x{byte:02X}>" in self.ids)
+
+
+def read_fields(path: Any) -> dict[str, Any]:
+    """The metadata of a GGUF by its keys, as plain values; raises ModelError where it is no GGUF."""
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(str(path))
+        return {key: field.contents() for key, field in reader.fields.items()}
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        raise ModelError(f"{path} cannot be read as a GGUF: {error}") from None

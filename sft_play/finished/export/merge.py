@@ -1,0 +1,202 @@
+"""`make merge`: an adapter merged into the 16-bit weights of its base, one tensor at a time.
+
+A 70B needs the RAM of one output file, one tensor in fp32 and the adapter: the model is on the meta device
+(`adapted_model`), and the base's files are read, merged and written tensor by tensor (`merged_weights`).
+
+A QLoRA adapter was trained on NF4 weights, which are not the base's files. Merged into the weights that NF4 stands for
+(`dequantized`) the model computes what was trained; merged into the original ones it is off by NF4's rounding. Both
+relative sizes are measured on the way: the rounding, and what the adapter changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.export.adapted_model import AdaptedModel, Base, Sizes
+from sft_play.finished.export.merge_record import is_of, refuse_another_model, write_record
+from sft_play.finished.export.merged_weights import MergedWeights
+from sft_play.finished.export.saved_configs import card_facts, write_configs
+from sft_play.finished.run import FinishedRun, base_folder, next_line, text_only_of
+from sft_play.finished.writing import built_folder, require_space
+from sft_play.planner.memory.saving import FILE_BYTES
+from sft_play.runs.locking import lock
+from sft_play.training.checkpoints.card import write_card
+from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.units import gib
+
+logger = logging.getLogger(__name__)
+
+MERGED = "merged"
+"""The folder in a run folder that `make merge` writes."""
+SHORT_DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What `merge_run` wrote."""
+
+    run: Path
+    path: Path
+    dtype: str
+    base: Base | None
+    """Of a QLoRA run: which weights the adapter was added to."""
+    layers: int
+    """Layers whose adapter was merged."""
+    replaced: int
+    """Tensors that training replaced whole (`tuning.lora.modules_to_save`)."""
+    is_untied: bool
+    """Whether input and output embeddings, one tensor in the base, are two now."""
+    sizes: Sizes
+    bytes: int
+    is_streamed: bool
+    seconds: float
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """A merge that is returned is whole."""
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {
+            "ok": True,
+            "run": str(self.run),
+            "path": str(self.path),
+            "dtype": self.dtype,
+            "base": self.base,
+            "layers": self.layers,
+            "replaced_tensors": self.replaced,
+            "untied": self.is_untied,
+            "relative_adapter_change": self.sizes.relative_change,
+            "relative_quantization_error": self.sizes.relative_rounding,
+            "bytes": self.bytes,
+            "streamed": self.is_streamed,
+            "wall_s": round(self.seconds, 2),
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> list[str]:
+        """In words."""
+        change = self.sizes.relative_change
+        lines = [
+            f"Merged: {self.layers} layers"
+            + (f", and {self.replaced} tensors that were trained whole" if self.replaced else "")
+            + (f"; the adapter changes its weights by {change:.2%}" if change is not None else "")
+        ]
+        rounding = self.sizes.relative_rounding
+        if self.base is not None and rounding is not None:
+            chosen = "what was trained" if self.base == "dequantized" else "not quite what was trained"
+            lines.append(
+                f"Base: {self.base}, {chosen}: NF4 rounds these weights by {rounding:.2%}, which the adapter was "
+                "trained on"
+            )
+        lines += self.notes
+        if self.is_untied:
+            lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
+        lines.append(f"Written to: {self.path} ({self.dtype}, {gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)")
+        elsewhere = {} if self.path == self.run / MERGED else {"OUT": self.path}
+        return [*lines, next_line("merge-test", RUN=self.run, **elsewhere)]
+
+
+def merge_run(
+    run: FinishedRun,
+    *,
+    dtype: str | None = None,
+    base: Base | None = None,
+    out: Path | None = None,
+    replace: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> Merged:
+    """Write the base with the run's adapter merged into it, as a folder that loads as any model.
+
+    Args:
+        dtype: bf16, fp16 or fp32; None: as the base's files are.
+        base: of a QLoRA run, which weights to merge into; None: dequantized, which is what was trained.
+        out: where to; `merged/` in the run folder where None.
+        replace: an existing folder is replaced, once the new one is whole.
+        file_bytes: the size of one output file, which is held in RAM.
+
+    Raises:
+        RunFolderError: the run was trained whole and needs no merge, or the target exists.
+        ConfigError: `base` is given for a run without NF4 weights; the disk is too small; a value has no place in fp16.
+        ModelError: the base is missing, or does not fit the adapter.
+    """
+    started = time.monotonic()
+    target = out or run.folder.path / MERGED
+    _require_mergeable(run, base, target, replace=replace)
+    quiet_libraries()
+    folder = base_folder(run)
+    adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
+    weights = MergedWeights(adapted, folder, SHORT_DTYPES[dtype] if dtype else None)
+    with built_folder(target) as building:
+        require_space(building, weights.most_bytes, "the merged model needs")
+        weights.write(building, file_bytes)
+        stops = write_configs(adapted, folder, building, weights.dtype)
+        short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
+        write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
+        write_record(building, run, base=adapted.base, dtype=short)
+        size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
+    return Merged(
+        run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
+        adapted.sizes, size, weights.is_streamed, time.monotonic() - started, text_only_of(run),
+    )  # fmt: skip
+
+
+def merged_model(run: FinishedRun) -> Path | None:
+    """The run's `merged/`; None where there is none, or one of an earlier adapter."""
+    folder = run.folder.path / MERGED
+    return folder if (folder / "config.json").is_file() and is_of(folder, run) else None
+
+
+def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
+    """The folder with the run's whole model: its own weights, or `merged/`, which is written now where it is missing or
+    of an earlier adapter.
+
+    `is_locked`: the caller holds the run's lock, which a merge needs.
+
+    Raises:
+        RunFolderError: what was merged is not what was trained.
+        SftPlayError: as `merge_run` does.
+    """
+    if not run.is_adapter:
+        return run.weights
+    merged = merged_model(run)
+    if merged is not None:
+        refuse_another_model(merged, run)
+        return merged
+    target = run.folder.path / MERGED
+    logger.info("The adapter is merged into its base first (%s)", target)
+    with contextlib.nullcontext() if is_locked else lock(run.folder):
+        return merge_run(run, replace=target.exists()).path
+
+
+def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
+    if not run.is_adapter:
+        raise RunFolderError(
+            f"{run.folder.path} trained all weights: {run.weights} is the whole model, and nothing has to be merged"
+        )
+    if base is not None and not run.is_quantized:
+        raise ConfigError(
+            f"BASE={base} is for QLoRA runs; {run.folder.path} was trained on the base's own weights "
+            f"(tuning.mode={run.config.tuning.mode})"
+        )
+    if target.exists() and not replace:
+        raise RunFolderError(
+            f"{target} exists (make ship, serve and export merge too): make merge-test compares it, FORCE=1 replaces "
+            "it, OUT=FOLDER writes elsewhere"
+        )
+    if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
+        raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")

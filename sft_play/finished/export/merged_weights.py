@@ -1,0 +1,209 @@
+"""The merged weights as files: from the base's files tensor by tensor where that is possible, else through RAM."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import math
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from sft_play.errors import ConfigError, ModelError
+from sft_play.finished.export.adapted_model import AdaptedModel
+from sft_play.finished.run import tensor_shapes
+from sft_play.log import one_line
+from sft_play.training.checkpoints import stream
+from sft_play.training.checkpoints.full_state_dict import tied_names
+from sft_play.training.checkpoints.model_saving import saved_dtypes, write_weights
+from sft_play.training.model.model_loading import DTYPES, TEXT_TOWER_KEYS, no_load_report, read_model
+from sft_play.units import gib
+
+logger = logging.getLogger(__name__)
+
+_FROM_FILES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+"""Floating-point dtypes as safetensors names them; tensors of others pass through as they are."""
+
+
+class MergedWeights:
+    """The merged weights, and how they are written: from the base's files tensor by tensor where every adapted layer
+    is a tensor there, else through the whole model in RAM."""
+
+    def __init__(self, adapted: AdaptedModel, folder: Path, dtype: torch.dtype | None) -> None:
+        self._adapted, self._folder = adapted, folder
+        self._tensors = tensor_shapes(folder)
+        self._given = dtype
+        self.dtype = dtype or self._dtype_of_files()
+        """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
+        self._targets = _target_names(adapted, self._tensors)
+        there = {target for target, is_converted in self._targets.values() if not is_converted}
+        # files hold a tied tensor once, under its source's name
+        trained_whole = (name for name in adapted.whole if name not in adapted.untied and name not in adapted.tied)
+        wanted = {*adapted.layers, *trained_whole, *adapted.quantized}
+        self.is_streamed = wanted <= there and self._misfit(self._shapes()) is None
+        """Whether no more than an output file was ever in RAM."""
+
+    def _dtype_of_files(self) -> torch.dtype:
+        """The floating-point dtype that most of the base's numbers have."""
+        counts: dict[torch.dtype, int] = {}
+        for _, shape, name in self._tensors.values():
+            if name in _FROM_FILES:
+                counts[_FROM_FILES[name]] = counts.get(_FROM_FILES[name], 0) + math.prod(shape)
+        if not counts:
+            raise ModelError(f"{self._folder} holds no floating-point weights to merge an adapter into")
+        return max(counts, key=lambda dtype: counts[dtype])
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that the files can have: as if everything that was trained whole came on top."""
+        numbers = sum(math.prod(shape) for _, shape, _ in self._tensors.values())
+        numbers += sum(tensor.numel() for tensor in self._adapted.whole.values())
+        return int(numbers * self.dtype.itemsize)
+
+    def write(self, folder: Path, file_bytes: int) -> None:
+        """Write the weights into a folder.
+
+        Raises:
+            ModelError: the files are not the class's, by names and shapes.
+        """
+        if self.is_streamed:
+            shapes, tensors = dict(self._shapes()), self._merged_tensors()
+            stream.write(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
+        else:
+            self._write_through_model(folder)
+        misfit = self._misfit((name, shape) for name, (_, shape, _) in tensor_shapes(folder).items())
+        if misfit is not None:
+            raise ModelError(f"the merged weights are not those of a {type(self._adapted.plain).__name__}: {misfit}")
+
+    def _misfit(self, shapes: Iterable[tuple[str, tuple[int, ...]]]) -> str | None:
+        """What the class would miss or find too much or of another shape in these tensors, as transformers loads them;
+        None if nothing."""
+        adapted, tensors = self._adapted, dict[str, torch.Tensor]()
+        for name, shape in shapes:
+            if name in tensors:
+                return f"two tensors would be {name}"
+            tensors[name] = torch.empty(shape, device="meta")
+        own, extra = type(adapted.plain), set(tensors) - set(self._tensors)
+        config = copy.deepcopy(adapted.plain.config)
+        config.tie_word_embeddings = config.tie_word_embeddings and not adapted.untied
+        try:
+            with no_load_report():
+                model, found = own.from_pretrained(
+                    None, config=config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
+                    output_loading_info=True,
+                )  # fmt: skip
+        except (RuntimeError, ValueError) as error:  # experts of different numbers cannot be joined
+            return one_line(str(error), limit=300)
+        kinds = {
+            "are missing": set(found["missing_keys"]) - tied_names(model),
+            "have another shape": {str(item[0]) for item in found["mismatched_keys"]},
+            "are unknown to it": set(found["unexpected_keys"]) & extra,  # the base's own unused ones are kept
+        }
+        return next((f"{len(names)} {what}, such as {min(names)}" for what, names in kinds.items() if names), None)
+
+    def _out_name(self, key: str) -> str | None:
+        """The name of a base's tensor in the result; None where it has no place there.
+
+        The base's own names are kept, so that other engines read the result as they read the base. A text tower's
+        become those of its class; of one that is joined with others when it is loaded, only what precedes the tower.
+        """
+        target, is_converted = self._targets[key]
+        if target in self._adapted.tied or target in self._adapted.untied:
+            return None
+        if not self._adapted.model_spec.is_text_tower:
+            return key
+        if target not in self._adapted.names:
+            return None
+        return functools.reduce(_renamed, TEXT_TOWER_KEYS.items(), key) if is_converted else target
+
+    def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        for key, (_, shape, _) in self._tensors.items():
+            name, whole = self._out_name(key), self._adapted.whole.get(self._targets[key][0])
+            if name is not None:  # training may have given embeddings more rows than the base has
+                yield name, shape if whole is None else tuple(whole.shape)
+        by_target = {
+            target: shape for key, (_, shape, _) in self._tensors.items() for target in [self._targets[key][0]]
+        }
+        for name, source in self._adapted.untied.items():
+            whole = self._adapted.whole.get(name)
+            yield name, by_target[source] if whole is None else tuple(whole.shape)
+
+    def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        sources = {source: name for name, source in self._adapted.untied.items()}
+        for file in sorted({file for file, _, _ in self._tensors.values()}):
+            with safe_open(file, framework="pt") as tensors:
+                # one tensor at a time is in memory: the order of the output is that of the base's files
+                for key in [key for key, place in self._tensors.items() if place[0] == file]:
+                    name, target = self._out_name(key), self._targets[key][0]
+                    if name is None:
+                        continue
+                    base = tensors.get_tensor(key)
+                    yield name, self._as_in_files(self._adapted.tensor(target, base), base)
+                    if target in sources:  # what was one tensor in the base is two now
+                        other = sources[target]
+                        yield other, self._as_in_files(self._adapted.whole.get(other, base), base)
+
+    def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        """In the base's own dtype unless another was given."""
+        return tensor.to(base.dtype) if self._given is None else tensor
+
+    def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
+        """A tensor's dtype in the file, once its values are seen to fit it."""
+        dtype = saved_dtypes(self._adapted.plain, self._given)(name, tensor)
+        if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
+            raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")
+        return dtype
+
+    def _write_through_model(self, folder: Path) -> None:
+        """Where transformers builds an adapted layer out of several tensors of the files: load, merge, save."""
+        from dataclasses import replace
+
+        adapted = self._adapted
+        logger.warning(
+            "Merge: transformers joins tensors of this model's files into the layers that were trained, so the whole "
+            "model is loaded into RAM (%s GiB)",
+            gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._tensors.values())),
+        )
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        precision = replace(adapted.precision, load=names[self.dtype])
+        model = read_model(adapted.run.config, precision, adapted.model_spec)
+        if adapted.untied:
+            model.config.tie_word_embeddings = False
+            for name, source in adapted.untied.items():
+                parent, _, leaf = name.rpartition(".")
+                own = nn.Parameter(model.get_parameter(source).detach().clone(), requires_grad=False)
+                setattr(model.get_submodule(parent), leaf, own)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters(remove_duplicate=True):
+                parameter.data = adapted.tensor(name, parameter.data).to(parameter.dtype)
+        write_weights(model, folder, native_names=adapted.model_spec.is_text_tower, dtype=self.dtype)
+
+
+def _renamed(name: str, rule: tuple[str, str]) -> str:
+    return re.sub(*rule, name)
+
+
+def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tuple[str, bool]]:
+    """The name in the model of each tensor of the base's files, and whether it is converted on the way (joined with
+    others, split, reshaped); transformers' own table decides, as it does when loading."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    # a private part of transformers (5.23): files of older layouts get today's names here, and experts that a file
+    # holds one by one are stacked into one tensor
+    model = adapted.plain
+    key_mapping = TEXT_TOWER_KEYS if adapted.model_spec.is_text_tower else None
+    transforms = get_model_conversion_mapping(model, key_mapping)
+    renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
+    converters = [one for one in transforms if isinstance(one, WeightConverter)]
+    state = model.state_dict()
+    targets = {}
+    for key in sorted(tensors):
+        target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        targets[key] = (target, pattern is not None)  # a pattern is that of a converter; mere renamings have none
+    return targets

@@ -1,0 +1,277 @@
+"""`make push`: a run's weights on the Hugging Face hub, with their model card; never data, logs or checkpoints.
+
+Only files that belong to a model are uploaded. In those of text the base is named as others find it, and one that still
+names a local path or holds a secret is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.run import FinishedRun, next_line
+from sft_play.log import one_line, redact
+from sft_play.units import size_of
+
+if TYPE_CHECKING:
+    from sft_play.training.checkpoints.card import Base
+
+UPLOADED = (
+    *(
+        "*.safetensors",
+        "*.safetensors.index.json",
+        "adapter_config.json",
+        "config.json",
+        "generation_config.json",
+        "merge.json",
+    ),
+    *("merge.json", "README.md", "LICENSE*", "NOTICE*", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "bpe.codes", "dict.txt"),
+    *("*.spm", "emoji.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.yaml"),
+)
+"""Names of files that belong to a model."""
+_CHECKED = ("README.md", "*config*.json", "*.jinja", "*.py", "*.index.json")
+"""Those of them whose text is searched for paths and secrets; vocabularies hold words of every kind."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What `push` would upload. `files`: a path, or the text that is uploaded in its place, by name in the repository.
+
+    `exists`: whether the repository is there already; `is_private`: how it is then, or will be made.
+    """
+
+    run: Path
+    folder: Path
+    repo: str
+    files: dict[str, Path | bytes]
+    left_out: tuple[str, ...]
+    exists: bool
+    is_private: bool
+    notes: tuple[str, ...]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file."""
+        return {
+            name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in self.files.items()
+        }
+
+    def lines(self) -> list[str]:
+        """Repository, files and sizes, in words."""
+        access = "private" if self.is_private else "PUBLIC"
+        how = f"the existing {access} repository is updated" if self.exists else f"a new {access} repository"
+        sizes = self.sizes()
+        lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {size_of(sum(sizes.values()))}:"]
+        lines += [f"  {name} ({size_of(size)})" for name, size in sizes.items()]
+        lines += [f"Not uploaded: {', '.join(self.left_out)}"] if self.left_out else []
+        return [*lines, *self.notes]
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What `push` uploaded."""
+
+    upload: Upload
+    commit: str
+
+    @property
+    def ok(self) -> bool:
+        """It is there."""
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        upload = self.upload
+        return {
+            "ok": True, "pushed": True, "run": str(upload.run), "repo": upload.repo,
+            "url": f"https://huggingface.co/{upload.repo}", "commit": self.commit, "private": upload.is_private,
+            "created": not upload.exists, "files": [{"name": n, "bytes": b} for n, b in upload.sizes().items()],
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words."""
+        upload = self.upload
+        access = "private" if upload.is_private else "public"
+        return [
+            f"Uploaded: {len(upload.files)} files to https://huggingface.co/{upload.repo} ({access})",
+            next_line("prune", "CHECKPOINTS=1 frees the disk of its checkpoints", RUNS=upload.run.name),
+        ]
+
+
+def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public: bool, yes: bool) -> Upload:
+    """What would be uploaded; nothing is written, here or on the hub.
+
+    Args:
+        is_merged: the merged model in place of the adapter.
+        is_public: a new repository is public; and an existing public one may be updated without asking (`yes`).
+
+    Raises:
+        ConfigError: the name cannot be a repository's, there is no token, the hub refuses it, or a file names a path.
+        RunFolderError: there is no merged model.
+    """
+    from huggingface_hub import HfApi, get_token
+
+    from sft_play.finished.export.merge_record import told
+    from sft_play.training.checkpoints.card import HERE, base_of
+
+    name = _checked_name(repo)
+    folder = _folder(run, is_merged=is_merged)
+    if get_token() is None:
+        raise ConfigError(
+            "there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN in the environment"
+        )
+    is_private_there = _visibility(HfApi(), name)
+    if is_private_there is False and yes and not is_public:
+        raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
+    base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
+    files, left_out = _chosen(folder)
+    files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
+    notes = [line for line in [told(folder)] if is_merged and line]
+    if "adapter_config.json" in files:
+        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings["base_model_name_or_path"] = base.name
+        files["adapter_config.json"] = (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
+        if not base.is_on_hub:
+            notes.append(f"Its base, {base.name}, is a local model, which others need too; MERGED=1 needs none")
+    _refuse_leaks(run, files)
+    if is_private_there and is_public:
+        notes.append(f"{name} is private and stays so; its settings on the hub change that")
+    is_private = (not is_public) if is_private_there is None else is_private_there
+    return Upload(
+        run.folder.path, folder, name, dict(sorted(files.items())), tuple(left_out),
+        exists=is_private_there is not None, is_private=is_private, notes=tuple(notes),
+    )  # fmt: skip
+
+
+def push(upload: Upload) -> Pushed:
+    """Upload; one commit, so that the repository has all files or none.
+
+    Raises:
+        ConfigError: the hub refuses it.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    api = HfApi()
+    with _asking_hub(f"{upload.repo} cannot be written"):
+        if not upload.exists:
+            # exist_ok=False: one that appeared since the user agreed may be public, or somebody else's
+            api.create_repo(upload.repo, private=upload.is_private, exist_ok=False)
+        operations = [CommitOperationAdd(name, file) for name, file in upload.files.items()]
+        commit = api.create_commit(upload.repo, operations, commit_message=f"Upload {upload.run.name}")
+    return Pushed(upload, str(commit.oid))
+
+
+def _checked_name(repo: str | None) -> str:
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    if repo is None or repo.count("/") != 1:
+        given = "" if repo is None else f"REPO={one_line(repo)} is not one: "
+        raise ConfigError(f"make push needs a repository of the hub: {given}REPO=user/name")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise ConfigError(f"REPO={one_line(repo)} cannot be a repository: {one_line(str(error), limit=200)}") from None
+    return repo
+
+
+def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
+    if not is_merged:
+        return run.weights
+    from sft_play.finished.export.merge import MERGED, merged_model
+    from sft_play.finished.export.merge_record import refuse_another_model
+
+    if not run.is_adapter:
+        raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
+    merged, target = merged_model(run), run.folder.path / MERGED
+    if merged is None and target.exists():
+        raise RunFolderError(
+            f"{target} is no merged model of this adapter; make merge RUN={run.folder.quoted} FORCE=1 writes it again"
+        )
+    if merged is None:
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
+    refuse_another_model(merged, run)
+    return merged
+
+
+def _visibility(api: Any, repo: str) -> bool | None:
+    """Whether the repository is private; None where there is none yet."""
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with _asking_hub("the hub cannot be asked"):
+        api.whoami()
+        try:
+            return bool(api.model_info(repo).private)
+        except RepositoryNotFoundError:
+            return None
+
+
+@contextlib.contextmanager
+def _asking_hub(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the hub's own errors, and those of every layer below it
+        raise ConfigError(f"{what}: {one_line(redact(str(error)), limit=300)}") from error
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def _chosen(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
+    """The files that are uploaded, by name, and the names of those that are not."""
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    kept = [
+        name
+        for name in names
+        if any(name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one) for one in UPLOADED)
+    ]
+    return {name: folder / name for name in kept}, [name for name in names if name not in kept]
+
+
+def _card(run: FinishedRun, folder: Path, base: Base) -> str:
+    """The card in the folder; a new one where it has none but PEFT's blank form (runs of before there were cards)."""
+    from sft_play.training.checkpoints.card import CARD, card_of, stops_of
+
+    path = folder / CARD
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    if text and "[More Information Needed]" not in text:
+        return text
+    from sft_play.finished.export.merge import MERGED
+    from sft_play.finished.export.saved_configs import card_facts
+    from sft_play.finished.load import renderer_of
+    from sft_play.training.prepare.model_spec import build_model_spec
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(run.config).tokenizer
+    spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=len(tokenizer))
+    stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
+    if folder.name == MERGED:
+        dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype", "")
+        return card_of(card_facts(run, spec, stop, dtype=str(dtype)), base)
+    return card_of(card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model"), base)
+
+
+def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
+    """Raises ConfigError where a text names a folder that the run used, or holds a secret."""
+    data = (run.manifest.get("data") or {}).values()
+    used = [run.folder.path, *(Path(str(one["path"])) for one in data if Path(str(one.get("path", ""))).is_absolute())]
+    folders = {str(path.absolute().parent) for path in used} | {str(Path.cwd()), str(Path.home())}
+    # a folder such as /data may be named by any text; one below it is this machine's
+    paths = sorted(folder for folder in folders if folder.count("/") > 1)
+    for name, file in files.items():
+        if not any(fnmatch.fnmatchcase(name, one) for one in _CHECKED):
+            continue
+        text = (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8", "replace")
+        path = next((path for path in paths if path in text), None)
+        if path is not None:
+            raise ConfigError(
+                f"{name} names a path of this machine, {one_line(path)}; remove it there before the upload"
+            )
+        if redact(text) != text:
+            raise ConfigError(f"{name} holds what looks like a password or a token; take it out first")

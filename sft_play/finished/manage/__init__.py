@@ -1,0 +1,1 @@
+"""Runs are listed, pruned and trained again."""

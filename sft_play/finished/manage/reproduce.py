@@ -1,0 +1,347 @@
+"""`make reproduce`: a finished run trained again from what its folder records, and compared with it bit for bit.
+
+The manifest names the code (a digest of its files, and the commit), the versions, the machine, and a digest of every
+file that training read. If one of these has changed it would be another run, and is refused. Other versions or another
+machine are reported: they may be why the result differs. Where the code has changed since, the recorded commit is
+cloned into a temporary folder, and trains from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play import endings
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.data.build.file_digests import content_digest_of
+from sft_play.data.sources.files import data_paths
+from sft_play.environment import THREADS_VARIABLE, for_another_run
+from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
+from sft_play.facts.hardware import detect
+from sft_play.facts.models.architecture import local_folder
+from sft_play.finished.manage.equal_weights import Compared, compare_weights
+from sft_play.finished.manage.run_code import code_of
+from sft_play.finished.run import FinishedRun, base_folder, next_line
+from sft_play.log import one_line
+from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
+from sft_play.runs.manifest import versions
+from sft_play.runs.metrics import metric_lines
+from sft_play.runs.names import checked_name
+from sft_play.runs.resuming import given_deepspeed
+
+logger = logging.getLogger(__name__)
+
+SUFFIX = "-reproduced"
+_OF_PLAN = (
+    *("layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv"),
+)
+"""What of a plan changes the numbers of a run."""
+
+
+@dataclass(frozen=True)
+class Reproduced:
+    """A run and its repetition."""
+
+    run: Path
+    path: Path
+    code: str
+    """Where the code came from: in words."""
+    told: tuple[str, ...]
+    """What is not as the manifest says."""
+    weights: Compared
+    first_loss: tuple[str | None, int, float, float] | None
+    """Stage, step and both values of the first logged loss that differs."""
+    steps: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether every tensor is equal bit for bit."""
+        return not self.weights.differing
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        first = self.weights.differing[0] if self.weights.differing else None
+        stage, step, was, now = self.first_loss or (None, None, None, None)
+        return {
+            "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
+            "not_as_recorded": list(self.told), "tensors": self.weights.tensors,
+            "tensors_differing": len(self.weights.differing),
+            "first_differing": {"name": first.name, "max_diff": first.largest} if first else None,
+            "losses_part": {"stage": stage, "step": step, "recorded": was, "now": now} if self.first_loss else None,
+            "steps": self.steps,
+        }  # fmt: skip
+
+    def lines(self) -> list[str]:
+        """In words."""
+        lines = [f"Not as recorded: {line}" for line in self.told]
+        count, differing = self.weights.tensors, self.weights.differing
+        if not differing:
+            lines.append(f"Weights: all {count} tensors are equal bit for bit, after {self.steps:,} steps")
+        else:
+            lines.append(f"Weights: {len(differing)} of {count} tensors differ; the first is {differing[0].name}, by "
+                         f"up to {differing[0].largest:.3g}")  # fmt: skip
+        if self.first_loss is not None:
+            stage, step, was, now = self.first_loss
+            lines.append(
+                f"Losses differ first at step {step}{f' of stage {stage}' if stage else ''}: {was!r} then, {now!r} now"
+            )
+        elif differing:
+            lines.append("Losses: every logged loss is the same")
+        lines.append(f"Written to: {self.path}")
+        if self.ok:
+            return [*lines, next_line("prune", RUNS=self.path.name)]
+        return [*lines, next_line("compare", RUNS=f"{self.run.name} {self.path.name}")]
+
+
+def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
+    """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
+
+    `by_this_code`: where the run's own code is not available, the present code trains.
+
+    Raises:
+        DataError, ModelError: a file that training read is gone, or has changed.
+        RunFolderError: its code is not available, or its settings cannot be read.
+        TrainingError: the training of the repetition failed.
+        Interrupted: the user stopped it.
+    """
+    old, name = run.folder.path, _free_name(run.folder)
+    place = _cwd(run.manifest)
+    with contextlib.chdir(place):
+        loaded = load_config(old.absolute() / "resolved.json")
+        _require_inputs(run, loaded)
+    told = [*_other_versions(run.manifest), *_other_machine(run.manifest), *_other_settings(run, loaded)]
+    with code_of(run.manifest, by_this_code=by_this_code) as (package, code), _deepspeed_file(run.folder) as file:
+        logger.info("Code: %s", code)
+        for line in told:
+            logger.warning("Not as recorded: %s", line)
+        words = _words(run, loaded, deepspeed=file)
+        words += [f"output.dir={json.dumps(str(old.absolute().parent))}", f"output.name={name}"]
+        logger.info("Training again: sft-play %s", shlex.join(words))
+        exit_code = _train(words, package, place, run.manifest)
+    if exit_code == Interrupted.exit_code:
+        raise Interrupted(f"stopped by the user; what was trained is in {old.with_name(name)}")
+    if exit_code:
+        raise TrainingError(f"{old} could not be trained again: its training ended with exit code {exit_code}, and "
+                            "says why above")  # fmt: skip
+    new = RunFolder(old.with_name(name))
+    adapter = run.weights.name == "adapter"
+    told += _other_plan(run.folder, new)
+    return Reproduced(
+        old, new.path, code, tuple(told), compare_weights(run.weights, new.model_path(adapter=adapter)),
+        first_other_loss(run.folder.metrics_path, new.metrics_path), _steps(new),
+    )  # fmt: skip
+
+
+def _free_name(folder: RunFolder) -> str:
+    """The name of the new run: the old one's with a suffix, and a number where that exists."""
+    name, number = f"{folder.path.name}{SUFFIX}", 2
+    while folder.path.with_name(name).exists():
+        name, number = f"{folder.path.name}{SUFFIX}-{number}", number + 1
+    return checked_name(name, key="RUN")
+
+
+def _cwd(manifest: Mapping[str, Any]) -> Path:
+    """The folder that the run was started from, to which its paths are relative; this one where it is gone."""
+    recorded = manifest.get("cwd")
+    return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else Path.cwd()
+
+
+def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
+    """Check every file that training read against the manifest's digests.
+
+    Raises:
+        DataError: rows, or the tokenizer, have changed; all of them are listed.
+        ModelError: the base's weights, or the adapter that training began from, are.
+    """
+    base_folder(run)
+    recorded = run.manifest.get("data") or {}
+    parts = [(f"stage {stage.name} ", stage.config) for stage in loaded.stages] or [("", loaded.config)]
+    wrong = []
+    for prefix, config in parts:
+        for name, path in data_paths(config.data).files():
+            was = (recorded.get(f"{prefix}{name}") or {}).get("sha256")
+            if was is None:
+                wrong.append(f"data {prefix}{name}: the manifest does not record what {path} was")
+            elif content_digest_of(path) != was:
+                wrong.append(f"data {prefix}{name}: the content of {path} has changed since the run")
+    wrong += _other_tokenizer(loaded.config, recorded)
+    if wrong:
+        listed = "\n".join(f"  {one_line(line, limit=300)}" for line in wrong)
+        raise DataError(f"{run.folder.path} cannot be trained again, since what it read has changed:\n{listed}")
+    adapter = recorded.get("adapter")
+    if adapter:
+        from sft_play.config.adapter import WEIGHTS_FILE, adapter_folder
+
+        file = adapter_folder(str(loaded.config.model.adapter)) / WEIGHTS_FILE
+        if content_digest_of(file) != adapter.get("sha256"):
+            raise ModelError(
+                f"{run.folder.path} cannot be trained again: {file}, which it began from, has changed since"
+            )
+
+
+def _other_tokenizer(config: RunConfig, recorded: Mapping[str, Any]) -> list[str]:
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    was = (recorded.get("tokenizer") or {}).get("sha256")
+    now = load_tokenizer(config).sha256
+    return [] if was in (None, now) else [f"tokenizer: that of {config.model.name}, or its template, has changed"]
+
+
+def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
+    recorded, now = manifest.get("versions") or {}, versions()
+    return [
+        f"{name} {recorded[name]} then, {now.get(name)} now" for name in recorded if recorded[name] != now.get(name)
+    ]
+
+
+def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
+    """How this machine differs from the recorded one in what changes numbers."""
+    from sft_play.training.prepare.run_folder import cpu_facts
+
+    recorded, now = manifest.get("hardware") or {}, detect().as_json()
+    told = []
+    gpus = [[gpu.get("name") for gpu in one.get("gpus") or ()] for one in (recorded, now)]
+    if gpus[0] and gpus[0] != gpus[1][: len(gpus[0])]:
+        told.append(f"GPUs {', '.join(map(str, gpus[0]))} then, {', '.join(map(str, gpus[1])) or 'none'} now")
+    if recorded.get("cpu_name") != now["cpu_name"]:
+        told.append(f"CPU {recorded.get('cpu_name')} then, {now['cpu_name']} now")
+    cpu = manifest.get("cpu")
+    if not isinstance(cpu, dict):
+        told.append("the manifest does not record how many threads computed")
+    elif cpu.get("capability") != cpu_facts()["capability"]:
+        told.append(f"CPU instructions {cpu.get('capability')} then, {cpu_facts()['capability']} now")
+    return told
+
+
+def _other_settings(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
+    seed, stops = loaded.config.train.seed, loaded.config.train.stop_after_steps
+    told = []
+    if run.manifest.get("seed") not in (None, seed):
+        told.append(f"train.seed {run.manifest['seed']} in the manifest, {seed} in resolved.json")
+    if run.manifest.get("resumed"):
+        told.append(f"the run was resumed {len(run.manifest['resumed'])} times; it is repeated without a break")
+    elif stops is not None:
+        told.append(f"train.stop_after_steps={stops} is left out")
+    return told
+
+
+def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:
+    one, other = (json.loads((folder.path / "plan.json").read_text(encoding="utf-8")) for folder in (old, new))
+    return [f"the plan's {name}: {json.dumps(one.get(name))} then, {json.dumps(other.get(name))} now"
+            for name in _OF_PLAN if one.get(name) != other.get(name)]  # fmt: skip
+
+
+@contextlib.contextmanager
+def _deepspeed_file(folder: RunFolder) -> Iterator[Path | None]:
+    """A file with DeepSpeed's config as the run was given it; None where another engine ran it."""
+    given = given_deepspeed(folder)
+    if given is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as place:
+        file = Path(place) / DEEPSPEED_FILE
+        file.write_text(json.dumps(given), encoding="utf-8")
+        yield file
+
+
+def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
+    """The words of `sft-play` that train the run again: its settings, and what its plan decided."""
+    manifest, config, folder = run.manifest, loaded.config, run.folder
+    layout, processes = manifest.get("layout", "single"), manifest.get("processes", 1)
+    words = ["train" if layout == "single" and processes == 1 else "train-distributed"]
+    words += ["--config", str(folder.path.absolute() / "resolved.json")]
+    if words[0] == "train-distributed":
+        words += ["--nproc", str(processes)]
+        words += ["--strategy", layout] if config.model.mesh_shape is None else []
+        words += ["--deepspeed_config", str(deepspeed)] if deepspeed is not None else []
+    for prefix, part, settings in _parts(folder, loaded):
+        words += _as_planned(prefix, part, settings)
+    words += ["output.if_exists=fail", "train.stop_after_steps=null"]
+    # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
+    words.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
+    weights = (manifest.get("data") or {}).get("weights") or {}
+    if local_folder(config.model.name) is None and weights.get("sha256"):  # of a hub model that is its commit
+        words.append(f"model.revision={weights['sha256']}")
+    if config.data.template_date is None and manifest.get("template_date"):
+        words.append(f'data.template_date="{manifest["template_date"]}"')
+    if not (manifest.get("hardware") or {}).get("gpus") and detect().gpus:
+        words.append("train.device=cpu")
+    return words
+
+
+def _parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFolder, RunConfig]]:
+    """Each part of a run: what its keys begin with as words, its folder, its settings."""
+    if not loaded.stages:
+        yield "", folder, loaded.config
+    for stage in loaded.stages:
+        yield f"curriculum.{stage.number - 1}.", folder.of_stage(stage.name), stage.config
+
+
+def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
+    """Words that fix what the plan had decided, since free memory and earlier runs decide it too."""
+    batch = folder.manifest().get("batch")
+    try:
+        plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{folder.path / 'plan.json'} cannot be read: {one_line(str(error))}") from None
+    if not isinstance(batch, dict) or not isinstance(plan, dict):
+        raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
+    words = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
+    if config.train.batch_by == "auto":
+        by_tokens = (plan.get("micro_batches") or {}).get("tokens") is not None
+        words.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
+    if config.train.gradient_checkpointing == "auto":
+        layers, of = plan["checkpointed_layers"], plan["layers"]
+        words.append(
+            f"{prefix}train.gradient_checkpointing={json.dumps(bool(layers) if layers in (0, of) else layers)}"
+        )
+    if config.eval.batch_size == "auto" and plan.get("eval_batch"):
+        words.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
+    return words
+
+
+def _train(words: Sequence[str], package: Path, place: Path, manifest: Mapping[str, Any]) -> int:
+    """Run `sft-play` with these words as a process of its own; returns its exit code."""
+    # safe path: `-m` would put the working folder first, whose sft_play may be another one
+    environment = for_another_run(os.environ) | {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1"}
+    threads = (manifest.get("cpu") or {}).get("threads")
+    if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
+        environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
+    environment = endings.ends_with_me(environment, number=signal.SIGTERM)
+    process = subprocess.Popen([sys.executable, "-m", "sft_play", *words], cwd=place, env=environment,
+                               start_new_session=True)  # fmt: skip
+    with endings.StopSignals(lambda number: process.send_signal(signal.SIGTERM), lambda number: process.kill()):
+        return process.wait()
+
+
+def _steps(folder: RunFolder) -> int:
+    return int(json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))["steps"])
+
+
+def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, float] | None:
+    """Stage, step and both values of the first logged loss that differs; None where all are the same."""
+    losses = [_losses(path) for path in (one, other)]
+    for key, value in losses[0].items():
+        now = losses[1].get(key)
+        if now is not None and now != value:
+            return (*key, value, now)
+    return None
+
+
+def _losses(path: Path) -> dict[tuple[str | None, int], float]:
+    if not path.is_file():
+        return {}
+    return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in metric_lines(path)
+            if "loss" in entry}  # fmt: skip

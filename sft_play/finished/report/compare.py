@@ -1,0 +1,321 @@
+"""`make compare`: runs beside each other: the settings that differ, the results, the curves over one another."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play.diagnose.text import lines_of, table
+from sft_play.errors import ConfigError
+from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, drawn
+from sft_play.finished.report.curves import Screen, plot_lines
+from sft_play.finished.report.page import Section, Table, page, write_page
+from sft_play.finished.report.record import Record, read_record, settings_of
+from sft_play.finished.report.run_figures import duration, predicted_and_measured, size, tokens_per_s
+from sft_play.finished.run import next_line
+from sft_play.log import one_line
+from sft_play.runs.folder import RunFolder
+
+PAGE = "compare.html"
+"""In the folder of the first run that is named."""
+_NOT_COMPARED = ("output.",)
+"""Settings that only name a run."""
+_ABSENT = "-"
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A result of every run: its name, as JSON names it, the values, and how a value is shown."""
+
+    key: str
+    title: str
+    values: tuple[float | str | None, ...]
+    form: Callable[[Any], str] = str
+    better: Callable[[Sequence[float]], float] | None = None
+    """`min` or `max` where one of them is better."""
+
+    @property
+    def shown(self) -> list[str]:
+        """The values in words, the best of several that differ with a star."""
+        numbers = [value for value in self.values if isinstance(value, (int, float))]
+        best = self.better(numbers) if self.better is not None and len(set(numbers)) > 1 else None
+        return [
+            _ABSENT if value is None else self.form(value) + (" *" if best is not None and value == best else "")
+            for value in self.values
+        ]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Runs beside each other. `differing`: the values of all runs by what differs; None where a run has none."""
+
+    names: tuple[str, ...]
+    records: tuple[Record, ...]
+    differing: Mapping[str, tuple[Any, ...]]
+    figures: tuple[Figure, ...]
+    notes: tuple[str, ...]
+    """What makes figures of these runs not comparable."""
+    path: Path
+    plot: tuple[str, ...] = ()
+    """Curves for the terminal, with escape codes where it has colours."""
+
+    @property
+    def ok(self) -> bool:
+        """A comparison is never refused."""
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """In plain data."""
+        return {
+            "ok": True,
+            "path": str(self.path),
+            "runs": [
+                {"name": name, "path": str(record.folder.path), "status": record.status}
+                | {figure.key: figure.values[place] for figure in self.figures}
+                for place, (name, record) in enumerate(zip(self.names, self.records, strict=True))
+            ],
+            "differing": {key: list(values) for key, values in self.differing.items()},
+            "notes": list(self.notes),
+        }
+
+    def lines(self) -> list[str]:
+        """In words."""
+        left = tuple(range(len(self.names) + 1))
+        settings = [(key, *_cells(values)) for key, values in self.differing.items()]
+        results = [(figure.title, *figure.shown) for figure in self.figures]
+        heads = [one_line(name, limit=28) for name in self.names]
+        lines = [f"Compared: {len(self.names)} runs; {len(self.differing)} differences; * is the best"]
+        if settings:
+            lines += [*lines_of(table(["differs", *heads], settings, left=left)), ""]
+        lines += [*lines_of(table(["result", *heads], results, left=(0,))), ""]
+        lines += [f"Note: {note}" for note in self.notes]
+        first = self.records[0].folder.path
+        return [*lines, f"Written to: {self.path}", next_line("report", RUN=first)]
+
+
+def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comparison:
+    """Compare runs, and write the page.
+
+    Raises:
+        ConfigError: fewer than two runs, one of them twice, or the page cannot be written.
+        RunFolderError: one is not a run of this toolkit.
+    """
+    places = [folder.path.resolve() for folder in folders]  # `last` and a name may be the same run
+    if len(places) < 2:
+        raise ConfigError('RUNS= has to name two runs or more: make compare RUNS="first second" (make runs lists them)')
+    for place in places:
+        if places.count(place) > 1:
+            raise ConfigError(f"RUNS= names {one_line(place.name)} twice; name different runs")
+    records = tuple(read_record(folder) for folder in folders)
+    short = [record.name for record in records]
+    names = tuple(record.name if short.count(record.name) == 1 else str(record.folder.path) for record in records)
+    differing = differences(records)
+    charts = _charts(names, records)
+    loss = charts[0] if charts else None
+    plot = plot_lines(loss.title, loss.curves, screen, is_log=loss.is_log) if loss else []
+    comparison = Comparison(
+        names, records, differing, figures_of(records), tuple(_notes(records)), path, tuple(plot)
+    )  # fmt: skip
+    write_page(path, _page(comparison, charts))
+    return comparison
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+
+def differences(records: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
+    """What differs between the runs: settings by their keys, then how the plan spread them, data, versions, machine."""
+    facts = [_facts(record) for record in records]
+    keys = dict.fromkeys(key for one in facts for key in one)
+    rows = {key: tuple(one.get(key) for one in facts) for key in keys}
+    return {key: values for key, values in rows.items() if any(value != values[0] for value in values[1:])}
+
+
+def _facts(record: Record) -> dict[str, Any]:
+    manifest, plan = record.manifest, record.parts[0].plan
+    facts = {
+        key: value for key, value in settings_of(record.settings).items() if not key.startswith(_NOT_COMPARED)
+    }  # fmt: skip
+    facts |= {f"plan: {key}": plan.get(key) for key in ("layout", "ranks", "micro_batch", "grad_accum") if plan}
+    if plan:
+        facts["plan: precision"] = (plan.get("precision") or {}).get("compute")
+        facts["plan: gradient_checkpointing"] = plan.get("gradient_checkpointing")
+    for name, entry in (manifest.get("data") or {}).items():
+        if isinstance(entry, dict) and entry.get("sha256"):
+            facts[f"content of {name}"] = str(entry["sha256"])[:12]
+    # of all packages: what differs here may explain what differs above
+    facts |= {f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()}
+    hardware = manifest.get("hardware") or {}
+    facts["machine"] = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or []) or hardware.get("cpu_name")
+    facts["commit"] = str((manifest.get("git") or {}).get("commit") or "")[:12] or None
+    return facts
+
+
+def _notes(records: Sequence[Record]) -> list[str]:
+    """Why figures of these runs may not be compared."""
+    notes = []
+    if not _judged_alike(records):
+        notes.append("the held-out rows differ between these runs: their losses and exact matches are not comparable")
+    if not _tokenised_alike(records):
+        notes.append("the tokenizers or chat templates differ: a loss per token is not comparable between them")
+    unfinished = [record.name for record in records if record.status != "finished"]
+    if unfinished:
+        notes.append(f"not finished: {', '.join(unfinished)}")
+    return notes
+
+
+def _judged_alike(records: Sequence[Record]) -> bool:
+    return len({_held_out(record) for record in records}) == 1
+
+
+def _tokenised_alike(records: Sequence[Record]) -> bool:
+    return len({_digest(record, "tokenizer") for record in records}) == 1
+
+
+def _held_out(record: Record) -> tuple[Any, ...]:
+    """What decides which rows a run is judged by: the split's file, or how validation rows are cut off."""
+    settings = settings_of(record.settings)
+    split = record.summary.get("split") or ("test" if settings.get("data.test_path") else "val")
+    own = _digest(record, str(split))
+    if own is not None:
+        return split, own
+    return split, _digest(record, "train"), settings.get("data.val_fraction"), settings.get("train.seed")
+
+
+def _digest(record: Record, name: str) -> str | None:
+    entry = (record.manifest.get("data") or {}).get(name)
+    return entry.get("sha256") if isinstance(entry, dict) else None
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def figures_of(records: Sequence[Record]) -> tuple[Figure, ...]:
+    """The results of the runs; what none of them has is left out.
+
+    The best held-out figure is marked only where the runs are judged by the same rows, a loss only of one tokenizer.
+    """
+    better_match = max if _judged_alike(records) else None
+    better_loss = min if better_match is not None and _tokenised_alike(records) else None
+
+    def row(
+        key: str, title: str, value: Callable[[Record], Any], form: Callable[[Any], str], better: Any = None
+    ) -> Figure:
+        return Figure(key, title, tuple(value(record) for record in records), form, better)
+
+    peaks = [[predicted_and_measured(part) for part in record.parts] for record in records]
+    kinds = {kind for parts in peaks for kind, _, _ in parts}
+    kind = kinds.pop() if len(kinds) == 1 else "training steps"
+    peak = {
+        key: tuple(max((one for part in parts if (one := part[place]) is not None), default=None) for parts in peaks)
+        for key, place in (("predicted", 1), ("measured", 2))
+    }
+    figures = (
+        row("status", "status", lambda record: record.status, str),
+        row("steps", "steps", lambda record: record.steps, "{:,}".format),
+        row("loss_before", "held-out loss before", lambda record: _figure(record, "before", "loss"), "{:.4f}".format),
+        row("loss_after", "held-out loss after",
+            lambda record: _figure(record, "after", "loss"), "{:.4f}".format, better_loss),
+        row("best_val_loss", "best validation loss",
+            lambda record: _best(record, "eval_loss", min), "{:.4f}".format, better_loss),
+        row("exact_match_after", "exact match after", lambda record: _figure(record, "after", "exact_match"),
+            "{:.1%}".format, better_match),
+        row("best_val_exact_match", "best validation exact match",
+            lambda record: _best(record, "eval_exact_match", max), "{:.1%}".format, better_match),
+        row("training_loss", "last training loss", lambda record: _last(record, "loss"), "{:.4f}".format),
+        row("tokens_per_s", "tokens/s", tokens_per_s, "{:,.0f}".format, max),
+        Figure("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size),
+        Figure("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size, min),
+        row("training_s", "time of all steps", _training_s, duration),
+        row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), duration),
+    )  # fmt: skip
+    return tuple(figure for figure in figures if any(value is not None for value in figure.values))
+
+
+def _figure(record: Record, when: str, name: str) -> float | None:
+    figures = record.summary.get(when) or (record.manifest.get(when) if not record.summary else None) or {}
+    value = figures.get(name)
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _best(record: Record, name: str, choose: Callable[[Sequence[float]], float]) -> float | None:
+    values = [value for _, value in record.curve(name)]
+    return choose(values) if values else None
+
+
+def _last(record: Record, name: str) -> float | None:
+    points = record.curve(name)
+    return points[-1][1] if points else None
+
+
+def _training_s(record: Record) -> float | None:
+    known = [part.training_s for part in record.parts if part.training_s is not None]
+    return sum(known) if known else None
+
+
+# --- shown ------------------------------------------------------------------------------------------------------------
+
+
+def _charts(names: Sequence[str], records: Sequence[Record]) -> list[Chart]:
+    """The curves of all runs over one another, each run in a colour of its own."""
+    listed = (
+        ("Training loss", "loss", "~g", True, False),
+        ("Validation loss", "eval_loss", "~g", True, True),
+        ("Test loss", "test_loss", "~g", True, True),
+        ("Validation exact match", "eval_exact_match", ".0%", False, True),
+        ("Learning rate", "learning_rate", ".2~g", False, False),
+        ("Gradient norm", "grad_norm", "~g", True, False),
+        ("Tokens per second", "tokens_per_s", "~s", False, False),
+        ("Peak memory of a rank, in GiB", "memory_peak_gib", "~g", False, False),
+    )
+    charts = []
+    for title, key, form, may_be_log, marked in listed:
+        curves = [
+            Curve(name, record.curve(key), place, marked)
+            for place, (name, record) in enumerate(zip(names, records, strict=True))
+        ]
+        filled = tuple(curve for curve in curves if curve.points)
+        if filled:
+            charts.append(
+                Chart(
+                    title, filled, form, from_zero=not may_be_log, is_share=form == ".0%", may_be_log=may_be_log,
+                    with_legend=False,
+                )
+            )  # fmt: skip
+    return charts
+
+
+def _page(comparison: Comparison, charts: Sequence[Chart]) -> str:
+    names, notes = comparison.names, list(comparison.notes)
+    try:
+        svgs = drawn(charts)
+    except NotDrawn as error:
+        svgs = []
+        notes.append(f"the charts are missing: {error}")
+    colours = [COLOURS[place % len(COLOURS)] for place in range(len(names))]
+    models = [str((record.settings.get("model") or {}).get("name", "")) for record in comparison.records]
+    started = [str(record.manifest.get("started", "")) for record in comparison.records]
+    rows = [(name, record.status, model, time)
+            for name, record, model, time in zip(names, comparison.records, models, started, strict=True)]  # fmt: skip
+    return page(
+        f"{len(names)} runs compared",
+        lead=[],
+        sections=[
+            Section("Runs", tables=[Table(("run", "status", "model", "started"), rows, numbers=False)],
+                    notes=[note[0].upper() + note[1:] + "." for note in notes]),
+            Section("Results", tables=[Table(("", *names), [(one.title, *one.shown) for one in comparison.figures])],
+                    notes=["A star marks the best."]),
+            Section("What differs", tables=[Table(("", *names), [(key, *_cells(values))
+                    for key, values in comparison.differing.items()], numbers=False)] if comparison.differing else []),
+            Section("Curves", charts=[(chart.heading, svg) for chart, svg in zip(charts, svgs, strict=False)],
+                    legend=list(zip(names, colours, strict=True))),
+        ],
+    )  # fmt: skip
+
+
+def _cells(values: Sequence[Any]) -> list[str]:
+    shown = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
+    return [_ABSENT if value is None else one_line(text, limit=200) for value, text in zip(values, shown, strict=True)]

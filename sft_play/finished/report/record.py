@@ -1,0 +1,247 @@
+"""What a run's folder records, read once for `report` and `compare`: of a finished, stopped, failed or running run.
+
+Every part may be missing, since a run that was killed early has written little. Nothing here loads a model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.adapter import LAST
+from sft_play.config.leaves import leaves
+from sft_play.errors import RunFolderError
+from sft_play.finished.manage.listing import Status, best_of, status_of
+from sft_play.runs.files import read_json
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import run_named, runs_in
+from sft_play.runs.metrics import metric_lines
+
+Points = Sequence[tuple[float, float]]
+"""A curve: (step, value)."""
+
+_OF_RANK = re.compile(r"_rank_\d+$")
+_WARNING = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
+_CURVES = frozenset(
+    (
+        *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
+        *("tokens_per_s", "step_time_s", "padding_share", "mfu", "memory_peak_gib", "memory_allocated_gib"),
+        *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib"),
+    )
+)
+"""Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A run without stages, or one of its stages."""
+
+    name: str | None
+    plan: dict[str, Any]
+    settings: dict[str, Any]
+    """Its resolved.json."""
+    summary: dict[str, Any]
+    curves: Mapping[str, Points]
+    """By the names of metrics.jsonl; steps are counted within this part. NaN and infinite values are left out."""
+    last: dict[str, Any]
+    """The last line of metrics.jsonl that has a training loss."""
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged."""
+        return int(max((points[-1][0] for points in self.curves.values()), default=0))
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether the plan is for GPUs."""
+        return bool((self.plan.get("hardware") or {}).get("gpus"))
+
+    @cached_property
+    def training_s(self) -> float | None:
+        """Seconds of all steps that were logged, evaluation and saving left out; None before the first."""
+        return self._over_steps(lambda seconds, _: seconds)
+
+    @cached_property
+    def tokens_per_s(self) -> float | None:
+        """Mean speed: that of the summary, else over the steps logged so far."""
+        recorded = self.summary.get("tokens_per_s")
+        if isinstance(recorded, (int, float)):
+            return float(recorded)
+        tokens = self._over_steps(lambda seconds, speed: seconds * speed)
+        return tokens / self.training_s if tokens is not None and self.training_s else None
+
+    def _over_steps(self, amount: Any) -> float | None:
+        """The sum over all steps of `amount(seconds of the step, tokens per second)`; a log speaks for every step since
+        the one before."""
+        speeds = dict(self.curves.get("tokens_per_s", ()))
+        total, before = 0.0, 0.0
+        for step, seconds in self.curves.get("step_time_s", ()):
+            total += amount(seconds, speeds.get(step, 0.0)) * (step - before)
+            before = step
+        return total if before else None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run as its folder tells it."""
+
+    folder: RunFolder
+    status: Status
+    manifest: dict[str, Any]
+    settings: dict[str, Any]
+    summary: dict[str, Any]
+    """Of the whole run; empty until it has ended."""
+    parts: tuple[Part, ...]
+    warnings: tuple[str, ...]
+    """Of the log, each once, with the time of its first."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.path.name
+
+    @property
+    def steps(self) -> int:
+        """The last step that was logged, over all parts."""
+        return sum(part.steps for part in self.parts)
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether it has stages."""
+        return self.parts[0].name is not None
+
+    @property
+    def starts(self) -> list[tuple[str, int]]:
+        """Name and first step of each stage, counted over the whole run."""
+        starts, first = [], 0
+        for part in self.parts:
+            starts.append((part.name or "", first))
+            first += part.steps
+        return starts
+
+    @property
+    def best(self) -> tuple[str, float] | None:
+        """The best held-out figure: name (`exact_match`, else `loss`) and value."""
+        logged = [{name: value} for name in ("eval_loss", "eval_exact_match") for _, value in self.curve(name)]
+        return best_of(logged, self.summary)
+
+    def curve(self, name: str) -> list[tuple[float, float]]:
+        """One curve over all parts, its steps counted over the whole run."""
+        joined: list[tuple[float, float]] = []
+        for part, (_, first) in zip(self.parts, self.starts, strict=True):
+            joined += [(first + step, value) for step, value in part.curves.get(name, ())]
+        return joined
+
+    def names(self, prefix: str) -> list[str]:
+        """The names of all curves that begin with `prefix` and are longer than it."""
+        listed = {name for part in self.parts for name in part.curves if name.startswith(prefix) and name != prefix}
+        return sorted(listed)
+
+
+def find_run(base: Path, name: str | None) -> RunFolder:
+    """The run that `name` means, finished or not: a name in the output folder `base`, or a path.
+
+    `last` (or None) is the run that finished last, and where none has finished the one that started last.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    if name not in (None, LAST):
+        return run_named(base, str(name))
+    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
+    if not manifests:
+        raise RunFolderError(f"there is no run in {base}; train one with make train")
+    ended = [item for item in manifests if item[1].get("status") == "finished"]
+    when = "ended" if ended else "started"
+    return max(ended or manifests, key=lambda item: (str(item[1].get(when)), str(item[0].path)))[0]
+
+
+def read_record(folder: RunFolder) -> Record:
+    """Everything that the folder of a run records.
+
+    Raises:
+        RunFolderError: it is not a run of this toolkit.
+    """
+    manifest = folder.manifest()
+    settings = read_json(folder.path / "resolved.json")
+    # of stages those that have a folder: a run that failed in its first stage has no others
+    listed = settings.get("curriculum")
+    stages = [str(stage["name"]) for stage in listed if isinstance(stage, dict) and "name" in stage] if listed else []
+    logged = _logged(folder.metrics_path)
+    parts = [_part(folder.of_stage(name), logged) for name in stages if folder.of_stage(name).path.is_dir()]
+    return Record(
+        folder,
+        status_of(folder, manifest),
+        manifest,
+        settings,
+        read_json(folder.path / "summary.json"),
+        tuple(parts) or (_part(folder, logged),),
+        tuple(_warnings(folder.log_path)),
+    )
+
+
+@dataclass
+class _Logged:
+    """What metrics.jsonl says of one stage, or of a run without stages."""
+
+    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    last: dict[str, Any] = field(default_factory=dict)
+
+
+def _logged(path: Path) -> dict[str | None, _Logged]:
+    """The curves by stage (None without stages), read line by line: a long run has 100,000 of them."""
+    by_stage: dict[str | None, _Logged] = {}
+    for _, entry in metric_lines(path) if path.is_file() else ():
+        logged = by_stage.setdefault(entry.get("stage"), _Logged())
+        for key, value in entry.items():
+            # a bool is an int to Python, and no point of a curve
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if is_number and (key in _CURVES or ("loss_" in key and not _OF_RANK.search(key))):
+                logged.curves.setdefault(key, []).append((entry["step"], value))
+        if "loss" in entry:
+            logged.last = entry
+    return by_stage
+
+
+def _part(folder: RunFolder, logged: Mapping[str | None, _Logged]) -> Part:
+    own = logged.get(folder.stage, _Logged())
+    return Part(
+        folder.stage,
+        read_json(folder.path / "plan.json"),
+        read_json(folder.path / "resolved.json"),
+        read_json(folder.path / "summary.json"),
+        own.curves,
+        own.last,
+    )
+
+
+def _warnings(log: Path) -> list[str]:
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return []
+    seen: dict[str, str] = {}
+    for line in text.splitlines():
+        match = _WARNING.match(line)
+        if match:
+            seen.setdefault(match[3], match[1])
+    return [f"{time} {words}" for words, time in seen.items()]
+
+
+def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a resolved.json by their dotted paths, in the order of the reference; those it lacks left out."""
+    settings = {}
+    for path in leaves():
+        value: Any = resolved
+        for part in path.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
+        if value is not _ABSENT:
+            settings[path] = value
+    return settings
+
+
+_ABSENT = object()

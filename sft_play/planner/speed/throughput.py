@@ -1,0 +1,445 @@
+"""Predicted speed of a step: a roofline from the catalogue's rates, and earlier measurements on this machine.
+
+A micro-step takes the time of its matrix products (at the share of the peak that such products reach), plus the
+traffic of what is not a matrix product, plus the rebuilding of 4-bit weights, plus what starting kernels costs; a
+step adds the optimizer's traffic, the communication that is not hidden behind the backward pass, and the wait for the
+slowest rank. The constants below are few, named, and the same for every model and GPU of a generation; `make
+benchmark-speed` compares them with published speeds, and with how published runs scale from one GPU to several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from statistics import NormalDist
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.facts.models.architecture import ModelShape
+from sft_play.planner.experts import planned_experts
+from sft_play.planner.kernels import planned_kernels
+from sft_play.planner.memory.model_states import adapter_params
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import BYTES, Precision
+from sft_play.planner.row_tokens import Passes
+from sft_play.planner.speed.compiled import STARTS, TRAFFIC
+from sft_play.planner.speed.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.speed.traffic import Collective, base_weights, traffic_of
+
+MATRIX_SHARE = {7: 0.32, 8: 0.79, 9: 0.62, 10: 0.60, 12: 0.76}
+"""Share of the dense peak that large matrix products reach, by the major compute capability, so that published speeds
+come out: fine-tuning on A100s (fms-acceleration, torchtune), fp16 on a T4 (FitCheck), 8B on H200s (torchtitan).
+benchmarks/speed.json has the ratios."""
+OTHER_MATRIX_SHARE = 0.60
+ATTENTION_SHARE = {8: 0.65}
+OTHER_ATTENTION_SHARE = 0.88
+"""Share of that rate that attention's products reach, from runs where they are nearly all there is: rows of a million
+tokens and more on H100s (https://github.com/huggingface/trl/pull/6846, 6845); on A100s, whose products of weights come
+nearer to the peak, from rows of 8,192 tokens (Qwen-1.8B and 7B). benchmarks/speed.json has the ratios."""
+BANDWIDTH_SHARE = 0.80
+"""Fraction of the memory bandwidth that elementwise kernels reach."""
+PASS_OVERHEAD_S = 0.0007
+"""Seconds per layer and pass in which Python and the driver start kernels: rows of 256 and 512 tokens of Qwen-1.8B on
+an A100 take 125 ms whatever their length, 24 layers and four passes of LoRA, which has half as many kernels again."""
+CHAT_STARTS = 0.13
+"""Share of a block's starts that attention to one more chat takes where each is a call of its own: Python and the
+dispatcher need 113 us forwards and backwards, and 848 for a block of Llama (with LoRA 99 and 1,506). On a CPU with two
+tokens a chat, where nothing but starting takes time (torch 2.13, one thread, 2026-11-23); by number of kernels it is 3
+of 119. Not measured on a GPU."""
+STARTS_SHOWN = 0.5
+"""Share of starting kernels that shows although the GPU is busy for longer: launches run ahead of it, but not across
+what waits for its results. Fitted with the two above to Qwen-1.8B and 7B (LoRA, 256 to 8,192 tokens) and to
+fms-acceleration's rows; 0 is the larger of both, 1 their sum. benchmarks/LOG.md has the errors of either."""
+EXPERT_S = 0.0003
+"""Seconds that an expert of a block takes more in each pass when experts run one after another than when they are one
+grouped product: 0.22 to 0.31 ms. Forward passes of Qwen1.5-MoE-A2.7B on an A100, 24 blocks of 60 experts, 1 x 16 to
+4 x 128 tokens: 270 to 523 ms against 64 to 80 (https://github.com/huggingface/transformers/pull/42697). The backward
+pass is not published, and counted like a forward pass."""
+EXPERT_GRADIENT_PASSES = 4
+"""How often a block's stacked experts are read or written for the gradient of each expert that runs by itself: its
+gradient is put into zeros of the whole tensor, which are then added to the others' sum (autograd's select_backward)."""
+LINEAR_ATTENTION_BYTES = 2000
+"""Bytes of traffic per value channel, token and pass that a gated delta rule takes more by transformers' own code than
+by flash-linear-attention. Qwen3.5-9B in full on 8 B200, 24 such blocks with 4,096 value channels, 8 x 1,024 tokens a
+card: 1.22 s a step against 0.70 (https://github.com/huggingface/transformers/issues/48718), so 1.3 us a token, block
+and pass. One run; on other cards it is scaled by memory bandwidth, since the code works on fp32 chunks."""
+EXPERTS_PART, LINEAR_PART = "experts_in_turn", "linear_attention"
+"""Names of the two among a step's parts."""
+LINK_SHARE = 0.75
+"""Share of the rate of NVLink and of a network that collectives reach (nccl-tests' bus bandwidth against the data
+sheet's)."""
+PCIE_SHARE = 0.50
+"""The same of PCIe, where traffic between cards crosses the host, and its memory where they have no peer access: 35
+GB/s on 4 and 28 on 8 RTX 5090 at PCIe 5 x16, 64 GB/s (https://github.com/NVIDIA/nccl/issues/1639)."""
+HIDDEN_SHARE = 0.80
+"""Fraction of the backward pass behind which gathering and reducing can hide."""
+OVERLAP_SHARE = 0.50
+"""Share of a collective's time that hides at most. The first gather and the last bucket have nothing to hide behind,
+and kernels beside a collective are slower: it takes multiprocessors and memory bandwidth. Together with WAIT_SPREAD
+from published scaling, few GPUs against more: benchmarks/scaling.py has the addresses, benchmarks/speed.json the
+ratios: 3% of median error over 33 points on NVLink, on PCIe, through the host's memory, and over nodes."""
+WAIT_SPREAD = 0.02
+"""Standard deviation of a step's duration over ranks, which all wait for the slowest. LoRA, whose gradients are small,
+still loses 3.5% from one card to four (Exxact, Llama-3.1-8B under DDP)."""
+COLLECTIVE_START_S = 15e-6
+"""Seconds to start a collective, times log2 of its ranks: 42 us for 8 bytes over 8 cards
+(https://github.com/NVIDIA/nccl/issues/1530)."""
+BUCKET_COPIES = 4
+"""How often DDP reads or writes every gradient besides sending it: copied into its bucket and back."""
+HOST_BANDWIDTH = 60e9
+"""Bytes per second that an optimizer on the CPU moves: two to four memory channels."""
+PCIE_FASTEST = 64e9
+"""Bytes per second one way of PCIe 5 x16, for cards that are not in the catalogue."""
+NOMINAL_RATE, NOMINAL_BANDWIDTH, NOMINAL_LINK = 100e12, 1e12, 32e9
+"""Stand-ins for unknown rates, to rank candidates; no speed is promised from them."""
+CPU_CORE_RATE, CPU_BANDWIDTH = 30e9, 20e9
+"""A core's fp32 rate and a socket's memory bandwidth, order of magnitude; only to rank candidates."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a rank computes and moves per second; `known` if every rate is from the catalogue or the user."""
+
+    matrix: float
+    bandwidth: float
+    link: float
+    network: float
+    gpus_per_node: int
+    known: bool
+    share: float
+    link_share: float = LINK_SHARE
+    """Fraction of the rate of a node's GPU link that collectives reach."""
+    attention_share: float = OTHER_ATTENTION_SHARE
+    """Fraction of the rate of matrix products that attention reaches."""
+    without: frozenset[str] = frozenset()
+    """Packages with kernels that are not installed."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of one optimizer step and their parts; tokens are those of its rows over all ranks, without padding: of
+    the run's own rows where their lengths are known, else of rows of full length."""
+
+    step_s: float
+    tokens: int
+    parts: dict[str, float] = field(default_factory=dict)
+    moved_bytes: int = 0
+    """Bytes that one rank sends to others in a step."""
+    collectives: dict[str, int] = field(default_factory=dict)
+    """Bytes of the whole messages that data-parallel ranks exchange in a step, by kind of collective."""
+    model_flops: float = 0.0
+    """Floating-point operations of the model for one rank's step, without recomputation."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second over all ranks."""
+        return self.tokens / self.step_s
+
+    def scaled(self, factor: float) -> Speed:
+        """The same with every duration multiplied."""
+        parts = {name: seconds * factor for name, seconds in self.parts.items()}
+        return dataclasses.replace(self, step_s=self.step_s * factor, parts=parts)
+
+
+def rates_of(hardware: Hardware, precision: Precision) -> Rates:
+    """The rates of the slowest GPU (or of the CPU) at the precision of the run's matrix products."""
+    if not hardware.gpus:
+        rate = CPU_CORE_RATE * hardware.cpu_cores
+        return Rates(rate, CPU_BANDWIDTH, NOMINAL_LINK, NOMINAL_LINK, 1, known=False, share=1.0)
+    gpus = hardware.gpus
+    peaks = [gpu.rate(precision.compute) for gpu in gpus]
+    bandwidths = [gpu.bandwidth for gpu in gpus]
+    matrix = min((rate for rate in peaks if rate), default=0.0)
+    bandwidth = min((value for value in bandwidths if value), default=0.0)
+    majors = {gpu.capability[0] for gpu in gpus if gpu.capability}
+    share = min((MATRIX_SHARE.get(major, OTHER_MATRIX_SHARE) for major in majors), default=OTHER_MATRIX_SHARE)
+    attentions = (ATTENTION_SHARE.get(major, OTHER_ATTENTION_SHARE) for major in majors)
+    # GPUs whose known link is no faster than the card's own slot communicate over PCIe
+    link, slots = hardware.link_bytes_per_s, [entry.pcie for entry in find(gpus[0].name.split(" MIG ")[0])]
+    is_pcie = link is None or link <= max(slots, default=PCIE_FASTEST)
+    return Rates(
+        matrix or NOMINAL_RATE,
+        bandwidth or NOMINAL_BANDWIDTH,
+        link or NOMINAL_LINK,
+        hardware.network_bytes_per_s or link or NOMINAL_LINK,
+        hardware.gpus_per_node,
+        known=all(peaks) and all(bandwidths),
+        share=share,
+        link_share=PCIE_SHARE if is_pcie else LINK_SHARE,
+        attention_share=min(attentions, default=OTHER_ATTENTION_SHARE),
+    )
+
+
+def predict_speed(
+    config: RunConfig,
+    shape: ModelShape,
+    precision: Precision,
+    step: Step,
+    rates: Rates,
+    *,
+    passes: Passes | None = None,
+) -> Speed:
+    """The predicted duration of one optimizer step of one rank, all its micro-steps.
+
+    Args:
+        passes: what an average step of the run's own rows takes; None for rows of full length.
+    """
+    tp, again = step.layout.tensor_parallel, _again(shape, step)
+    passes = passes or _full_rows(step)
+    count = passes.count
+    matrix, moving, dequantise, starting = _of_pass(config, shape, precision, step, rates, passes)
+    slow = slow_code(config, shape, precision, step, rates, places=passes.places)
+    micro_s = matrix + moving + dequantise + starting + sum(slow.values())
+    optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
+    moved, exposed = _communication(config, shape, precision, step, rates, micro_s, passes)
+    if step.offloads:  # each block's input to the host and back, in the stream that computes
+        inputs = passes.places * shape.hidden_size * BYTES[precision.compute] * shape.num_layers * again
+        host_s += 2 * inputs * count / NOMINAL_LINK
+    # every part of a pass, times the passes; then what a step has once
+    parts = {
+        "matrix": matrix * count,
+        "memory": moving * count,
+        "dequantise": dequantise * count,
+        "kernel_starts": starting * count,
+        **{name: seconds * count for name, seconds in slow.items()},
+        "optimizer": optimizer_s,
+        "host": host_s,
+        "communication": exposed,
+        "waiting": micro_s * count * slowest(step.layout.ranks),
+    }
+    ranks = step.layout.data_parallel * step.layout.context_parallel
+    shown = passes.tokens / (count * passes.places * ranks)  # what is not padding
+    useful = sum(_flops(config, shape, step, 0.0, passes).values()) * shown * count / tp
+    collectives = traffic_of(config, shape, precision, step).by_kind(max(1, round(count)))
+    return Speed(sum(parts.values()), round(passes.tokens), parts, moved, collectives, useful)
+
+
+def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
+    """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
+    # a pass over half the tokens takes more than half the time: what two of them take beyond one is what a pass costs
+    full = _full_rows(step)
+    half = dataclasses.replace(full, places=full.places / 2, rows=full.rows / 2)
+    whole_s, half_s = (sum(_of_pass(config, shape, precision, step, rates, one)) for one in (full, half))
+    more = max(0.0, 2 * half_s - whole_s)
+    return round(more / max(1e-12, whole_s - more) * full.places)
+
+
+def _again(shape: ModelShape, step: Step) -> float:
+    """Share of the layers that are computed a second time."""
+    return step.recomputed(shape.num_layers) / shape.num_layers
+
+
+def _full_rows(step: Step) -> Passes:
+    """The passes of a step in which every row has full length."""
+    tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
+    return Passes(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
+
+
+def _of_pass(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, passes: Passes
+) -> tuple[float, float, float, float]:
+    """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
+    mode, tp, again = config.tuning.mode, step.layout.tensor_parallel, _again(shape, step)
+    flops = _flops(config, shape, step, again, passes)
+    products = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
+    matrix = products / tp / (rates.matrix * rates.share)
+    reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
+    times = 2.0 + again  # forward, backward, and what checkpointing computes again
+    kernels, saved = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without), 0.0
+    if kernels is not None and kernels.speed is not None:
+        saved = saved_bytes(shape, kernels.speed, e=BYTES[precision.compute], again=again) / (times * shape.num_layers)
+    traffic = _traffic(config, shape, precision, step, passes.places, saved=saved) * times / tp
+    traffic = traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times
+    moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
+    dequantise = 0.0
+    if mode == "qlora":
+        # half a byte read and two written per weight
+        dequantise = 2.5 * active_params(shape) * times / (rates.bandwidth * BANDWIDTH_SHARE)
+    starts_of_layer = 1.0 if mode == "full" else 1.5
+    starts_of_layer *= STARTS if config.train.compile else 1.0
+    starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
+    starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
+    if kernels is not None and kernels.speed is not None:
+        starting = max(0.0, starting - saved_starts_s(shape, kernels.speed, again=again))
+    busy = matrix + moving + dequantise
+    # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
+    starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
+    return matrix, moving, dequantise, starts
+
+
+def slow_code(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, *, places: float
+) -> dict[str, float]:
+    """Seconds of a pass over `places` that faster code would save: experts that run one after another, and linear
+    attention without its package. Only what is slow is in it; a CPU runs linear attention in one way only."""
+    passes = 2.0 + _again(shape, step)  # forward, backward, and what checkpointing computes again
+    bandwidth = rates.bandwidth * BANDWIDTH_SHARE
+    seconds = {}
+    chosen = planned_experts(config, shape, precision)
+    if chosen is not None and chosen.name == "eager" and not shape.own_experts:
+        starts = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_S * passes
+        whole = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
+        gradients = EXPERT_GRADIENT_PASSES * BYTES[precision.load] * whole / bandwidth
+        seconds[EXPERTS_PART] = starts + (gradients if config.tuning.mode == "full" else 0.0)
+    if LINEAR_ATTENTION in rates.without and LINEAR_ATTENTION in shape.kernel_packages and step.capability is not None:
+        channels = sum(kind.count * kind.linear_width for kind in shape.layers)
+        seconds[LINEAR_PART] = LINEAR_ATTENTION_BYTES * channels * places * passes / bandwidth
+    return seconds
+
+
+def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passes: Passes) -> dict[str, float]:
+    """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed.
+
+    A product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
+    and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times as
+    much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
+    """
+    tokens, mode = passes.places, config.tuning.mode  # padding is computed like text
+    weight_gradients = 1.0 if mode == "full" else 0.0
+    blocks = 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients)
+    adapters = 0.0 if mode == "full" else 2.0 * adapter_params(shape, config.tuning.lora.r) * tokens * (3.0 + again)
+    attention = 4.0 * _attended(shape, step, passes.length) * shape.q_width * tokens * (3.5 + again)
+    head = 2.0 * shape.vocab_size * shape.hidden_size * tokens * (3.0 + weight_gradients)
+    return {"blocks": blocks, "adapters": adapters, "attention": attention, "head": head}
+
+
+def active_params(shape: ModelShape) -> float:
+    """Weights of the blocks that multiply a token: only those experts that it is routed to, if the class does so."""
+    total = 0.0
+    for kind in shape.layers:
+        chosen = shape.rows_per_token / kind.num_experts if kind.num_experts else 0.0
+        total += kind.count * (kind.linear_weights + chosen * kind.expert_params)
+    return total
+
+
+def _attended(shape: ModelShape, step: Step, length: float) -> float:
+    """Keys that a query of a row sees on average, summed over the layers; eager attention computes all of them."""
+    total = 0.0
+    for kind in shape.layers:
+        window = min(length, shape.window or length) if kind.attention in ("sliding", "chunked") else length
+        # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
+        seen = window - window * window / (2 * length)
+        total += 0.0 if kind.attention == "none" else kind.count * (length if step.attention == "eager" else seen)
+    return total
+
+
+def _traffic(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, tokens: float, *, saved: float = 0.0
+) -> float:
+    """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
+    written once and read about twice. `saved`: bytes per token and layer that fused kernels move less than plain
+    ones."""
+    e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
+    width = f * max(1, shape.rows_per_token)
+    # two norms with their residual sums, the rotation of queries and keys, a gated activation (compiled.TRAFFIC)
+    per_token: float = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+    per_token = max(STILL_MOVED * per_token, per_token - saved)
+    if config.tuning.mode != "full":
+        inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora
+        shared = not (step.casts_inputs or lora.use_dora or lora.dropout or precision.compute == "float32")
+        # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapter_inputs.py)
+        per_token += inputs * (8 if config.tuning.mode == "lora" and not shared else 4)
+    return float(per_token * tokens * shape.num_layers)
+
+
+def _optimizer(
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates
+) -> tuple[float, float]:
+    """Seconds of the update on the GPU, and on the host where the states are kept there."""
+    params = shape.params if config.tuning.mode == "full" else adapter_params(shape, config.tuning.lora.r)
+    trained = params / (step.layout.shard if step.layout.shards_states else 1)
+    trained /= step.layout.tensor_parallel
+    as_loaded = config.tuning.mode == "full" and not step.layout.shards_states and precision.updates != "stochastic"
+    width = BYTES[precision.load] if as_loaded else 4
+    if step.layout.offloads_states:
+        # the same seven in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
+        return 0.0, 28.0 * trained / HOST_BANDWIDTH + 4.0 * trained / NOMINAL_LINK
+    # AdamW reads weight, gradient and two states, and writes all but the gradient
+    return 7.0 * width * trained / (rates.bandwidth * BANDWIDTH_SHARE), 0.0
+
+
+def _communication(
+    config: RunConfig,
+    shape: ModelShape,
+    precision: Precision,
+    step: Step,
+    rates: Rates,
+    micro_s: float,
+    passes: Passes,
+) -> tuple[int, float]:
+    """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
+    backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""
+    layout, accum = step.layout, max(1, round(passes.count))
+    width = BYTES[precision.compute]
+    hidden_s = HIDDEN_SHARE * micro_s * 2 / 3  # the backward pass takes two thirds of a micro-step
+    traffic = traffic_of(config, shape, precision, step)
+    moved, exposed = traffic.sent(accum), 0.0
+    if layout.gradient_ranks > 1:
+        each, reduced, after = (sum(_seconds(one, rates) for one in part)
+                                for part in (traffic.each, traffic.reduced, traffic.after))  # fmt: skip
+        # a micro-batch hides its own collectives and those that are put off until then, such as DDP's in the last one
+        times = traffic.times(accum)
+        exposed = (accum - times) * _exposed(each, hidden_s) + times * _exposed(each + reduced, hidden_s) + after
+        if not layout.shards_states:  # DDP
+            whole = sum(one.bytes * count for one, count in traffic.in_step(accum))
+            exposed += BUCKET_COPIES * whole / (rates.bandwidth * BANDWIDTH_SHARE)
+    if layout.offloads_params:
+        # weights come from RAM for the forward and for the backward pass
+        read = 2 * base_weights(config, shape, width) / layout.tensor_parallel
+        exposed += accum * max(0.0, read / NOMINAL_LINK - hidden_s)
+    if layout.tensor_parallel > 1:
+        # nothing hides these: the next product needs their result
+        inner = _link(layout.tensor_parallel, rates)
+        again = 2 if step.checkpointed_layers != 0 else 0
+        part = 2 * (layout.tensor_parallel - 1) / layout.tensor_parallel
+        calls = shape.num_layers * (4 + again) * accum  # all-reduces: two a block forward, and two backward
+        sent = part * passes.places * shape.hidden_size * width * calls
+        moved += sent
+        exposed += sent / inner + COLLECTIVE_START_S * math.log2(layout.tensor_parallel) * calls
+    if layout.context_parallel > 1:
+        ranks, again = layout.context_parallel, 1 if step.checkpointed_layers != 0 else 0
+        keys = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
+        calls = shape.num_layers * (2 + again) * accum  # query, key, value and output are exchanged, and back
+        sent = (ranks - 1) / ranks * passes.places * (2 * shape.q_width + 2 * keys) * width * calls
+        moved += sent
+        # each with each: no ring, so over nodes a GPU has its share of the network
+        exposed += sent / _link(ranks, rates, per_node=1) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
+    return int(moved), exposed
+
+
+def _seconds(one: Collective, rates: Rates) -> float:
+    span = one.span or one.ranks
+    # of a group whose ranks are spread over `span` others, a node has a part
+    per_node = max(1, rates.gpus_per_node * one.ranks // span)
+    return one.sent / _link(span, rates, per_node=per_node) + COLLECTIVE_START_S * math.log2(one.ranks) * one.times
+
+
+def _exposed(collective_s: float, hidden_s: float) -> float:
+    """Seconds of a collective that `hidden_s` of computation beside it does not hide."""
+    return collective_s - min(OVERLAP_SHARE * collective_s, hidden_s)
+
+
+def slowest(ranks: int) -> float:
+    """Share of a step that the mean rank waits for the slowest: the expected largest of `ranks` normal durations
+    (Blom's approximation, Statistical Estimates and Transformed Beta-Variables, 1958)."""
+    return WAIT_SPREAD * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25)) if ranks > 1 else 0.0
+
+
+def _link(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
+    """Bytes per second that a collective over `ranks` moves per rank: inside a node the link's, over nodes no more than
+    the node's network. A ring enters and leaves a node once, so what passes between nodes is one message and not one of
+    each rank; `per_node`: ranks of a node in the group, where its other GPUs are in groups of their own, which share
+    the network."""
+    inside = rates.link * rates.link_share
+    if ranks <= rates.gpus_per_node:
+        return inside
+    together = rates.gpus_per_node if per_node is None else per_node
+    return min(inside, rates.network * LINK_SHARE * together / rates.gpus_per_node)
+
+
+def utilisation(speed: Speed, rates: Rates) -> float | None:
+    """Model FLOP utilisation: the model's own operations per second over the peak; None where no peak is known."""
+    return speed.model_flops / speed.step_s / rates.matrix if rates.known else None

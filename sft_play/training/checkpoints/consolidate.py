@@ -1,0 +1,176 @@
+"""`make consolidate`: the trained weights of a checkpoint, sharded or not, as one adapter or model.
+
+DeepSpeed's own `zero_to_fp32` joins its parts, torch's distributed checkpoint those of FSDP. The names that tensors
+have in memory become those of a finished run's files in the same way as at a run's end: the model is built on the meta
+device and saved with these weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Container, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, ModelError, RunFolderError
+from sft_play.log import one_line
+from sft_play.planner.precision import Precision
+from sft_play.runs.folder import RunFolder, Trust, trust_none
+from sft_play.runs.locking import lock
+from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
+from sft_play.training.checkpoints.full_state_dict import adapter_names, read_weights
+from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes, write_weights
+from sft_play.training.checkpoints.pickles import without_code
+from sft_play.training.prepare.model_spec import build_model_spec, empty_model, grown
+from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.units import GIB, MIB
+
+logger = logging.getLogger(__name__)
+
+_READ_BYTES = GIB
+"""Weights that are read at once: fewer would read the table of contents too often."""
+_FOLDERS = {"parts, one of each rank": sharded_checkpoints.FOLDER, "FSDP's parts": "pytorch_model_fsdp_0"}
+"""Where a checkpoint in torch's distributed format has its parts: ours, and those that accelerate writes."""
+
+
+def consolidate(
+    run: RunFolder,
+    *,
+    checkpoint: Path | None = None,
+    out: Path | None = None,
+    trusts: Trust = trust_none,
+) -> Path:
+    """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
+
+    Args:
+        out: where to write; `consolidated-STEP` in the run folder where None.
+        trusts: see `RunFolder.settings`.
+
+    Raises:
+        RunFolderError: its settings allow what `trusts` does not, there is no complete checkpoint, `out` exists, or
+            lies in a run that is being written.
+        ModelError: the checkpoint does not hold what the model needs.
+    """
+    run.manifest()  # raises where the folder is not a run's
+    config = run.settings(trusts=trusts)
+    stages = [run.of_stage(stage.name) for stage in config.curriculum]
+    begun = [stage for stage in stages if checkpoints.last_complete(stage.checkpoints) is not None]
+    run = begun[-1] if begun else run
+    if out is not None and run.whole.path.resolve() not in (out.resolve(), *out.resolve().parents):
+        return _consolidated(run, config, checkpoint, out)  # the run is only read: no lock
+    with lock(run.whole):
+        return _consolidated(run, config, checkpoint, out)
+
+
+def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, out: Path | None) -> Path:
+    quiet_libraries()
+    transformers_logging.disable_progress_bar()
+    source = _sound(run, checkpoint)
+    target = out or run.path / f"consolidated-{checkpoints.step_of(source)}"
+    if target.exists():
+        raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+    model_spec = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer))
+    if model_spec.peft_config is not None:
+        model_spec.peft_config.base_model_name_or_path = config.model.name
+    model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
+    is_adapter = model_spec.peft_config is not None
+    native = model_spec.is_text_tower and not is_adapter
+    weights: dict[str, torch.Tensor] | None = None
+    tensors: Iterator[tuple[str, torch.Tensor]] | None = None
+    if _kind(source) in _FOLDERS:
+        tensors = _one_by_one(source, model)
+    else:
+        weights = _weights(source, model)
+    logger.info("Checkpoint: %s (%s)", source, _kind(source))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
+    except OSError as error:
+        raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
+    try:
+        dtype = None if is_adapter else model_spec.dtype
+        write_weights(model, building, native_names=native, state_dict=weights, tensors=tensors, dtype=dtype)
+        tokenizer.save_pretrained(building)
+        has_learned = checkpoints.step_of(source) > 1  # the first step may have a learning rate of zero
+        size = check_saved_weights(building, expected=whole_shapes(model), must_have_learned=has_learned)
+        building.chmod(0o755)
+        building.rename(target)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
+    return target
+
+
+def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
+    """The checkpoint that was asked for, or the last one; raises RunFolderError where it is not as it was written."""
+    if checkpoint is not None:
+        found = checkpoints.fault(checkpoint)
+        if found is not None:
+            raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {found}")
+        return checkpoint
+    source, bad = checkpoints.last_sound(run.checkpoints)
+    lines = [checkpoints.skipped(path, found) for path, found in bad.items()]
+    if source is None:
+        reasons = "; ".join(lines) or f"{run.checkpoints} holds none"
+        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reasons}")
+    for line in lines:
+        logger.warning("%s", line)
+    return source
+
+
+def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of a sharded checkpoint, read `_READ_BYTES` at a time."""
+    folder = _FOLDERS[_kind(source)]
+    stored = sharded_checkpoints.stored_weights(source, folder=folder)
+    names: list[str] = []
+    size = 0
+    for name in _require(source, model, stored):
+        shape, dtype = stored[name]
+        names.append(name)
+        size += math.prod(shape) * dtype.itemsize
+        if size >= _READ_BYTES:
+            yield from sharded_checkpoints.read_weights(source, names, folder=folder).items()
+            names, size = [], 0
+    yield from sharded_checkpoints.read_weights(source, names, folder=folder).items()
+
+
+def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
+    """The names of the tensors to save; raises ModelError where the checkpoint lacks one."""
+    wanted = list(adapter_names(model).values() if hasattr(model, "peft_config") else whole_shapes(model))
+    missing = sorted(name for name in wanted if name not in stored)
+    if missing:
+        raise ModelError(f"the checkpoint {source} lacks {len(missing)} trained tensors, such as {missing[0]}")
+    return wanted
+
+
+def _kind(source: Path) -> str:
+    if (source / "latest").is_file():
+        return "DeepSpeed's parts"
+    return next((kind for kind, folder in _FOLDERS.items() if (source / folder).is_dir()), "whole files")
+
+
+def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
+    """The trained weights of a checkpoint of DeepSpeed, or of one in whole files, by the names to save them under."""
+    if _kind(source) == "DeepSpeed's parts":
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        printed = io.StringIO()
+        with without_code(source), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            weights: dict[str, torch.Tensor] = get_fp32_state_dict_from_zero_checkpoint(str(source))
+        # its tensors are views of one flat tensor, which safetensors refuses
+        weights = {name: tensor.contiguous().clone() for name, tensor in weights.items()}
+    else:
+        weights = read_weights(source, model)
+    return {name: weights[name] for name in _require(source, model, weights)}

@@ -1,0 +1,213 @@
+"""The trained weights on disk: written aside, read back and compared with the model, then renamed."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.errors import ModelError
+from sft_play.training.checkpoints import stream
+from sft_play.training.checkpoints.full_state_dict import adapter_names, is_adapter, tied_names
+
+
+def save_model(
+    model: Any,
+    tokenizer: Any,
+    path: Path,
+    *,
+    native_names: bool = False,
+    state_dict: dict[str, Any] | None = None,
+    tensors: stream.Tensors | None = None,
+    dtype: torch.dtype | None = None,
+    steps: int = 0,
+    moved: Callable[[int], None] | None = None,
+) -> None:
+    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked, then renamed.
+
+    Args:
+        native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
+            image-text model that it came from could not be loaded as the class that its config names.
+        state_dict: the weights, where the model itself holds only a part of them.
+        tensors: the same, one after the other: at most one file's worth is in memory where the model's tensors keep
+            their names (`stream.keeps_names`).
+        dtype: the dtype of whole weights in the files (None: unchanged). The model has it from then on.
+        steps: optimizer steps taken; after more than one (the first may have a learning rate of zero) an adapter whose
+            every lora_B is still zero has learned nothing.
+        moved: called with the bytes of each tensor that is read back.
+
+    Raises:
+        ModelError: what was written is empty, not finite, or not what the model holds.
+    """
+    building = path.with_name(f".{path.name}.building")
+    shutil.rmtree(building, ignore_errors=True)
+    try:
+        write_weights(
+            model, building, native_names=native_names, state_dict=state_dict, tensors=tensors, dtype=dtype
+        )  # fmt: skip
+        (building / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
+        tokenizer.save_pretrained(building)
+        check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1, moved=moved)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+    shutil.rmtree(path, ignore_errors=True)
+    building.rename(path)
+
+
+def write_weights(
+    model: Any,
+    folder: Path,
+    *,
+    native_names: bool = False,
+    state_dict: dict[str, Any] | None = None,
+    tensors: stream.Tensors | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Write a model's config and weights into a folder; the arguments are those of `save_model`."""
+    options: dict[str, Any] = {"save_original_format": False} if native_names else {}
+    if _saves_its_embeddings(model):
+        options["save_embedding_layers"] = False
+    dtype_of = saved_dtypes(model, dtype)
+    shapes = whole_shapes(model)
+    given = tensors if tensors is not None or state_dict is None else state_dict.items()
+    if tensors is not None and (native_names or stream.keeps_names(model, shapes)):
+        model.save_pretrained(folder, state_dict={}, save_original_format=False)
+        stream.write(folder, tensors, shapes=shapes, dtype_of=dtype_of)
+    elif given is not None:
+        cast = {name: tensor.to(dtype_of(name, tensor)) for name, tensor in given if tensor is not None}
+        model.save_pretrained(folder, **options, state_dict=cast)
+    else:  # the model's own weights are cast in place: no second copy
+        for name, parameter in model.named_parameters() if dtype is not None else ():
+            parameter.data = parameter.data.to(dtype_of(name, parameter))
+        model.save_pretrained(folder, **options)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors writes files that only their owner may read
+    if dtype is not None:
+        # transformers writes the dtype that the weights had in memory
+        path = folder / "config.json"
+        saved_config = {**json.loads(path.read_text(encoding="utf-8")), "dtype": str(dtype).removeprefix("torch.")}
+        path.write_text(json.dumps(saved_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def set_stop_tokens(folder: Path, stop: Sequence[int], pad: int | None, *, of: Path | None = None) -> None:
+    """Write the tokens that end an answer into a model's generation config, whose other settings are those of the model
+    in `of`, or its own."""
+    source, path = (of or folder) / "generation_config.json", folder / "generation_config.json"
+    settings = json.loads(source.read_text(encoding="utf-8")) if source.is_file() else {}
+    settings |= {"eos_token_id": list(stop) if len(stop) > 1 else stop[0], "pad_token_id": pad}
+    path.unlink(missing_ok=True)  # it may be a link to another model's
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _saves_its_embeddings(model: Any) -> bool:
+    """Whether every embedding of a PEFT model is among its `modules_to_save`.
+
+    PEFT would save a resized one once more, as the wrapper's `original_module` and `modules_to_save` (0.21).
+    """
+    from peft.utils import ModulesToSaveWrapper
+
+    if not hasattr(model, "peft_config"):
+        return False
+    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return all(isinstance(layer, ModulesToSaveWrapper) for layer in layers if layer is not None)
+
+
+def saved_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
+    """The dtype that each tensor is saved in: the given one, except for those that the class always keeps in fp32."""
+    if dtype is None:
+        return lambda name, tensor: tensor.dtype
+    wide = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        is_kept = not tensor.is_floating_point() or any(part in name for part in wide)
+        return tensor.dtype if is_kept else dtype
+
+    return of
+
+
+def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """Name in a saved file and whole shape of every tensor that saving has to write, tied ones once.
+
+    A parameter knows its whole shape under ZeRO-3, where it is empty here, and under FSDP, where it is a part.
+    """
+    parameters = {
+        name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
+    }
+    if is_adapter(model):
+        return {saved: parameters[name] for saved, name in adapter_names(model).items() if name in parameters}
+    tied = tied_names(model)
+    tensors = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return {name: shape for name, shape in (tensors | parameters).items() if name not in tied}
+
+
+def check_saved_weights(
+    folder: Path,
+    *,
+    expected: dict[str, tuple[int, ...]] | None = None,
+    must_have_learned: bool = False,
+    moved: Callable[[int], None] | None = None,
+) -> int:
+    """Bytes of the tensors saved in a folder, each read back; `moved` is called with the bytes of each.
+
+    Raises:
+        ModelError: there are none, one is empty, of another shape or not finite, one of `expected` is missing, or every
+            lora_B is zero though the adapter `must_have_learned`.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    size, learned = 0, not must_have_learned
+    for name, tensor in _saved_tensors(folder):
+        shapes[name] = tuple(tensor.shape)
+        size += tensor.nbytes
+        if moved is not None:
+            moved(tensor.nbytes)
+        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+            raise ModelError(f"{folder}: {name} was saved with values that are not finite")
+        learned = learned or ("lora_B" in name and bool(torch.count_nonzero(tensor)))
+    if size == 0:
+        raise ModelError(f"{folder}: no weights were saved")
+    if expected is not None:
+        _compare_saved(folder, shapes, expected)
+    if not learned and any("lora_B" in name for name in shapes):
+        raise ModelError(
+            f"{folder}: every lora_B of the adapter is zero, so that it changes nothing; what was trained did not "
+            "reach the file"
+        )
+    return size
+
+
+def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is not a mapping)
+                yield name, tensors.get_tensor(name)
+
+
+def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    """Raises ModelError where the saved tensors are not those of the model.
+
+    transformers saves some models under the hub's names, with one tensor per expert: there only the total number of
+    values is compared.
+    """
+    problem = None
+    missing = sorted(set(expected) - set(shapes))
+    if not missing:
+        wrong = [name for name, shape in expected.items() if shapes[name] != shape]
+        if wrong:
+            problem = f"{wrong[0]} has the shape {shapes[wrong[0]]} and not {expected[wrong[0]]} ({len(wrong)} such)"
+    else:
+        saved, wanted = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected))
+        if saved != wanted:
+            problem = f"it holds {saved:,} of {wanted:,} values; missing by name: {', '.join(missing[:3])}"
+    if problem:
+        raise ModelError(
+            f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it with "
+            "make resume, or write it out with make consolidate"
+        )

@@ -1,0 +1,304 @@
+"""Sharded checkpoints: each rank writes its part of weights and optimizer states, and reads what it needs of all.
+
+The format is torch's distributed checkpoint, which any number of ranks can read: a file of parts for each rank, and a
+table of contents. Names are flat: `model.NAME` for weights, `optimizer.NAME.STATE` for states; values that are not
+tensors have a file of their own. Bytes are counted as they reach the disk, so that a slow save can be told from one
+that hangs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from sft_play.errors import TrainingError
+from sft_play.training.checkpoints.full_state_dict import tied_names
+from sft_play.units import MIB
+
+FOLDER = "shards"
+"""In a checkpoint: the folder of the parts."""
+CONTENTS = f"{FOLDER}/.metadata"
+"""The table of contents, written once all parts are."""
+GROUPS = "optimizer_groups.pt"
+"""In a checkpoint: the optimizer's groups by the names of their parameters, and states that are not tensors."""
+PIECE_BYTES = 64 * MIB
+"""What is written and then flushed to the disk at once: counted bytes are on the disk, and the last flush of a file,
+during which nothing is counted, has no more than this to write."""
+_PLAIN_NAMES = frozenset(
+    {
+        *("torch.Size", "torch.serialization._get_layout"),
+        *(f"torch.distributed.checkpoint.metadata.{name}" for name in (
+            "Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "TensorProperties",
+            "ChunkStorageMetadata", "BytesStorageMetadata", "_MEM_FORMAT_ENCODING",
+        )),
+        *(f"torch.distributed.checkpoint.filesystem.{name}" for name in ("_StorageInfo", "_StoragePrefix")),
+        *("pathlib.PosixPath", "pathlib._local.PosixPath"),
+    }
+)  # fmt: skip
+
+Moved = Callable[[int], None]
+"""Called with the bytes that were written or read."""
+
+
+def is_sharded(checkpoint: Path) -> bool:
+    """Whether a checkpoint is sharded."""
+    return (checkpoint / CONTENTS).is_file()
+
+
+def save(
+    model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None]
+) -> int:
+    """Write weights and optimizer states of an FSDP model, each rank its part; returns bytes of this rank's file.
+
+    All ranks call it. No tensor is gathered; this rank's parts are copied to the host one at a time.
+
+    Args:
+        checkpoint: an existing folder that all ranks see.
+        group: a CPU process group that waits as long as the slowest disk takes.
+        moved: called with the bytes that reach the disk.
+        done: called once this rank's part is on the disk, before it waits for the others.
+
+    Raises:
+        TrainingError: a part could not be written, on any rank.
+    """
+    states = get_optimizer_state_dict(model, optimizer)
+    tensors = {**_weights(model), **_states(states)}
+    counter = _Counter(moved)
+    writer = _Writer(checkpoint / FOLDER, counter, done)
+    with _worded(f"the checkpoint {checkpoint} could not be written"):
+        dcp.save(tensors, storage_writer=writer, process_group=group)
+    if dist.get_rank() == 0:  # dcp stores tensors; plain values and groups are the same on all ranks
+        values = {
+            name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+            for name, state in states["state"].items()
+        }
+        torch.save({"param_groups": states["param_groups"], "values": values}, checkpoint / GROUPS)
+    return counter.total
+
+
+def load_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
+    """Load a checkpoint's weights into a model, divided over any number of ranks or whole. All ranks call it.
+
+    Raises:
+        TrainingError: the checkpoint lacks a tensor of the model, or it cannot be read.
+    """
+    _fill(_weights(model), checkpoint, group=group, moved=moved)
+
+
+def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
+    """Load a checkpoint's states and groups into an optimizer, over any number of ranks. All ranks call it.
+
+    Raises:
+        TrainingError: they belong to another set of parameters, or cannot be read.
+    """
+    saved = torch.load(checkpoint / GROUPS, weights_only=True)
+    states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
+    saved_names, names = ([sorted(group["params"]) for group in one["param_groups"]] for one in (saved, states))
+    if saved_names != names:
+        raise TrainingError(
+            f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this one has "
+            f"{list(map(len, names))}: it was written for other trained weights"
+        )
+    _fill(_states(states), checkpoint, group=group, moved=moved)
+    for name, values in saved["values"].items():
+        states["state"][name].update(values)
+    set_optimizer_state_dict(model, optimizer, {"state": states["state"], "param_groups": saved["param_groups"]})
+
+
+def stored_weights(checkpoint: Path, *, folder: str = FOLDER) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name, whole shape and dtype of every weight in a checkpoint.
+
+    Args:
+        folder: where its parts are.
+
+    Raises:
+        TrainingError: the table of contents cannot be read.
+    """
+    entries = _Reader(checkpoint / folder, _Counter(None)).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith("model.")
+    }
+
+
+def read_weights(checkpoint: Path, names: Iterable[str], *, folder: str = FOLDER) -> dict[str, torch.Tensor]:
+    """Some whole weights of a checkpoint, read in this process alone.
+
+    Args:
+        folder: where its parts are.
+
+    Raises:
+        TrainingError: one of them is missing, or cannot be read.
+    """
+    stored = stored_weights(checkpoint, folder=folder)
+    lacking = [name for name in names if name not in stored]
+    if lacking:
+        raise TrainingError(f"the checkpoint {checkpoint} lacks {lacking[0]}")
+    weights = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
+    named = {f"model.{name}": tensor for name, tensor in weights.items()}
+    _fill(named, checkpoint, group=None, moved=None, folder=folder)
+    return weights
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """This rank's weights by their names in a checkpoint, tied ones once; writing into them changes the model."""
+    tied = tied_names(model)
+    return {f"model.{name}": tensor for name, tensor in get_model_state_dict(model).items() if name not in tied}
+
+
+def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        f"optimizer.{name}.{key}": value
+        for name, state in states["state"].items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+
+
+def _fill(
+    tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved | None, folder: str = FOLDER
+) -> None:
+    reader = _Reader(checkpoint / folder, _Counter(moved))
+    # without a group one process reads alone; dcp would otherwise ask for a default group
+    with _worded(f"the checkpoint {checkpoint} cannot be read"):
+        dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+
+
+@contextlib.contextmanager
+def _worded(failure: str) -> Iterator[None]:
+    """The failure of any rank as a TrainingError; torch raises a BaseException with the tracebacks of all."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise TrainingError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}") from error
+
+
+class _Counter:
+    """Adds up bytes and passes them on."""
+
+    def __init__(self, moved: Moved | None) -> None:
+        self._moved, self.total = moved, 0
+
+    def __call__(self, count: int) -> None:
+        self.total += count
+        if self._moved is not None:
+            self._moved(count)
+
+
+class _Counted(io.FileIO):
+    """A file whose bytes are counted once they are on the disk."""
+
+    def __init__(self, path: Path, mode: str, counter: _Counter) -> None:
+        super().__init__(path, mode)
+        self._counter, self._cached = counter, 0
+
+    def write(self, data: Any) -> int:
+        """Write at most a piece, as raw files may; the buffer above writes the rest."""
+        count = super().write(memoryview(data).cast("B")[:PIECE_BYTES]) or 0
+        self._cached += count
+        if self._cached >= PIECE_BYTES:
+            getattr(os, "fdatasync", os.fsync)(self.fileno())  # macOS has no fdatasync
+            self._cached = 0
+        self._counter(count)
+        return count
+
+    def readinto(self, buffer: Any) -> int:
+        """Read as a raw file does."""
+        count = super().readinto(buffer) or 0
+        self._counter(count)
+        return count
+
+
+class _Disk(FileSystem):
+    """torch's file system, counted."""
+
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """A buffered file that counts what is written or read."""
+        raw = _Counted(Path(path), mode, self._counter)
+        with io.BufferedWriter(raw) if "w" in mode else io.BufferedReader(raw) as stream:
+            yield stream
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, counted; it calls `done` when this rank has nothing more to write."""
+
+    def __init__(self, path: Path, counter: _Counter, done: Callable[[], None]) -> None:
+        super().__init__(path, overwrite=False)
+        self.fs = _Disk(counter)
+        self._done = done
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """Write this rank's part."""
+        written = super().write_data(plan, planner)
+        self._done()
+        return written
+
+    def storage_meta(self) -> StorageMeta:
+        """The table's own entry: without a path, since checkpoints are renamed and moved."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class _Reader(dcp.FileSystemReader):
+    """torch's reader, counted; it unpickles nothing but descriptions of tensors from the table of contents."""
+
+    def __init__(self, path: Path, counter: _Counter) -> None:
+        super().__init__(path)
+        self.fs = _Disk(counter)
+
+    def read_metadata(self, *args: Any, **options: Any) -> Metadata:
+        """The table of contents, with tensors only: anything else would be unpickled by torch's planner.
+
+        Raises:
+            TrainingError: the table cannot be read, or is something else.
+        """
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = _Plain(file).load()
+        except Exception as error:  # a damaged pickle raises almost anything
+            raise TrainingError(f"{path}, a checkpoint's table of contents, cannot be read: {error}") from None
+        if not isinstance(metadata, Metadata):
+            raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
+        entries = metadata.state_dict_metadata.items()
+        metadata.state_dict_metadata = {
+            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
+        }
+        return metadata
+
+
+class _Plain(pickle.Unpickler):
+    """Unpickles the objects of torch's table of contents, and none that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of a name that such a table may hold."""
+        if "." not in name and f"{module}.{name}" in _PLAIN_NAMES:
+            return super().find_class(module, name)
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no table of contents has")

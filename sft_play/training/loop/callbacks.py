@@ -1,0 +1,350 @@
+"""Callbacks that watch a run: gradients, loss scale, metrics, progress, and requests to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from sft_play import failures
+from sft_play.endings import StopSignals
+from sft_play.errors import TrainingError
+from sft_play.facts.models.fp16 import fault, overflow_of
+from sft_play.training.ranks.distributed import any_rank, highest
+from sft_play.training.ranks.engines import local
+
+logger = logging.getLogger(__name__)
+
+PLAIN_LINE_EVERY_S = 15.0
+"""Seconds between progress lines where the output is not a terminal."""
+_LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
+
+
+class GradientCheck(TrainerCallback):
+    """Stops a run in which a trainable tensor gets no gradient, and names it.
+
+    lora_A is checked once its lora_B is no longer zero: until then its gradient is zero by design (B starts at zero,
+    and the first step of a warm-up may have a learning rate of zero). A step that is not taken, since it is not finite,
+    is not checked: clipping by an infinite norm has set all finite gradients to zero.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, nn.Parameter] | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every trainable tensor has had a gradient."""
+        return self._waiting is not None and not self._waiting
+
+    def on_pre_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Check the gradients of this step; raises TrainingError naming tensors that should have had one."""
+        in_fp16 = getattr(args, "fp16", False)  # there the flag is that of the step before
+        if self.done or model is None or (not in_fp16 and getattr(optimizer, "step_was_skipped", False)):
+            return
+        if getattr(args, "deepspeed", None):
+            self._waiting = {}  # DeepSpeed keeps gradients in its own partitions
+            return
+        named = dict(model.named_parameters())
+        if in_fp16:
+            gradients = [parameter.grad for parameter in named.values() if parameter.grad is not None]
+            if any_rank(not all(bool(torch.isfinite(local(gradient)).all()) for gradient in gradients)):
+                return
+        if self._waiting is None:
+            self._waiting = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+            if not self._waiting:
+                raise TrainingError("no tensor of the model is trainable")
+        # any_rank is a collective: all ranks walk through the same names in the same order
+        ready = [name for name in self._waiting if not self._is_early(name, named)]
+        without = [name for name in ready if not _has_gradient(self._waiting[name])]
+        if without:
+            learnt = [named[name] for name in named if named[name].requires_grad and name not in self._waiting]
+            if learnt and not any(_has_gradient(parameter) for parameter in learnt):
+                raise TrainingError(self._died_out(state.global_step + 1, optimizer))
+            shown = ", ".join(without[:6]) + (f" and {len(without) - 6} more" if len(without) > 6 else "")
+            raise TrainingError(
+                f"step {state.global_step + 1}: {len(without)} of {len(ready)} trainable tensors have no gradient "
+                f"({shown}); they would learn nothing, so the run stops"
+            )
+        for name in ready:
+            del self._waiting[name]
+
+    @staticmethod
+    def _died_out(step: int, optimizer: Any) -> str:
+        """The message where tensors that had a gradient at an earlier step have none any more."""
+        groups = getattr(optimizer, "param_groups", None) or [{}]
+        rate = max(float(group.get("lr") or 0.0) for group in groups)
+        return (
+            f"step {step}: every gradient is zero, though earlier steps had some: the updates before drove the weights "
+            f"so far that no output depends on them any more (learning rate of this step: {rate:g}). Nothing more "
+            "would be learned, so the run stops; start a new run with a lower train.learning_rate"
+        )
+
+    @staticmethod
+    def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:
+        """Whether a lora_A waits for its lora_B to leave zero."""
+        if not _LORA_A.search(name):
+            return False
+        partner = named.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
+        return partner is not None and not any_rank(bool(torch.count_nonzero(local(partner.detach()))))
+
+
+def _has_gradient(parameter: nn.Parameter) -> bool:
+    """Whether any rank's part of the gradient exists and is not zero."""
+    grad = parameter.grad
+    return any_rank(grad is not None and bool(torch.count_nonzero(local(grad))))
+
+
+class LossScaleCheck(TrainerCallback):
+    """Logs the steps that loss scaling skips, and stops a run in which it skips one after the other.
+
+    Non-finite gradients are how fp16 finds its scale: it starts at 65,536 and is halved at each step that is skipped
+    for them. Once it is below 1, gradients overflow without it too, and no smaller scale helps. A skipped step is
+    recognised by the scale: a fused optimizer is given it and skips by itself, which accelerate does not notice.
+    """
+
+    MOST = 17
+    """Skipped steps in a row: 65,536 / 2^17 is one half."""
+
+    def __init__(self) -> None:
+        self._skipped = 0
+        self._scale: float | None = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Note the scale of this step."""
+        self._scale = _scale_of(optimizer)
+
+    def on_optimizer_step(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Count skipped steps; raises TrainingError when the scale has collapsed."""
+        if not args.fp16:  # DeepSpeed leaves out steps in bf16 too, for which there is FiniteSteps
+            return
+        scale = _scale_of(optimizer)
+        fell = scale is not None and self._scale is not None and scale < self._scale
+        if not fell and not getattr(optimizer, "step_was_skipped", False):  # the latter is DeepSpeed's own scaling
+            self._skipped = 0
+            return
+        self._skipped += 1
+        step = state.global_step + 1
+        if self._skipped >= self.MOST:
+            raise TrainingError(
+                f"step {step}: this step and the {self._skipped - 1} before it were skipped, because gradients are "
+                f"not finite at any loss scale: {_fp16_fault(model)}"
+            )
+        then = "" if scale is None else f" ({scale:g} from here)"
+        logger.info("Step %d skipped: gradients not finite, which is how fp16 finds its loss scale%s", step, then)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Raises TrainingError for a run, shorter than that, in which every step was skipped."""
+        if self._skipped and self._skipped == state.global_step == state.max_steps:
+            raise TrainingError(
+                f"all {self._skipped} steps were skipped, and nothing was learned: {_fp16_fault(model)}"
+            )
+
+
+def _scale_of(optimizer: Any) -> float | None:
+    """accelerate's loss scale, as in fp16; None where it has none."""
+    scaler = getattr(optimizer, "scaler", None)
+    return None if scaler is None else float(scaler.get_scale())
+
+
+def _fp16_fault(model: Any) -> str:
+    """What non-finite numbers in fp16 mean for this model."""
+    text = model.config.get_text_config()
+    eager = getattr(text, "_attn_implementation", None) == "eager"
+    dropout = getattr(text, "attention_dropout", None) or 0.0
+    return fault(text.model_type, overflow_of(text.model_type, eager=eager, attention_dropout=dropout))
+
+
+class MetricsFile(TrainerCallback):
+    """Appends what is logged to `metrics.jsonl`, and stops a run whose loss is NaN or infinite."""
+
+    def __init__(self, path: Path, *, started: float, stage: str | None = None) -> None:
+        """`started`: seconds since 1970; `stage`: written into every line, in a run that has stages."""
+        self._path = path
+        self._started = started
+        self._stage = {"stage": stage} if stage is not None else {}
+
+    def on_log(
+        self,
+        args: Any,
+        state: TrainerState,
+        control: Any,
+        logs: dict[str, Any] | None = None,
+        model: Any = None,
+        **_: Any,
+    ) -> None:
+        """Write one line; raises TrainingError when the loss is NaN or infinite (in fp16 that of the evaluation before
+        training too)."""
+        if not state.is_world_process_zero or not logs:
+            return
+        entry: dict[str, Any] = {
+            **self._stage,
+            "step": state.global_step,
+            "epoch": state.epoch,
+            "time_s": round(time.time() - self._started, 3),
+        }
+        for key, value in logs.items():
+            if isinstance(value, (int, float)) and key != "epoch":
+                entry[key] = value if math.isfinite(value) else str(value)  # JSON has no NaN or infinity
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(entry) + "\n")
+        in_fp16 = bool(getattr(args, "fp16", False))
+        watched = ("loss", "eval_loss", "test_loss") if in_fp16 and state.global_step == 0 else ("loss",)
+        for loss in map(logs.get, watched):
+            if isinstance(loss, float) and not math.isfinite(loss):
+                usual = "look at the data of this step (train.seed decides the order), or start a new run with a lower "
+                usual += "train.learning_rate"
+                advice = _fp16_fault(model) if in_fp16 else usual
+                raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
+
+
+class StopAfter(TrainerCallback):
+    """Ends training after N steps of this process, or at the end of a step after a signal, with a checkpoint."""
+
+    def __init__(self, steps: int | None) -> None:
+        self._steps = steps
+        self._done = 0
+        self.signal: int | None = None
+        self.stopped_early = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Ask for a checkpoint and the end if it is time."""
+        self._done += 1
+        if state.global_step >= state.max_steps:
+            return
+        is_over = self._steps is not None and self._done >= self._steps
+        # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
+        wish = highest(self.signal or (-1 if is_over else -2))
+        if wish > -2:
+            self.signal = wish if wish > 0 else None
+            self.stopped_early = True
+            control.should_save = True
+            control.should_training_stop = True
+
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Leave out evaluation and saving of an unfinished epoch: the resumed run does both at its end."""
+        # the Trainer calls this after a stop too; `epoch` is a float, a whole number at the end of an epoch
+        if self.stopped_early and state.epoch is not None and abs(state.epoch - round(state.epoch)) > 1e-6:
+            control.should_evaluate = False
+            control.should_save = False
+
+
+def stopping(stop: StopAfter) -> StopSignals:
+    """While open, the first signal to stop ends the run after the current step; a second one ends it at once."""
+
+    def first(number: int) -> None:
+        stop.signal = number
+        if not failures.under_agent():  # the agent says it once, and stops ranks for other reasons too
+            logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
+
+    return StopSignals(first)
+
+
+class Progress(TrainerCallback):
+    """Loss, tokens per second, memory and time left: a bar on a terminal, a plain line every few seconds elsewhere.
+
+    The run's log gets the lines either way. If the terminal is closed, only the bar is lost.
+    """
+
+    def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
+        self._tokens, self._now = tokens, now
+        self._loss: float | None = None
+        self._speed: float | None = None
+        self._memory: float | None = None
+        self.first_step = 0
+        self._started = self._last_line = 0.0
+        self._paused = self._pause_began = 0.0
+        self._bar: Any = None
+        self._task: Any = None
+
+    @property
+    def training_s(self) -> float:
+        """Seconds spent in training steps, without evaluation and saving."""
+        return max(1e-9, self._now() - self._started - self._paused)
+
+    def wait(self, seconds: float) -> None:
+        """Leave out what a step has waited for: compiling."""
+        self._paused += seconds
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._started = self._last_line = self._now()
+        self.first_step, self._paused = state.global_step, 0.0
+        if sys.stdout.isatty() and state.is_world_process_zero:
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Bar
+
+            text = TextColumn("{task.fields[text]}")
+            self._bar = Bar(TextColumn("[train]", markup=False), BarColumn(), MofNCompleteColumn(), text)
+            self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, text="")
+            self._bar.start()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Remember the loss."""
+        if logs and isinstance(logs.get("loss"), float):
+            self._loss = logs["loss"]
+            self._speed, self._memory = logs.get("tokens_per_s"), logs.get("memory_peak_gib")
+            self._show(state)
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop the clock: evaluation and saving follow."""
+        self._pause_began = self._now()
+
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Let the clock run again."""
+        if self._pause_began:
+            self._paused += self._now() - self._pause_began
+            self._pause_began = 0.0
+
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        """Stop the clock and leave the bar as it is."""
+        self.on_step_begin(args, state, control)
+        self.close()
+
+    def close(self) -> None:
+        """Release the terminal, however the run ended."""
+        bar, self._bar = self._bar, None
+        if bar is not None:
+            with contextlib.suppress(OSError):
+                bar.stop()
+
+    def _show(self, state: TrainerState) -> None:
+        text = self.line(state.global_step, state.max_steps)
+        if self._bar is not None:
+            with contextlib.suppress(OSError):
+                self._bar.update(self._task, completed=state.global_step, text=text)
+        first_or_last = state.global_step in (self.first_step + 1, state.max_steps)
+        if first_or_last or self._now() - self._last_line >= PLAIN_LINE_EVERY_S:
+            self._last_line = self._now()
+            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text,
+                        extra={"file_only": self._bar is not None})  # fmt: skip
+
+    def line(self, step: int, steps: int) -> str:
+        """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""
+        done = max(1, step - self.first_step)
+        left = self.training_s / done * (steps - step)
+        loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
+        speed = self._speed if self._speed is not None else self._tokens() / self.training_s
+        memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
+        return f"{loss}{speed:,.0f} tokens/s  {memory}{_clock(left)} left"
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,143 @@
+"""The trainer of a run with its model loaded: filled, frozen and sharded as the plan says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from sft_play.planner.memory.model_states import loads_by_unit
+from sft_play.training.checkpoints.full_state_dict import fill_adapter
+from sft_play.training.job import Job
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.rows import SOURCES
+from sft_play.training.loop.trainer import build_trainer, training_arguments
+from sft_play.training.measure.evaluate import EvalSet
+from sft_play.training.measure.exact_match import configured_stops, stop_ids
+from sft_play.training.measure.measure import Watch
+from sft_play.training.measure.monitor import Monitor, expected_of
+from sft_play.training.model import context_parallel, fsdp_loading, sdpa, tensor_parallel
+from sft_play.training.model.fused_head import name_backbone
+from sft_play.training.model.model_loading import load_model, read_model
+from sft_play.training.prepare.model_spec import ModelSpec, grown
+from sft_play.training.prepare.prepare import Prepared
+from sft_play.training.prepare.trainable import train_only
+from sft_play.training.proofs.compiling import compile_blocks
+from sft_play.training.proofs.kernels import take_kernels
+from sft_play.training.proofs.varlen_proof import trust_kernel
+from sft_play.training.ranks import engines
+
+
+def load_trainer(
+    job: Job,
+    prepared: Prepared,
+    eval_set: EvalSet,
+    watch: Watch,
+    *,
+    begins_from: Path | None,
+    in_parts: bool,
+) -> PlannedLoop:
+    """The trainer. Its arguments come before the model, since making them sets up the process group's device.
+
+    Args:
+        begins_from: the folder of the weights that the stage before has trained, or of the adapter that the run
+            continues; None starts from the model's own.
+        in_parts: whether every rank writes its own part of a checkpoint.
+    """
+    config, plan, model_spec = job.loaded.config, job.plan, prepared.model_spec
+    arguments = training_arguments(
+        config,
+        plan,
+        job.folder,
+        has_eval=prepared.splits.val is not None,
+        engine=engines.engine_arguments(plan, config, layer_class=model_spec.layer_class, deepspeed=job.deepspeed),
+    )
+    engines.allow_fsdp_on_cpu(plan)  # after the arguments, which create accelerate's state, before the trainer reads it
+    context_parallel.join_group(plan.choice.layout, arguments.device)
+    model, source = _model(job, model_spec, begins_from)
+    name_backbone(model)
+    # before there are adapters: Liger's functions take a model of transformers, not one of PEFT
+    taken = take_kernels(model, config, plan, device=arguments.device)
+    # before the trainer: whether its collator tells the chats' lengths depends on it
+    trust_kernel(model_spec, plan, device=arguments.device)
+    sdpa.begin(model_spec, plan, device=arguments.device)
+    stops: Sequence[int] = ()
+    if eval_set.asked or eval_set.asked_while_training:
+        stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))
+    trainer = trainer_of(
+        job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=model_spec.peft_config,
+        stop_ids=stops, in_parts=in_parts,
+    )  # fmt: skip
+    trainer.kernels = taken
+    if begins_from is not None and prepared.is_adapter:
+        fill_adapter(trainer.model, begins_from)
+    train_only(trainer.model, config.tuning.trainable)
+    trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
+    # sharding comes last: only whole tensors can be filled
+    widens = plan.precision.compute != "float32"
+    if model_spec.tensor_plan:
+        mesh = trainer.accelerator.torch_device_mesh["tp"]
+        tensor_parallel.divide(trainer.model, model_spec.tensor_plan, mesh, device=trainer.args.device, masters=widens)
+    if source is not None:
+        in_fp32 = widens and config.tuning.mode != "qlora"
+        fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, in_fp32=in_fp32)
+    return trainer
+
+
+def trainer_of(
+    job: Job,
+    prepared: Prepared,
+    eval_set: EvalSet,
+    watch: Watch,
+    *,
+    arguments: Any,
+    model: Any,
+    stop_ids: Sequence[int],
+    **options: Any,
+) -> PlannedLoop:
+    """The trainer of a run on its rows and questions; `options` are other ones of `build_trainer`."""
+    plan, splits = job.plan, prepared.splits
+    return build_trainer(
+        job.loaded.config,
+        plan,
+        job.folder,
+        arguments=arguments,
+        model=model,
+        tokenizer=prepared.tokenizer.tokenizer,
+        train=splits.train,
+        sources=splits.sources,
+        evaluation=splits.val,
+        questions=eval_set.asked_while_training,
+        stop_ids=stop_ids,
+        max_new_tokens=job.loaded.config.eval.max_new_tokens,
+        answer_tokens=plan.answer_tokens,
+        masks=prepared.model_spec.masks,
+        beat=watch.beat,
+        monitor=Monitor(
+            expected_of(plan),
+            copies=plan.choice.layout.tensor_parallel,
+            sources=splits.sources.names if splits.sources else SOURCES,
+            peaks=watch.memory.peaks,
+        ),
+        **options,
+    )
+
+
+def _model(job: Job, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.Source | None]:
+    """The model with its weights; or without them and their source, where it is sharded as they arrive.
+
+    Its weights are the base's, or all those that the stage before has trained.
+    """
+    config, plan = job.loaded.config, job.plan
+    if begins_from is not None and model_spec.peft_config is None:
+        config = config.model_copy(
+            update={"model": config.model.model_copy(update={"name": str(begins_from), "revision": None})}
+        )
+        model_spec = grown(model_spec)
+    device, storage = engines.device_of(plan, config), engines.quant_storage(plan, config)
+    if loads_by_unit(config, plan.choice.layout) and getattr(model_spec.hf_config, "quantization_config", None) is None:
+        return fsdp_loading.load_for_sharding(
+            config, plan.precision, model_spec, storage=storage,
+            read=lambda: read_model(config, plan.precision, model_spec),
+        )  # fmt: skip
+    return load_model(config, plan.precision, model_spec, device=device, storage=storage), None

@@ -1,0 +1,415 @@
+"""The training loop: transformers' Trainer with an order of rows, a loss and an evaluation that no layout changes.
+
+`loop_checkpoints` writes and reads its checkpoints; `trainer` sets one up from a plan. The private methods that are
+overridden here are listed and guarded in `upstream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+from transformers.trainer_utils import seed_worker
+
+from sft_play.data.build.mixing import Mix
+from sft_play.data.build.packing import Packs
+from sft_play.data.masks.token_row import IGNORED
+from sft_play.endings import leave_with
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.micro_batches import MicroBatches
+from sft_play.training.checkpoints.pickles import without_code
+from sft_play.training.loop.collate import COUNTS, Collator
+from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
+from sft_play.training.loop.rows import (
+    EpochOrder,
+    StepBatches,
+    TellEpoch,
+    TrainingRows,
+    evened,
+    filled,
+    lengths_of,
+    longest_first,
+    trained_tokens,
+)
+from sft_play.training.loop.upstream import require_known
+from sft_play.training.measure.exact_match import Answer, Question, answers
+from sft_play.training.measure.monitor import head_figures, scored_labels, source_losses, tokens_in
+from sft_play.training.model import context_parallel, sdpa, varlen
+from sft_play.training.proofs.compiling import Compiler, plain_code
+from sft_play.training.proofs.kernels import Taken
+from sft_play.training.ranks import distributed
+from sft_play.training.ranks.distributed import own_devices
+
+logger = logging.getLogger(__name__)
+
+
+class _SeedByRank(TrainerCallback):
+    """Gives every rank its own random numbers for dropout; weights and data order are not drawn from them.
+
+    The Trainer seeds all ranks alike, so their dropout masks would be equal. A run that resumes on the ranks it was
+    stopped with has its random states restored after this; on other ranks, each begins a stream of its own.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Seed by rank and step. The first rank of a new run keeps the random numbers of a run on one process; ranks of
+        a tensor-parallel group compute the same tokens, so they drop the same."""
+        rank = distributed.batch_rank(self._layout)
+        if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
+            set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
+
+
+class PlannedLoop(CheckpointedLoop):
+    """A Trainer that trains on every row once and evaluates a mean over tokens, whatever the number of ranks."""
+
+    upstream: type[Trainer] = Trainer
+    """The library's class that the loop refines."""
+    kernels = Taken()
+    """What the model computes norms, gated activations and rotations with."""
+    compiler: Compiler | None = None
+    """Of compiled blocks; None for plain ones."""
+    passes_reduced_together = 1
+    """Passes after which ranks reduce gradients, where the Trainer would after each."""
+
+    def __init__(
+        self,
+        *,
+        questions: Sequence[Question] = (),
+        stop_ids: Sequence[int] = (),
+        max_new_tokens: int = 0,
+        answer_tokens: int = 1,
+        patience: int | None = None,
+        packs: Packs | None = None,
+        micro_batches: MicroBatches | None = None,
+        step_rows: int | None = None,
+        grouped: bool = True,
+        by_source: bool = False,
+        masks: bool = True,
+        mix: Mix | None = None,
+        layout: Layout = SINGLE,
+        row_tokens: int = 0,
+        evaluates_blocks: bool = False,
+        **options: Any,
+    ) -> None:
+        """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
+        sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
+        of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of each; `layout`:
+        which ranks share rows; `row_tokens`: tokens that packs are padded to at least; `evaluates_blocks`: held-out
+        rows have one length. The other options are those of `CheckpointedLoop` and the Trainer."""
+        self._questions, self._stop_ids = list(questions), list(stop_ids)
+        self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
+        self._patience = patience
+        self._tokens_per_eval_row = 1.0
+        self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
+        self._logged_step = 0
+        self._ops_of_a_place: int | None = None
+        self._layout, self._evaluates_blocks = layout, evaluates_blocks
+        self._eval_head: torch.Tensor | None = None
+        self._eval_sources: torch.Tensor | None = None
+        self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
+        self.last_answers: list[Answer] = []
+        require_known(self.upstream)
+        super().__init__(**options)
+        attention = str(self.model.config.get_text_config()._attn_implementation)
+        cut = micro_batches or MicroBatches(self.args.per_device_train_batch_size)
+        if not cut.padded and attention != varlen.ATTENTION:  # the class was measured, and needs a mask
+            cut = MicroBatches(cut.rows)
+        lengths = lengths_of(options["train_dataset"]) if packs is None else packs.tokens
+        batch, ranks = self.args.per_device_train_batch_size, layout.data_parallel
+        self._step_rows = step_rows or batch * self.args.gradient_accumulation_steps * ranks
+        self.order = EpochOrder(
+            len(lengths), seed=self.args.seed, lengths=lengths if grouped else None, window=self._step_rows, mix=mix
+        )
+        self._batches = StepBatches(
+            self.order, lengths, cut,
+            window=self._step_rows, rank=distributed.batch_rank(layout) // layout.context_parallel, ranks=ranks,
+        )  # fmt: skip
+        self._passes, self._pass = 1, 0
+        self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
+        is_flat = not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION))
+        pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
+        parts = layout.context_parallel
+        part = distributed.batch_rank(layout) % parts
+        self.data_collator: Any = Collator(
+            pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts,
+            tells_lengths=varlen.needs_lengths(attention), row_tokens=row_tokens,
+        )  # fmt: skip
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """The batches of an epoch, this rank's alone: they are cut for each rank, where accelerate would give out
+        batches of one size in turn. Worker processes end with this one."""
+        workers = self.args.dataloader_num_workers
+        loader = DataLoader(
+            self.train_dataset,
+            batch_sampler=self._batches,
+            collate_fn=self.data_collator,
+            num_workers=workers,
+            pin_memory=self.args.dataloader_pin_memory,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            worker_init_fn=functools.partial(seed_worker, num_workers=workers, rank=self.args.process_index),
+        )
+        accelerator = self.accelerator
+        # as for one process, whatever the ranks: else accelerate would give this rank only a share of its own batches
+        prepared = prepare_data_loader(
+            loader, accelerator.device, num_processes=1, process_index=0, put_on_device=accelerator.device_placement,
+            non_blocking=accelerator.non_blocking,
+        )  # fmt: skip
+        return _ending_with_me(prepared)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """The batches of an evaluation, the longest rows first; worker processes end with this one."""
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        order = longest_first(dataset, batch=self.args.per_device_eval_batch_size, copies=self._layout.context_parallel)
+        # the rows are reordered, not their sampler replaced: that is a private method of the Trainer
+        return _ending_with_me(super().get_eval_dataloader(dataset.select(order)))
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
+        """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
+        with self._monitor.part("data"):
+            batches = list(itertools.islice(epoch_iterator, num_batches))
+            full = [batch for batch in batches if batch]
+            self._passes, self._pass = len(full), 0
+            # the Trainer counts only where the first batch has labels, and StepBatches puts the empty ones first
+            _, trained = super().get_batch_samples(iter(full), len(full), *args, **options)
+        return batches, trained
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Those of a batch; none of an empty one. The Trainer walks all modules for each batch, which on a small model
+        is a tenth of a step: here once, for all batches have as many a place."""
+        if not inputs:
+            return 0
+        places = int(inputs["input_ids"].numel())
+        if self._ops_of_a_place is None:
+            self._ops_of_a_place = int(super().floating_point_ops(inputs)) // places
+        return places * self._ops_of_a_place
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    @property
+    def tokens_seen(self) -> int:
+        """Tokens in the training batches since this process started, without padding."""
+        return int(self._tokens_seen)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
+        callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self._monitor, self.finite]
+        if self._patience is not None:
+            callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
+        checkpoint = options.get("resume_from_checkpoint")
+        if checkpoint:
+            callbacks.append(RestoreSums(self, Path(checkpoint)))
+        if self.compiler is not None:
+            self.compiler.waiting.append(self._monitor.wait)
+            callbacks.append(self.compiler)
+        for callback in callbacks:
+            self.add_callback(callback)
+        try:
+            with without_code(Path(checkpoint)) if checkpoint else contextlib.nullcontext():
+                return super().train(*args, **options)
+        finally:
+            for callback in callbacks:
+                self.remove_callback(callback)
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The optimizer without empty parameter groups.
+
+        Adapters have no biases or norms, so the group without decay is empty. DeepSpeed from 0.18 drops such a group,
+        and a schedule that was made for two then fails in torch from 2.10
+        (https://github.com/OpenRLHF/OpenRLHF/issues/1225).
+        """
+        optimizer = super().create_optimizer(model)
+        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+        return optimizer
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """One forward and backward pass; its tokens are counted on the device, without waiting for it. An empty batch
+        takes none."""
+        self.beat.note(self.state.global_step + 1, "training")
+        if not inputs:
+            # on all ranks at once, and never in a step's last pass, which reduces the gradients: StepBatches puts the
+            # empty ones first
+            return torch.zeros((), device=self.args.device)
+        self.current_gradient_accumulation_steps = self._passes  # the Trainer's own number counts the empty ones
+        self._tokens_seen = self._tokens_seen + tokens_in(inputs)
+        self._monitor.saw(inputs, masked=IGNORED)
+        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}  # no model takes them
+        self._pass += 1
+        waits = self._pass % self.passes_reduced_together and self._pass < self._passes
+        together = self.accelerator.no_sync(model) if waits else contextlib.nullcontext()
+        with self._monitor.part("forward_backward"), together:
+            loss = super().training_step(model, inputs, *args, **options)
+        in_step = args[0] if args else options.get("num_items_in_batch")
+        if in_step is not None:
+            # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
+            ranks = self.args.world_size // self._layout.tensor_parallel
+            self._monitor.lost(loss, in_step=in_step, ranks=ranks)
+        return loss
+
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        # overridden since no callback is told the norm, or could keep the optimizer from stepping
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        self.finite.judge(norm)
+        return norm
+
+    def _scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
+        """Count a pass for the next log: the sums of `head_sums`, and of `source_sums` where sources are reported."""
+        if self.model.training:
+            self._monitor.scored(head, sources)
+            return
+        self._eval_head = head if self._eval_head is None else self._eval_head + head
+        if sources is not None:
+            self._eval_sources = sources if self._eval_sources is None else self._eval_sources + sources
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with what the monitor measured since the last log beside the loss."""
+        if "loss" in logs:
+            logs = self.finite.with_mean_loss(logs)
+            logs |= self._monitor.take(steps=self.state.global_step - self._logged_step, device=self.args.device)
+            self._logged_step = self.state.global_step
+        prefix = next((key.removesuffix("loss") for key in logs if key.endswith("_loss") and key != "train_loss"), None)
+        if prefix is not None and self._eval_head is not None:
+            logs |= self._eval_figures(self._eval_head, prefix=prefix)
+        if "train_loss" in logs:
+            # to the means logged so far the Trainer has added this rank's own sum since the last log, and divided by
+            # the steps of this process (transformers 5.23), or by all steps of the run (older versions)
+            of_all = self._total_loss_scalar + self._mean_loss_sum() - self._tr_loss.item()
+            logs["train_loss"] = of_all / max(1, self.state.global_step)
+        super().log(logs, start_time)
+
+    def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
+        """What an evaluation found besides its loss, from the sums of all ranks in one collective."""
+        seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
+        of_sources = [] if self._eval_sources is None else [self._eval_sources.flatten()]
+        ranks = distributed.gathered_numbers(torch.cat([head, seen, *of_sources]))
+        width = len(head)
+        figures = head_figures([rank[:width] for rank in ranks], prefix=prefix)
+        if of_sources:
+            figures |= source_losses([rank[width + 1 :] for rank in ranks], self._monitor.sources, prefix=prefix)
+        counted = ranks[:: self._layout.tensor_parallel]
+        self._eval_head = self._eval_sources = None
+        seen_now = sum(rank[width] for rank in counted)
+        return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + seen_now}
+
+    # --- evaluation ---------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **options: Any) -> Any:
+        """The Trainer's; its samples per second count a row once, which every rank of a context-parallel group gets."""
+        output = super().evaluation_loop(*args, **options)
+        return output._replace(num_samples=output.num_samples // self._layout.context_parallel)
+
+    def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
+        self.beat.note(self.state.global_step, "evaluating")
+        loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
+        if loss is not None:
+            # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
+            tokens = (scored_labels(inputs) != IGNORED).sum()
+            rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
+            loss = loss * tokens / (rows * self._tokens_per_eval_row)
+            loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
+        return loss, logits, labels
+
+    def evaluate(
+        self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
+    ) -> dict[str, float]:
+        """Loss over trained tokens and, where there are questions, exact match of generated answers; every row counts
+        once. `questions`: None for those that are asked while training.
+
+        Batches hold rows of similar length, and only as many as spread evenly over the ranks. The random state is
+        restored, so that evaluating changes no number of the training.
+        """
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        most = self.args.per_device_eval_batch_size
+        ranks = self.args.world_size
+        batch = evened(len(dataset), most=most, ranks=ranks)
+        # else accelerate would fill the last pass with rows from the beginning; one process needs no full batches
+        dataset = filled(dataset, unit=batch * ranks if ranks > 1 else 1)
+        self._tokens_per_eval_row = max(1, trained_tokens(dataset)) / max(1, len(dataset))
+        self._eval_head = self._eval_sources = None
+        # compiled blocks would be compiled once more for passes without gradients
+        plain = plain_code() if self.compiler is not None else contextlib.nullcontext()
+        # blocks of text are not asked for answers, which have a new length for every token
+        kernel = contextlib.nullcontext() if self._evaluates_blocks else sdpa.without_cudnn()
+        with torch.random.fork_rng(own_devices()), self._monitor.part("evaluation"), plain, kernel:
+            # the Trainer has no argument for the batch size of one evaluation
+            self.args.per_device_eval_batch_size = batch
+            try:
+                metrics: dict[str, float] = super().evaluate(dataset, *args, **options)
+            finally:
+                self.args.per_device_eval_batch_size = most
+            asked = self._questions if questions is None else questions
+            if asked:
+                metrics |= self._exact_match(asked, prefix=str(options.get("metric_key_prefix", "eval")))
+        if eval_dataset is None:
+            self.last_metrics = (self.state.global_step, metrics)
+            logger.info("%s", self._validation_line(metrics))
+        return metrics
+
+    def _validation_line(self, metrics: dict[str, float]) -> str:
+        """The figures of this evaluation, and the best so far by the metric that decides about checkpoints."""
+        step, match = self.state.global_step, metrics.get("eval_exact_match")
+        line = f"Validation at step {step}: loss {metrics['eval_loss']:.4f}"
+        line += "" if match is None else f", exact match {match:.1%}"
+        name = str(self.args.metric_for_best_model or "eval_loss")
+        history = [(entry[name], entry["step"]) for entry in self.state.log_history if name in entry]
+        figures = [(value, at) for value, at in history if at and math.isfinite(value)]
+        if not figures:
+            return line
+        sign = -1 if self.args.greater_is_better else 1
+        best, at = min(figures, key=lambda figure: sign * figure[0])  # of equal ones the first
+        shown = f"{best:.1%}" if name.endswith("exact_match") else f"{best:.4f}"
+        what = name.removeprefix("eval_").replace("_", " ")
+        return f"{line}; {'best so far' if at == step else f'best {what} {shown} at step {at}'}"
+
+    def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
+        with context_parallel.whole_rows(self.model), self._monitor.generating():
+            self.last_answers = answers(
+                self.model,
+                self.processing_class,
+                asked,
+                stop=self._stop_ids,
+                max_new_tokens=self._max_new_tokens,
+                most_tokens=self._answer_tokens,
+                began=lambda: self.beat.note(self.state.global_step, "generating answers"),
+            )
+        share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
+        metrics = {f"{prefix}_exact_match": share}
+        self.log(metrics)
+        return metrics
+
+    def create_model_card(self, *args: Any, **options: Any) -> None:
+        """No card: PEFT writes the adapter's own, and this one would ask trackers for links."""
+
+
+def _ending_with_me(batches: Any) -> Any:
+    """A data loader whose worker processes end with this one, even where it is killed in the middle of a step."""
+    loader = getattr(batches, "base_dataloader", batches)  # accelerate's wraps the one that starts them
+    if loader.num_workers:
+        loader.worker_init_fn = functools.partial(_begin_worker, os.getpid(), loader.worker_init_fn)
+        if multiprocessing.get_start_method() == "forkserver":  # Python 3.14's: it would be the workers' parent
+            loader.multiprocessing_context = "fork"
+    return batches
+
+
+def _begin_worker(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
+    """Start of a data loader's process: it will end with the trainer; then the loader's own start."""
+    leave_with(parent, signal.SIGKILL)
+    if then is not None:
+        then(worker)

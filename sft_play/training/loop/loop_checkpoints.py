@@ -1,0 +1,293 @@
+"""The checkpoints of the training loop: whole or absent, and readable under one process, DDP and FSDP alike.
+
+The Trainer decides when to save; what it writes goes into a folder aside, is checked, and is renamed
+(`checkpoints`). The private methods that are overridden here are listed and guarded in `upstream`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate.utils import is_peft_model
+from transformers import Trainer, TrainerCallback
+
+from sft_play.errors import SftPlayError, TrainingError
+from sft_play.runs.disk import free_bytes, room
+from sft_play.runs.files import flush
+from sft_play.training.checkpoints import (
+    checkpoints,
+    full_state_dict,
+    gathered_weights,
+    sharded_checkpoints,
+)
+from sft_play.training.loop.finite import FiniteSteps, require_finite
+from sft_play.training.measure.monitor import Monitor
+from sft_play.training.ranks import distributed, engines
+from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.units import GIB
+
+logger = logging.getLogger(__name__)
+
+LOGGING_STATE = "logging_state.json"
+"""In a checkpoint: sums of losses, rows and tokens, so that what is logged after a resume is the unbroken run's."""
+
+
+class RestoreSums(TrainerCallback):
+    """Restores the sums of losses, of the run and since the last log, and of rows and tokens, once the Trainer has set
+    them to zero.
+
+    They are of all ranks, or the mean over them, and do not depend on their number.
+    """
+
+    def __init__(self, trainer: Any, checkpoint: Path) -> None:
+        self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Read it from the checkpoint."""
+        state = json.loads(self._path.read_text(encoding="utf-8"))
+        self._trainer._tr_loss += state["loss_sum"]
+        self._trainer._globalstep_last_logged = state["last_logged"]
+        self._trainer._total_loss_scalar = state.get("total_loss", 0.0)
+        self._trainer.finite.left_out = state.get("left_out", 0)
+        self._trainer._monitor.continue_from(state.get("seen", {}))
+
+
+class CheckpointedLoop(Trainer):
+    """A Trainer whose checkpoints are whole or absent, and do not depend on the layout that wrote them."""
+
+    def __init__(
+        self,
+        *,
+        checkpoint_limit: int | None = None,
+        in_parts: bool = False,
+        on_nan: Literal["stop", "skip"] = "stop",
+        beat: Heartbeat | None = None,
+        monitor: Monitor | None = None,
+        **options: Any,
+    ) -> None:
+        """`checkpoint_limit`: how many are kept, None for all; `in_parts`: every rank writes its own part (FSDP only);
+        `on_nan`: what a step that is not finite does. The other options are the Trainer's."""
+        self._checkpoint_limit = checkpoint_limit
+        self.in_parts = in_parts
+        self.finite = FiniteSteps(self, on_nan)
+        self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
+        self._monitor = monitor or Monitor()
+        self._staging: Path | None = None
+        super().__init__(**options)
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def _mean_loss_sum(self) -> float:
+        """Sum of losses since the last log, the mean over ranks; all ranks call it."""
+        return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
+
+    def _get_output_dir(self, trial: Any) -> str:
+        # `_save_checkpoint` asks here for the folder to write to. args.output_dir is not changed instead, since the
+        # arguments are saved with each checkpoint
+        return str(self._staging) if self._staging is not None else str(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too late to write it aside
+        folder, step = Path(self.args.output_dir), self.state.global_step
+        self.beat.note(step, "saving a checkpoint")
+        require_finite(self)
+        what = f"{checkpoints.kept(folder)}; that of step {step}"
+        free = distributed.of_first(free_bytes(folder))
+        try:
+            with room(folder, engines.checkpoint_bytes(self), what, free=free):
+                self._write_checkpoint(model, trial)
+        except SftPlayError:
+            shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
+            raise
+        finally:
+            self._staging = None
+
+    def _write_checkpoint(self, model: Any, trial: Any) -> None:
+        folder, step = Path(self.args.output_dir), self.state.global_step
+        loss_sum, seen = self._mean_loss_sum(), self._monitor.seen()
+        if distributed.is_first():
+            checkpoints.staging(folder)
+        distributed.barrier()  # no rank may write before the folder was emptied
+        self._staging = staging = checkpoints.staging_path(folder)
+        with self._monitor.part("checkpoint"):
+            with contextlib.nullcontext() if self.in_parts else self.writing(staging):
+                super()._save_checkpoint(model, trial)
+            self.wait_for_disk()  # every rank's files have to be there before the first one checks them
+            if distributed.is_first_of_node() and not distributed.is_first():
+                flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
+            self.wait_for_disk()
+        if distributed.is_first():
+            written = checkpoints.path_of(staging, step)
+            state = {
+                "loss_sum": loss_sum, "last_logged": self._globalstep_last_logged,
+                "total_loss": self._total_loss_scalar, "left_out": self.finite.left_out, "seen": seen,
+            }  # fmt: skip
+            (written / LOGGING_STATE).write_text(json.dumps(state), encoding="utf-8")
+            if self.state.best_global_step:  # the Trainer looked for the best one in the staging folder
+                best = checkpoints.path_of(folder, self.state.best_global_step)
+                is_kept = best.exists() or self.state.best_global_step == step
+                self.state.best_model_checkpoint = str(best) if is_kept else None
+                self.state.save_to_json(str(written / "trainer_state.json"))
+            checkpoints.commit(written, folder, needed=self._needed_files(), moved=self.beat.moved)
+            best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
+            checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
+        self.wait_for_disk()
+
+    def _needed_files(self) -> tuple[str, ...]:
+        """Files without which a checkpoint of this engine cannot be resumed."""
+        if self.is_deepspeed_enabled:
+            return ("trainer_state.json", "latest")
+        if self.in_parts:
+            return ("trainer_state.json", "scheduler.pt", sharded_checkpoints.CONTENTS, sharded_checkpoints.GROUPS)
+        return checkpoints.NEEDED
+
+    @contextlib.contextmanager
+    def writing(self, folder: Path) -> Iterator[None]:
+        """While open, the heartbeat watches the files of `folder` grow; ranks other than the first count as waiting.
+
+        Parts of a checkpoint are not watched here: their own writer counts them on each rank, so that one that hangs is
+        noticed although the others write.
+        """
+        with self.beat.watching(folder), contextlib.ExitStack() as waiting:
+            if not distributed.is_first():
+                waiting.enter_context(self.beat.waiting())
+            yield
+
+    def wait_for_disk(self) -> None:
+        """Wait for all ranks, as long as bytes move on any of them; one process waits for nothing."""
+        with self.beat.waiting():
+            distributed.barrier(distributed.patient())
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights. Over ranks an adapter is gathered without its base; weights in parts are written together
+        with the optimizer's states."""
+        with self._named_as_in_memory():
+            if self.in_parts and self._staging is not None:
+                self._save(output_dir, state_dict={})  # config and tokenizer only
+            elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+                self._save(output_dir, state_dict=gathered_weights.whole_state(self))
+            else:
+                super().save_model(output_dir, _internal_call)
+        self.wait_for_disk()
+
+    @contextlib.contextmanager
+    def _named_as_in_memory(self) -> Iterator[None]:
+        """While open, the weights of a checkpoint are written under the names that the model has in memory.
+
+        The Trainer resumes by plain `load_state_dict`, which silently skips names it does not know. The hub's names
+        differ for models that transformers converts while loading (experts, text towers).
+        """
+        if self._staging is None or is_peft_model(self.model):
+            yield
+            return
+        self.model.save_pretrained = functools.partial(self.model.save_pretrained, save_original_format=False)
+        try:
+            yield
+        finally:
+            del self.model.save_pretrained
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # the Trainer's own for FSDP writes the model once more, and states by name that only FSDP reads back
+        if not self.is_fsdp_enabled:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        path = Path(output_dir)
+        if self.in_parts:
+            self._save_parts(path)
+        else:
+            states = full_state_dict.whole_optimizer(self.model, self.optimizer.optimizer)
+            if distributed.is_first():
+                torch.save(states, path / "optimizer.pt")
+        if distributed.is_first():
+            torch.save(self.lr_scheduler.state_dict(), path / "scheduler.pt")
+        self.wait_for_disk()
+
+    def _save_parts(self, path: Path) -> None:
+        """Write weights and optimizer states, each rank its part; returns once all parts are on disk."""
+        step, started = self.state.global_step, time.monotonic()
+        with contextlib.ExitStack() as waiting:
+
+            def done() -> None:
+                self.beat.note(step, "waiting for the parts of a checkpoint")
+                waiting.enter_context(self.beat.waiting())
+
+            self.beat.note(step, "writing its part of a checkpoint")
+            own_bytes = sharded_checkpoints.save(
+                self.model, self.optimizer.optimizer, path,
+                group=distributed.patient(), moved=self.beat.moved, done=done,
+            )  # fmt: skip
+        logger.info(
+            "Checkpoint of step %d: %.2f GiB in %d parts, %.0f s",
+            step, distributed.total(own_bytes) / GIB, distributed.world_size(), time.monotonic() - started,
+        )  # fmt: skip
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Write the random states of all ranks where the first rank writes: other nodes may have another disk."""
+        if self.args.world_size <= 1:
+            super()._save_rng_state(output_dir)
+            return
+        with tempfile.TemporaryDirectory() as aside:
+            super()._save_rng_state(aside)  # rng_state_RANK.pth
+            own_files = {item.name: item.read_bytes() for item in Path(aside).iterdir()}
+        for name, content in distributed.gathered(own_files):
+            (Path(output_dir) / name).write_bytes(content)
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its own layout's form
+        path = Path(checkpoint) if checkpoint is not None else None
+        if path is not None and sharded_checkpoints.is_sharded(path):
+            optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's wrapper
+            group = distributed.patient()
+            sharded_checkpoints.load_optimizer(self.model, optimizer, path, group=group, moved=self.beat.moved)
+        elif path is None or not self.is_fsdp_enabled:
+            super()._load_optimizer_and_scheduler(checkpoint)
+            return
+        else:
+            states = torch.load(path / "optimizer.pt", weights_only=True) if distributed.is_first() else None
+            full_state_dict.fill_optimizer(self.model, self.optimizer.optimizer, states)
+        self.lr_scheduler.load_state_dict(torch.load(path / "scheduler.pt", weights_only=True))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        # the Trainer knows neither parts (.distcp) nor whole safetensors for a model that FSDP has divided already
+        path = Path(resume_from_checkpoint)
+        if sharded_checkpoints.is_sharded(path):
+            sharded_checkpoints.load_weights(self.model, path, group=distributed.patient(), moved=self.beat.moved)
+        elif not self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            weights = full_state_dict.read_weights(path, self.model) if distributed.is_first() else {}
+            full_state_dict.fill_weights(self.model, weights)
+
+    def _load_best_model(self) -> None:
+        # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
+        best = self.state.best_model_checkpoint
+        found = checkpoints.fault(Path(best), moved=self.beat.moved) if distributed.is_first() else None
+        self.wait_for_disk()
+        found = distributed.of_first(found)
+        if found is not None:
+            logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, found)
+            return
+        if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)):
+            self._load_from_checkpoint(best)
+        else:
+            super()._load_best_model()
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Raises TrainingError when a checkpoint's weights did not all find their place."""
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        missing = sorted(set(load_result.missing_keys) - tied)
+        if missing or load_result.unexpected_keys:
+            names = ", ".join([*missing, *load_result.unexpected_keys][:4])
+            raise TrainingError(f"the checkpoint does not match the model: {names}; it was written by another version")

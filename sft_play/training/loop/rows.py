@@ -1,0 +1,277 @@
+"""The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not change.
+
+The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch. So a step
+sees the same rows whatever the number of ranks, micro-batch and accumulation. Within a step rows may be sorted by
+length and divided into micro-batches by their tokens, and a row may be a pack of several chats. A rank that has no row
+left for a pass gets one whose loss is masked: accelerate would give it a row from the epoch's beginning, which would
+then be trained on twice.
+
+The tokens stay in the data set (Arrow, which may be a mapped file); a row is assembled from it when it is asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
+import torch
+from datasets import Dataset, Features, List, Value, concatenate_datasets
+from transformers import TrainerCallback
+
+from sft_play.data.build.mixing import Mix
+from sft_play.data.build.packing import Packs, grouped
+from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.planner.micro_batches import MicroBatches
+
+FILLER = -1
+"""Number of a row whose loss is masked."""
+FILLER_TOKENS = 2
+"""Tokens of a masked row: the fewest with a position to predict."""
+SOURCES = ("chat", "text")
+"""Names of the numbers in column `source`, unless the run names its own sources."""
+_ROWS_AT_ONCE = 50_000
+"""Rows of a table that are read at once."""
+
+_FEATURES = Features(
+    {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")},
+)
+
+
+def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
+    """Rows as the trainer takes them: columns input_ids, labels and source; a Dataset is returned unchanged."""
+    if isinstance(rows, Dataset):
+        return rows
+    columns: dict[str, list[Any]] = {
+        "input_ids": [row.input_ids for row in rows],
+        "labels": [row.labels for row in rows],
+        "source": [SOURCES.index(getattr(row, "source", SOURCES[0])) for row in rows],
+    }
+    return Dataset.from_dict(columns, features=_FEATURES)
+
+
+def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
+    """A column of the data set as Arrow lists, some rows at a time."""
+    for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+        yield table[column]
+
+
+def lengths_of(dataset: Dataset) -> npt.NDArray[np.int64]:
+    """Tokens of every row, in the order of the data set; no token is read."""
+    lengths = [pc.list_value_length(column).to_numpy() for column in _tables(dataset, "input_ids")]
+    return np.concatenate(lengths).astype(np.int64) if lengths else np.zeros(0, dtype=np.int64)
+
+
+def trained_tokens(dataset: Dataset) -> int:
+    """Tokens that are trained; the first of a row is never predicted."""
+    total = 0
+    for column in _tables(dataset, "labels"):
+        counts = np.asarray(_flat(column)) != IGNORED
+        lengths = pc.list_value_length(column).to_numpy()
+        # an empty row has no first token, and its start is that of the next row
+        starts = (np.cumsum(lengths) - lengths)[lengths > 0]
+        total += int(counts.sum()) - int(counts[starts].sum())
+    return total
+
+
+def _flat(column: Any) -> npt.NDArray[Any]:
+    """The values of a column of lists, one row after the other."""
+    flat = pc.list_flatten(column)
+    assert isinstance(flat, pa.ChunkedArray)
+    values: np.ndarray[Any, np.dtype[Any]] = flat.to_numpy()
+    return values
+
+
+def filled(dataset: Dataset, *, unit: int) -> Dataset:
+    """The rows, followed by masked rows that make their number a multiple of `unit` (batch x ranks)."""
+    lacking = -len(dataset) % unit
+    if not lacking:
+        return dataset
+    first = dataset[0]
+    tokens = (list(first["input_ids"]) * FILLER_TOKENS)[:FILLER_TOKENS]
+    columns = {name: [value] * lacking for name, value in first.items()}
+    columns |= {"input_ids": [tokens] * lacking, "labels": [[IGNORED] * FILLER_TOKENS] * lacking}
+    return concatenate_datasets([dataset, Dataset.from_dict(columns, features=dataset.features)])
+
+
+def evened(rows: int, *, most: int, ranks: int) -> int:
+    """The smallest batch size with which `ranks` need as few passes over `rows` as with `most`: the last pass is then
+    nearly full."""
+    passes = max(1, -(-rows // (most * ranks)))
+    return max(1, -(-rows // (passes * ranks)))
+
+
+def longest_first(dataset: Dataset, *, batch: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
+    """Row numbers by length, the longest first and equal ones in their order: a batch has rows of similar length, and
+    the first batch needs the most memory.
+
+    Every batch is there `copies` times in a row: ranks take turns, and each of a context-parallel group needs it.
+    """
+    order = np.argsort(-lengths_of(dataset), kind="stable")
+    batches = np.split(order, range(batch, len(order), batch))
+    return np.concatenate([np.tile(rows, copies) for rows in batches])
+
+
+class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
+    """The training rows by number: rows of the data set or packs of them; FILLER is a masked row.
+
+    A row is `input_ids`, `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has
+    `chat_lengths` (tokens of each chat). No chat's first token has a label.
+    """
+
+    def __init__(self, dataset: Dataset, *, packs: Packs | None = None, joined: bool = False) -> None:
+        self._has_chats = packs is not None or joined
+        self._arrow = dataset.with_format("arrow")
+        self._has_sources = "source" in dataset.column_names
+        self._packs = packs
+        self._count = len(dataset) if packs is None else len(packs)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        """One row."""
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[dict[str, Any]]:
+        """Several rows, read from the table at once (a data loader calls this for a whole batch)."""
+        if not numbers:
+            return []
+        parts = [self._indices(number) for number in numbers]
+        read = self._read(np.concatenate(parts))
+        ends = np.cumsum([len(part) for part in parts])
+        rows = [self._row(read, end - len(part), end) for part, end in zip(parts, ends, strict=True)]
+        return [_masked(row) if number == FILLER else row for row, number in zip(rows, numbers, strict=True)]
+
+    def _indices(self, number: int) -> npt.NDArray[np.int64]:
+        """Rows of the data set that make up a row; masked rows are made from the first."""
+        if number == FILLER:
+            return np.zeros(1, dtype=np.int64)
+        if not 0 <= number < self._count:
+            raise IndexError(number)
+        return np.array([number]) if self._packs is None else self._packs[number]
+
+    def _read(self, indices: npt.NDArray[np.int64]) -> dict[str, npt.NDArray[np.int64]]:
+        """Tokens, labels and sources of rows, joined, and the start of each row (and the end of the last)."""
+        table = self._arrow[indices.tolist()]
+        lengths = pc.list_value_length(table["input_ids"]).to_numpy()
+        starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        labels = _flat(table["labels"]).astype(np.int64)
+        labels[starts[:-1]] = IGNORED  # it would be predicted from nothing, or from another chat
+        sources = table["source"].to_numpy() if self._has_sources else np.zeros(len(indices))
+        return {
+            "input_ids": _flat(table["input_ids"]).astype(np.int64),
+            "labels": labels,
+            "sources": np.repeat(sources.astype(np.int64), lengths),
+            "starts": starts,
+        }
+
+    def _row(self, read: dict[str, npt.NDArray[np.int64]], first: int, end: int) -> dict[str, Any]:
+        """The row made of what was read from index `first` up to `end`."""
+        starts = read["starts"]
+        row: dict[str, Any] = {
+            name: read[name][starts[first] : starts[end]] for name in ("input_ids", "labels", "sources")
+        }
+        return row if not self._has_chats else {**row, "chat_lengths": np.diff(starts[first : end + 1])}
+
+
+def _masked(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of FILLER_TOKENS tokens of another one, without labels."""
+    masked = {name: np.resize(row[name], FILLER_TOKENS) for name in ("input_ids", "sources")}
+    masked["labels"] = np.full(FILLER_TOKENS, IGNORED)
+    return masked if "chat_lengths" not in row else {**masked, "chat_lengths": np.array([FILLER_TOKENS])}
+
+
+class EpochOrder(torch.utils.data.Sampler[int]):
+    """Indices of an epoch: `count` rows in an order drawn from seed and epoch.
+
+    The order is that of accelerate's seedable sampler for the same seed. With `lengths`, each `window` of rows (an
+    optimizer step's) is sorted by them, the longest first. With `mix`, an epoch has the rows that it chooses instead of
+    all.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        *,
+        seed: int,
+        lengths: npt.NDArray[np.int64] | None = None,
+        window: int = 1,
+        mix: Mix | None = None,
+    ) -> None:
+        self._count, self._seed = count, seed
+        self._lengths, self._window, self._mix = lengths, window, mix
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Use the order of this epoch from now on."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return self._count if self._mix is None else self._mix.total
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator()
+        generator.manual_seed(self._seed + self.epoch)
+        rows = None if self._mix is None else self._mix.rows(self.epoch)
+        order = torch.randperm(self._count if rows is None else len(rows), generator=generator).numpy()
+        order = order if rows is None else rows[order]
+        if self._lengths is not None:
+            order = grouped(order, self._lengths, window=self._window)
+        yield from order.tolist()
+
+
+class StepBatches(torch.utils.data.Sampler[list[int]]):
+    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where the step
+    needs fewer.
+
+    The Trainer counts a fixed number of batches to a step, and synchronises gradients in the last of them.
+    """
+
+    batch_size = 1
+    """accelerate divides the number of rows by it to find rows that it has repeated; there are none."""
+
+    def __init__(
+        self,
+        order: EpochOrder,
+        lengths: npt.NDArray[np.int64],
+        cut: MicroBatches,
+        *,
+        window: int,
+        rank: int,
+        ranks: int,
+    ) -> None:
+        """`order`: of rows, the longest of each `window` (a step's) first where `cut` is by tokens; `lengths`: tokens
+        of each row."""
+        self._order, self._lengths, self._cut = order, lengths, cut
+        self._window, self._rank, self._ranks = window, rank, ranks
+        self.slots = cut.most_passes(-(-window // ranks))
+
+    def __len__(self) -> int:
+        return -(-len(self._order) // self._window) * self.slots
+
+    def __iter__(self) -> Iterator[list[int]]:
+        numbers = iter(self._order)
+        while rows := list(itertools.islice(numbers, self._window)):
+            passes = self._cut.cut(self._lengths[rows].tolist(), ranks=self._ranks)
+            yield from ([] for _ in range(self.slots - len(passes)))
+            for each in passes:
+                # a rank without a row of its own computes a masked one: all ranks make the same passes
+                yield [rows[place] for place in each[self._rank]] or [FILLER]
+
+
+class TellEpoch(TrainerCallback):
+    """Tells the order which epoch begins: accelerate does not when a resumed run of several ranks skips batches."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the epoch of the step counter."""
+        order = self._trainer.order
+        if order is not None:
+            order.set_epoch(int(state.epoch or 0))

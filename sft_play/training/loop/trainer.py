@@ -1,0 +1,357 @@
+"""TRL's SFTTrainer, set up from a plan: its arguments, rows, dtypes and callbacks.
+
+TRL's names are known here, in `trl_template` (chat templates), `fused_head` and `trace`, which measures what TRL's loss
+holds. `loop` has what the trainer does differently from TRL's, `loop_checkpoints` how it saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback
+from transformers.trainer_callback import PrinterCallback
+from trl import SFTConfig, SFTTrainer
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.build.mixing import Sources, mix_table
+from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
+from sft_play.data.build.splits import Split
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+from sft_play.planner.gradients import adapter_dtype
+from sft_play.planner.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.training.loop.collate import COUNTS, SOURCE
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.rounding import rounding
+from sft_play.training.loop.rows import lengths_of, to_dataset
+from sft_play.training.measure.board import Board, hparams_of
+from sft_play.training.measure.monitor import Monitor, head_sums, source_sums
+from sft_play.training.measure.profile import window_of
+from sft_play.training.model.adapter_inputs import cast_outside_autocast
+from sft_play.training.prepare.model_spec import blocks_of
+from sft_play.training.ranks import distributed, engines
+from sft_play.units import MIB
+
+logger = logging.getLogger(__name__)
+
+
+def check_trackers(config: RunConfig) -> None:
+    """Raises ConfigError for a tracker whose package is not installed."""
+    for name in config.train.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(f"train.report_to: {name} is not installed here; pip install {name}, or leave it out")
+
+
+def training_arguments(
+    config: RunConfig,
+    plan: Plan,
+    folder: RunFolder,
+    *,
+    has_eval: bool,
+    engine: Mapping[str, Any] | None = None,
+    make: Callable[..., Any] | None = None,
+) -> Any:
+    """The arguments of TRL's trainer for this run and plan.
+
+    Args:
+        engine: the arguments that turn on its layout (`engines.engine_arguments`).
+        make: takes the place of SFTConfig, for a trainer that is not TRL's.
+    """
+    train = config.train
+    # rows are tokenised and cut already, so TRL must not do either
+    trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
+    return (make or SFTConfig)(
+        output_dir=str(folder.checkpoints),
+        # as the Trainer counts: where micro-batches are cut by tokens, a step has as many slots as it may ever need
+        per_device_train_batch_size=plan.counted_batch.micro_batch,
+        per_device_eval_batch_size=plan.eval_batch,
+        gradient_accumulation_steps=plan.counted_batch.grad_accum,
+        num_train_epochs=train.epochs,
+        max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
+        learning_rate=config.learning_rate,
+        lr_scheduler_type=train.lr_scheduler_type,
+        warmup_steps=train.warmup_steps,
+        weight_decay=train.weight_decay,
+        adam_beta2=train.adam_beta2,
+        max_grad_norm=train.max_grad_norm,
+        optim=train.optim,
+        bf16=plan.precision.compute == "bfloat16",
+        fp16=plan.precision.compute == "float16",
+        **_checkpointing(plan.checkpointed_layers > 0, offload=plan.choice.step.offloads),
+        logging_strategy="steps",
+        logging_steps=train.logging_steps,
+        logging_first_step=True,
+        logging_nan_inf_filter=False,  # it would hide a loss of nan from MetricsFile, which stops the run
+        **_schedule(config, has_eval=has_eval),
+        metric_for_best_model=f"eval_{train.metric_for_best_model}",
+        greater_is_better=train.metric_for_best_model == "exact_match",
+        seed=train.seed,
+        report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
+        dataloader_num_workers=train.dataloader_num_workers,
+        dataloader_pin_memory=train.dataloader_pin_memory and _pins(plan),
+        dataloader_persistent_workers=False,  # they draw no seed at an epoch's start; a resumed run's do
+        disable_tqdm=True,
+        label_names=["labels"],
+        remove_unused_columns=False,  # the collator needs columns that no model takes
+        **trl_only,
+        **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
+    )
+
+
+def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
+    """When the run evaluates and saves."""
+    train = config.train
+    eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
+    if not has_eval or eval_steps == 0:
+        eval_strategy, eval_steps = "no", None
+    save_strategy, save_steps = ("steps", train.save_steps) if train.save_steps else ("epoch", None)
+    loads_best = train.load_best_model_at_end and eval_strategy != "no"
+    if loads_best:  # the best model is one of the checkpoints: each evaluation needs one
+        save_strategy, save_steps = eval_strategy, eval_steps
+    return {
+        "eval_strategy": eval_strategy, "eval_steps": eval_steps, "save_strategy": save_strategy,
+        "save_steps": save_steps or 1, "load_best_model_at_end": loads_best,
+    }  # fmt: skip
+
+
+PIN_TRIED = 64 * MIB
+"""Bytes that are page-locked as a test: more than the batches in the loaders' queues."""
+
+
+def _pins(plan: Plan) -> bool:
+    """Whether batches are page-locked on their way to a GPU; under WSL only if a small allocation succeeds.
+
+    Windows' driver lets WSL page-lock so little that data loaders have run out of it
+    (https://github.com/microsoft/WSL/issues/8447; 500 MB in a container: /issues/14078).
+    """
+    if plan.hardware.device != "cuda" or not plan.hardware.pages:
+        return plan.hardware.device == "cuda"
+    try:
+        torch.empty(PIN_TRIED, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:  # torch raises CUDA's errors as this
+        logger.info(
+            "WSL: memory cannot be page-locked (%s): falling back to train.dataloader_pin_memory=false",
+            one_line(str(error), limit=120),
+        )
+        return False
+    return True
+
+
+def _checkpointing(on: bool, *, offload: bool) -> dict[str, Any]:
+    """Gradient checkpointing under the name that the installed transformers has for it: version 5 renamed it."""
+    fields = {field.name for field in dataclasses.fields(SFTConfig)}
+    name = "activation_checkpointing" if "activation_checkpointing" in fields else "gradient_checkpointing"
+    return {name: on, f"{name}_kwargs": {"use_reentrant": False, **({"offload": True} if offload else {})}}
+
+
+class PlannedTrainer(PlannedLoop, SFTTrainer):
+    """The loop with TRL's loss, which never holds whole logits, and with the adapters that TRL makes."""
+
+    upstream = SFTTrainer
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss, with its figures summed on the device.
+
+        To log them, TRL's own method gathers four numbers from all ranks and waits for the device in every pass; here
+        they are gathered once per log. The losses by source are sums of the terms of the loss itself, and cost neither
+        a second pass nor logits.
+        """
+        has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
+        options = {"output_router_logits": True} if has_balance else {}
+        outputs = model(
+            **{name: value for name, value in inputs.items() if name not in (SOURCE, *COUNTS)},
+            **options, use_cache=False, fused_lm_head=True,
+        )  # fmt: skip
+        # the tokens of the whole step, so that every token weighs the same whatever micro-batch it is in
+        tokens = outputs.label_mask.sum() if num_items_in_batch is None else num_items_in_batch
+        # at least 1: a batch without a trained token has a loss of zero
+        loss = (-outputs.log_probs).sum() / torch.as_tensor(tokens).clamp(min=1)
+        if num_items_in_batch is not None and self.args.average_tokens_across_devices:
+            # the tokens are those of all ranks, and DDP takes the mean over ranks
+            loss = loss * (self.args.world_size // self._layout.tensor_parallel)
+        if has_balance:  # a mean over the pass, so it is divided by the passes of a step
+            passes = self.current_gradient_accumulation_steps if num_items_in_batch is not None else 1
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss / passes
+        of_sources = None
+        if SOURCE in inputs:
+            of_sources = source_sums(
+                outputs.log_probs, outputs.label_mask, inputs[SOURCE], count=len(self._monitor.sources)
+            )
+        self._scored(head_sums(outputs), of_sources)
+        return (loss, outputs) if return_outputs else loss
+
+
+class _CheckpointFirstLayers(TrainerCallback):
+    """Turns checkpointing off in the layers after the first `count`: the Trainer can only turn on all of them."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        """Turn it off again there, now that the Trainer has turned it on."""
+        checkpoint_first_layers(model, self._count)
+
+
+def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
+    """Keep gradient checkpointing, already turned on, in the first `count` layers only."""
+    for layer in blocks_of(model)[count:]:
+        layer.gradient_checkpointing = False
+
+
+def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
+    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it.
+
+    TRL makes the adapters of a quantised base bf16, and AdamW's states follow. In bf16 most elements of lora_A would
+    not move at usual learning rates, and the second moment could not decay. DoRA's magnitudes stay fp32: their updates
+    are smaller still. DeepSpeed computes with all of them in the compute dtype, and steps fp32 copies.
+    """
+    is_zero = plan.choice.layout.is_zero
+    dtype = getattr(torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision))
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and not hasattr(parameter, "ds_id"):  # with it, ZeRO-3 has sharded it already
+            is_magnitude = "lora_magnitude_vector" in name and not is_zero
+            parameter.data = parameter.data.to(torch.float32 if is_magnitude else dtype)
+
+
+def build_trainer(
+    config: RunConfig,
+    plan: Plan,
+    folder: RunFolder,
+    *,
+    model: Any,
+    tokenizer: Any,
+    peft_config: Any,
+    train: Split,
+    evaluation: Split | None,
+    monitor: Monitor | None = None,
+    arguments: SFTConfig | None = None,
+    kind: type[PlannedLoop] | None = None,
+    sources: Sources | None = None,
+    **options: Any,
+) -> PlannedLoop:
+    """The trainer of a run; `plan_callbacks` gives the callbacks that it needs.
+
+    Args:
+        kind: its class; None for PlannedTrainer. One that is not TRL's gets a model with its adapters, and None as
+            `peft_config`.
+        options: other ones of `PlannedLoop`.
+
+    Raises:
+        DataError: `sources` whose weights leave one of them without a row in an epoch.
+    """
+    arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
+    rows = to_dataset(train.rows)
+    packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
+    mix = sources.mix(seed=config.train.seed, sizes=packed) if sources else None
+    if mix is not None and packs is not None:
+        for line in mix_table(mix, shown="packed"):
+            logger.info("Packing: %s", line)
+    trainer = (kind or PlannedTrainer)(
+        model=model,
+        args=arguments,
+        processing_class=tokenizer,
+        **({"peft_config": peft_config} if peft_config is not None else {}),
+        train_dataset=rows,
+        packs=packs,
+        micro_batches=plan.micro_batches,
+        step_rows=plan.batch.effective_batch,
+        grouped=config.train.group_by_length,
+        by_source=config.task_mode == "cpt_mixed" or sources is not None,
+        mix=mix,
+        eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
+        checkpoint_limit=config.train.save_total_limit,
+        patience=config.train.early_stopping_patience,
+        monitor=monitor,
+        layout=plan.choice.layout,
+        row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
+        evaluates_blocks=config.task_mode == "cpt",
+        on_nan=config.train.on_nan,
+        **_optimizer(plan, arguments, model),
+        **options,
+    )
+    if peft_config is not None:
+        set_adapter_dtype(trainer.model, config, plan)
+        cast_outside_autocast(trainer.model)
+    engines.tell_accumulation(trainer, plan)
+    engines.set_gradients(trainer, plan, config)
+    trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
+    return trainer
+
+
+def _optimizer(plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
+    """The optimizer of weights that are updated in bf16 with stochastic rounding; else transformers makes it."""
+    if plan.precision.updates != "stochastic":
+        return {}
+    optimizer, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+    return {"optimizer_cls_and_kwargs": (rounding(optimizer), settings | {"rounding_seed": arguments.seed})}
+
+
+def plan_callbacks(
+    config: RunConfig,
+    plan: Plan,
+    folder: RunFolder,
+    trainer: PlannedLoop,
+    *,
+    resume_step: int | None = None,
+    metrics: Sequence[str] = (),
+) -> list[TrainerCallback]:
+    """The callbacks that follow from plan and config alone, to be added before training: selective checkpointing,
+    TensorBoard, a profile.
+
+    TensorBoard's curves drop what an earlier start wrote after `resume_step` (None: all of it); `metrics` are the
+    tags of the run's held-out figures.
+    """
+    callbacks: list[TrainerCallback] = []
+    if plan.gradient_checkpointing == "selective":
+        callbacks.append(_CheckpointFirstLayers(plan.checkpointed_layers))
+    if "tensorboard" in config.train.report_to and distributed.is_first():
+        callbacks.append(
+            Board(
+                folder, hparams=hparams_of(config, plan), metrics=metrics, answers=lambda: trainer.last_answers,
+                resume_step=resume_step,
+            )
+        )  # fmt: skip
+    window = window_of(config, plan, folder.path / "profile", trainer)
+    return [*callbacks, window] if window is not None else callbacks
+
+
+def _packs_of(
+    rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
+) -> tuple[Packs | None, tuple[int, ...]]:
+    """Which chats share a row, and how many packs each source has; None and the sources' rows without packing.
+
+    `sizes`: rows of each source, in order; no pack holds rows of two sources.
+    """
+    if not wants_packing(config):
+        if config.data.packing != "none":
+            logger.info(
+                "Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode
+            )
+        return None, tuple(sizes)
+    lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])
+    parts = [best_fit(part, plan.max_seq_len) for part in lengths]
+    packs = joined(parts)
+    effective, setting = plan.batch.effective_batch, config.train.effective_words
+    chats_per_row = len(rows) / len(packs)
+    logger.info(
+        "Packing: %s chats in %s rows of at most %d tokens (%.1f%% padding); a step of %d rows sees %.1f chats on "
+        "average, %.1f a row",
+        f"{len(rows):,}", f"{len(packs):,}", plan.max_seq_len, 100 * (1 - packs.tokens.mean() / plan.max_seq_len),
+        effective, min(effective, len(packs)) * chats_per_row, chats_per_row,
+    )  # fmt: skip
+    if len(packs) < effective and distributed.is_first():
+        logger.warning(
+            "Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; a smaller "
+            "%s keeps the chats per step as they were without packing (%d rows hold %d)",
+            len(packs), effective, setting, max(1, round(effective / chats_per_row)), effective,
+        )  # fmt: skip
+    return packs, tuple(map(len, parts))

@@ -1,0 +1,1 @@
+"""What a run measures and reports: memory, speed, evaluation, the summary."""

@@ -1,0 +1,229 @@
+"""What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a layout.
+
+TensorBoard gives each run a colour, and takes each folder of event files for a run. So what was trained on is written
+to the run's own `tb/`, and what was held out to a folder for each split inside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.integrations import rewrite_logs
+
+from sft_play.config.schema import RunConfig
+from sft_play.log import redact
+from sft_play.planner.plan import Plan
+from sft_play.runs.folder import RunFolder
+from sft_play.training.measure.exact_match import Answer
+
+SHOWN_ANSWERS = 5
+SPLITS = {"eval": "validation", "test": "test"}
+"""First part of a held-out split's tags: its folder in `tb/`."""
+CHARTS = {
+    "Run": {
+        "Loss": ["train/loss$", "eval/loss$", "test/loss$"],
+        "Loss by source": ["train/loss_(?!rank_).+", "eval/loss_.+", "test/loss_.+"],
+        "Loss by rank": ["train/loss_rank_.*"],
+        "Exact match": ["eval/exact_match$", "test/exact_match$"],
+        "Learning rate": ["train/learning_rate$"],
+        "Gradient norm": ["train/grad_norm$"],
+    },
+    "Machine": {
+        "Tokens per second": ["train/tokens_per_s$", "train/tokens_per_s_per_.*"],
+        "Model FLOP utilisation": ["train/mfu$"],
+        "Where a step's time goes, in seconds": ["train/step_time_s$", "train/time_.*_s"],
+        "Memory against the plan, in GiB": [
+            "train/memory_predicted_gib$",
+            "train/memory_peak_gib$",
+            "train/memory_reserved_gib$",
+        ],
+        "Memory by rank, in GiB": ["train/memory_.*_rank_.*"],
+        "Padding share": ["train/padding_share$"],
+    },
+}
+"""The page of custom scalars: first how the run goes, then how the machine does. Each chart with its tags' patterns,
+which TensorBoard matches from a tag's beginning."""
+
+
+def layout_of(tags: Iterable[str]) -> dict[str, dict[str, list[Any]]]:
+    """The charts that have at least one of these tags to show, as torch's SummaryWriter takes a layout."""
+    known = set(tags)
+    shown = {
+        page: {
+            title: ["Multiline", patterns]
+            for title, patterns in charts.items()
+            if any(re.match(pattern, tag) for pattern in patterns for tag in known)
+        }
+        for page, charts in CHARTS.items()
+    }
+    return {page: charts for page, charts in shown.items() if charts}
+
+
+def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | bool]:
+    """The settings in the table that compares runs: those that change a result or its speed."""
+    hparams: dict[str, str | int | float | bool] = {
+        "model": config.model.name,
+        "mode": config.tuning.mode,
+        "layout": plan.layout,
+        "ranks": plan.batch.ranks,
+        "effective_batch": plan.batch.effective_batch,
+        "micro_batch": plan.batch.micro_batch,
+        "max_seq_len": plan.max_seq_len,
+        "learning_rate": config.learning_rate,
+        "lr_scheduler_type": config.train.lr_scheduler_type,
+        "warmup_steps": config.train.warmup_steps,
+        "weight_decay": config.train.weight_decay,
+        "adam_beta2": config.train.adam_beta2,
+        "optim": config.train.optim,
+        "precision": plan.precision.compute,
+        "seed": config.train.seed,
+    }
+    if config.tuning.mode != "full":
+        lora = config.tuning.lora
+        hparams |= {"lora_r": lora.r, "lora_alpha": lora.alpha, "lora_dropout": lora.dropout}
+    return hparams
+
+
+class Board(TrainerCallback):
+    """Writes what is logged, with texts and hparams at the start, and the answers of each evaluation at its step.
+
+    A tag has one value a step: the Trainer logs the epoch with everything, and weights that are loaded again after
+    training are evaluated at the step of the last ones. The layout is written again when there is a tag for a chart
+    that it has not, so that no chart is empty.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        hparams: Mapping[str, Any],
+        metrics: Sequence[str],
+        answers: Callable[[], Sequence[Answer]],
+        resume_step: int | None = None,
+    ) -> None:
+        """`metrics`: tags of the held-out figures that this run measures, for the table of hparams. `resume_step`: the
+        step that the run continues after (None: its first step); what was written after it is dropped."""
+        self._folder, self._hparams, self._metrics, self._answers = folder, dict(hparams), tuple(metrics), answers
+        self._writers: dict[str, Any] = {}
+        self._steps: dict[str, int] = {}
+        root = folder.tensorboard
+        self._tags = keep_events_until((root, *(root / name for name in SPLITS.values())), resume_step)
+        self._layout: dict[str, Any] = {}
+        for tag in ("train/", *self._metrics):  # TensorBoard gives out its colours in this order
+            self._writer_of(tag)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Write the settings and the hparams."""
+        writer = self._writer_of("train/")
+        for name, language in (("config.yaml", "yaml"), ("plan.json", "json"), ("manifest.json", "json")):
+            path = self._folder.path / name
+            if path.is_file():
+                text = redact(path.read_text(encoding="utf-8", errors="replace"))
+                writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
+        writer.add_text("args", redact(args.to_json_string()), state.global_step)
+        if getattr(model, "config", None) is not None:
+            writer.add_text("model_config", redact(model.config.to_json_string()), state.global_step)
+        for part in _hparams_table(self._hparams, ("train/loss", *self._metrics, "train/tokens_per_s")):
+            # into this run's own file: `SummaryWriter.add_hparams` would make a second run for them
+            writer.file_writer.add_summary(part)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Write the figures, and some questions and answers beside their exact match.
+
+        The Trainer's `on_evaluate` would be too early for answers: it comes before they are generated.
+        """
+        step = state.global_step
+        for tag, value in rewrite_logs(logs or {}).items():
+            if not isinstance(value, (int, float)) or self._steps.get(tag, -1) >= step:
+                continue
+            self._steps[tag] = step
+            self._tags.add(tag)
+            writer = self._writer_of(tag)
+            writer.add_scalar(tag, value, step)
+            if tag.endswith("/exact_match") and (answers := list(self._answers())[:SHOWN_ANSWERS]):
+                writer.add_text("answers", answers_text(answers), step)
+        layout = layout_of(self._tags)
+        if layout != self._layout:
+            from torch.utils.tensorboard.summary import custom_scalars
+
+            # with its step: the newest layout is the one that is shown
+            self._writer_of("train/").file_writer.add_summary(custom_scalars(layout), step)
+            self._layout = layout
+        for writer in self._writers.values():
+            writer.flush()
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Close the files; the figures of the trained weights, which follow, open new ones."""
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+    def _writer_of(self, tag: str) -> Any:
+        """The writer of this tag's run."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        name = SPLITS.get(tag.partition("/")[0], "")
+        if name not in self._writers:
+            self._writers[name] = SummaryWriter(log_dir=str(self._folder.tensorboard / name))
+        return self._writers[name]
+
+
+def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Any, Any, Any]:
+    """torch's summaries of the hparams, with each metric looked for in its own split's folder."""
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from torch.utils.tensorboard.summary import hparams as table
+
+    experiment, start, end = table(dict(hparams), dict.fromkeys(metrics, 0.0))
+    metadata = experiment.value[0].metadata.plugin_data
+    content = HParamsPluginData.FromString(metadata.content)
+    for info in content.experiment.metric_infos:
+        info.name.group = SPLITS.get(info.name.tag.partition("/")[0], "")
+    metadata.content = content.SerializeToString()
+    return experiment, start, end
+
+
+def keep_events_until(folders: Iterable[Path], step: int | None) -> set[str]:
+    """Drop events after `step` (None: all of them) from the event files of these folders; returns the tags that stay.
+
+    A resumed run writes those steps again. TensorBoard's own way, a marker in the new file (`purge_step`), leaves the
+    points of a tag until that tag has one at an earlier step (2.21, with both of its loaders).
+    """
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    tags: set[str] = set()
+    for path in [path for folder in folders for path in sorted(folder.glob("events.out.tfevents.*"))]:
+        if step is None:
+            path.unlink()
+            continue
+        events = list(LegacyEventFileLoader(str(path)).Load())
+        kept = [event for event in events if event.step <= step]
+        tags |= {value.tag for event in kept for value in event.summary.value}
+        if len(kept) < len(events):
+            aside = path.with_name(f".kept.{os.getpid()}")  # TensorBoard reads every file with tfevents in its name
+            with aside.open("wb") as file:
+                writer = RecordWriter(file)
+                for event in kept:
+                    writer.write(event.SerializeToString())
+            aside.replace(path)
+    return tags
+
+
+def answers_text(answers: Sequence[Answer]) -> str:
+    """Questions and answers as a Markdown list."""
+    lines = []
+    for answer in answers:
+        mark = "right" if answer.right else f"expected: {_quoted(answer.question.answer)}"
+        lines.append(f"- asked: {_quoted(answer.question.shown)}\n  said: {_quoted(answer.text)} ({mark})")
+    return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """Text as code, so that nothing of it is read as Markdown or HTML."""
+    return f"`{json.dumps(redact(text), ensure_ascii=False)[1:-1].replace('`', chr(0x2019))}`"

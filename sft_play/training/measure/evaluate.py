@@ -1,0 +1,105 @@
+"""The figures of the held-out rows before and after training: their loss, and the answers to their questions."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from sft_play.data.build.splits import Split
+from sft_play.training.job import Job
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.rows import to_dataset
+from sft_play.training.measure.exact_match import Answer, Question, questions
+from sft_play.training.prepare.prepare import Prepared
+from sft_play.training.ranks import distributed
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EvalSet:
+    """The held-out split whose loss and answers are measured before and after training, and all questions."""
+
+    split: Split | None
+    name: str
+    asked: list[Question]
+    asked_while_training: list[Question]
+
+    def metrics(self, *, while_training: bool) -> list[str]:
+        """The figures of a run, as TensorBoard's tags. `while_training`: whether it evaluates the validation rows."""
+        evaluated = {"eval": self.asked_while_training} if while_training else {}
+        if self.split is not None:
+            evaluated["test" if self.name == "test" else "eval"] = self.asked
+        return [
+            f"{prefix}/{figure}"
+            for prefix, asked in evaluated.items()
+            for figure in ("loss", *(["exact_match"] if asked else []))
+        ]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One evaluation of the held-out rows; None where it was not asked for."""
+
+    loss: float | None = None
+    exact_match: float | None = None
+    rows: int = 0
+    answers: tuple[Answer, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """`before` or `after` of the summary."""
+        return {"loss": self.loss, "exact_match": self.exact_match, "rows": self.rows}
+
+
+def eval_set_of(job: Job, prepared: Prepared) -> EvalSet:
+    """The test rows where there are some, else the validation rows, with their questions."""
+    splits = prepared.splits
+    split, name = (splits.test, "test") if splits.test is not None else (splits.val, "val")
+    asked = _questions(job, prepared, split)
+    return EvalSet(split, name, asked, asked if name == "val" else _questions(job, prepared, splits.val))
+
+
+def _questions(job: Job, prepared: Prepared, split: Split | None) -> list[Question]:
+    config = job.loaded.config.eval
+    if split is None or config.generate_rows == 0:
+        return []
+    asked = questions(split, prepared.renderer, config, max_seq_len=job.plan.max_seq_len)
+    if not asked:
+        logger.info("No held-out row ends with an answer to generate: exact match is not measured")
+    return asked
+
+
+def evaluate_before(job: Job, trainer: PlannedLoop, eval_set: EvalSet, *, resumed: bool) -> Figures | None:
+    """The figures before training; a run that was resumed from a checkpoint keeps those of its first start."""
+    if not job.loaded.config.eval.before_training or eval_set.split is None:
+        return None
+    if resumed:
+        recorded = distributed.of_first(job.folder.manifest().get("before") if distributed.is_first() else None)
+        return Figures(recorded["loss"], recorded["exact_match"], recorded["rows"]) if recorded else None
+    before = evaluate(trainer, eval_set)
+    assert before is not None
+    if distributed.is_first():
+        job.folder.update_manifest(before=before.as_json())
+        match = "" if before.exact_match is None else f", exact match {before.exact_match:.1%}"
+        logger.info("Before training: held-out loss %.4f%s", before.loss, match)
+    return before
+
+
+def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
+    """Loss and exact match of the held-out rows with the present weights; None where there are no such rows."""
+    split, name, asked = eval_set.split, eval_set.name, eval_set.asked
+    if split is None:
+        return None
+    last_step, metrics = trainer.last_metrics
+    is_current = last_step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
+    if name == "val" and is_current:  # training ended with this very evaluation
+        return Figures(
+            metrics["eval_loss"], metrics.get("eval_exact_match"), len(split.rows), tuple(trainer.last_answers)
+        )
+    with_answers = f", with {len(asked):,} answers generated" if asked else ""
+    logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", with_answers)
+    prefix = "test" if name == "test" else "eval"
+    metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=asked)
+    answers = tuple(trainer.last_answers) if asked else ()
+    return Figures(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers)

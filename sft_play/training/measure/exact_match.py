@@ -1,0 +1,158 @@
+"""Generated answers, compared word for word with the reference answers.
+
+Decoding is greedy, from exactly the prompt that training rows begin with; an answer ends at the end-of-turn token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from sft_play.config.schema import EvalConfig
+from sft_play.data.build.splits import Split
+from sft_play.data.masks.render import Renderer
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt as token ids, its text as shown, and the reference answer."""
+
+    prompt_ids: list[int]
+    shown: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question with the text that the model generated; `ids`: its tokens, with the one that ended it."""
+
+    question: Question
+    text: str
+    ids: tuple[int, ...] = ()
+
+    @property
+    def right(self) -> bool:
+        """Whether the answer is the reference, word for word; white space at both ends does not count."""
+        return self.text.strip() == self.question.answer.strip()
+
+
+def questions(split: Split, renderer: Renderer, config: EvalConfig, *, max_seq_len: int) -> list[Question]:
+    """Up to `eval.generate_rows` questions, evenly spaced over the split's chats that end with an answer."""
+    asked = []
+    count = min(config.generate_rows, len(split.chats))
+    for index in range(count):
+        chat = split.chats[index * len(split.chats) // count]
+        prompt = renderer.prompt_ids(chat)
+        if prompt is None or len(prompt[0]) + 1 >= max_seq_len:
+            continue
+        shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
+        asked.append(Question(prompt[0], shown, prompt[1]))
+    return asked
+
+
+Configured = int | list[int] | None
+"""The end tokens of a generation config."""
+
+
+def configured_stops(model: Any) -> Configured:
+    """The end tokens of a loaded model's generation config."""
+    stops: Configured = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return stops
+
+
+def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, configured: Configured) -> list[int]:
+    """Tokens that end an answer: the tokenizer's and the generation config's eos, and the template's ends of turn.
+
+    Of a run that trained on text alone (`task_mode` cpt) there are no turns to end.
+    """
+    stops = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
+    added = tokenizer.added_tokens_decoder
+    for end in () if task_mode == "cpt" else renderer.turns().ends.markers:
+        ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+        if len(ids) == 1 or ids[0] in added:  # else its first token is one of ordinary text
+            stops.add(ids[0])
+    return sorted(token for token in stops if token is not None)
+
+
+@torch.no_grad()
+def answers(
+    model: Any,
+    tokenizer: Any,
+    asked: Sequence[Question],
+    *,
+    stop: Sequence[int],
+    max_new_tokens: int,
+    most_tokens: int,
+    began: Callable[[], None] = lambda: None,
+) -> list[Answer]:
+    """What the model answers to each question, in the order asked. The model's mode is restored afterwards.
+
+    `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch.
+    """
+    was_training, config = model.training, model.config.get_text_config()
+    router_logits = getattr(config, "output_router_logits", None)
+    order = sorted(range(len(asked)), key=lambda index: len(asked[index].prompt_ids))
+    given: dict[int, tuple[int, ...]] = {}
+    model.eval()
+    try:
+        if router_logits:  # of the experts' balance loss: with a cache its mask has another length (transformers 5.23)
+            config.output_router_logits = False
+        for batch in batches(order, [len(one.prompt_ids) + max_new_tokens for one in asked], most_tokens):
+            began()
+            generated = _generate(model, tokenizer, [asked[index].prompt_ids for index in batch], stop, max_new_tokens)
+            given |= dict(zip(batch, generated, strict=True))
+    finally:
+        model.train(was_training)
+        if router_logits:
+            config.output_router_logits = router_logits
+    ends = set(stop)
+    texts = {
+        index: str(tokenizer.decode([token for token in ids if token not in ends], skip_special_tokens=False))
+        for index, ids in given.items()
+    }
+    return [Answer(question, texts[index], given[index]) for index, question in enumerate(asked)]
+
+
+def batches(order: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[list[int]]:
+    """Cut indices, ordered by growing `tokens`, into batches of at most `most` tokens (rows x the longest of them); a
+    longer item gets a batch of its own."""
+    batch: list[int] = []
+    for index in order:
+        if batch and (len(batch) + 1) * tokens[index] > most:
+            yield batch
+            batch = []
+        batch.append(index)
+    if batch:
+        yield batch
+
+
+def _generate(
+    model: Any, tokenizer: Any, prompts: list[list[int]], stop: Sequence[int], max_new_tokens: int
+) -> list[tuple[int, ...]]:
+    """Tokens generated from prompts that are padded on the left to one length, up to one that ends an answer."""
+    longest = max(map(len, prompts))
+    pad = tokenizer.pad_token_id
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = max_new_tokens if positions is None else min(max_new_tokens, positions - longest)
+    # on the left: the model continues what stands at the end of each row
+    ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
+    mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    generated_BT = model.generate(
+        input_ids=ids_BT,
+        attention_mask=mask_BT.to(model.device),
+        do_sample=False,
+        temperature=None,
+        top_p=None,
+        top_k=None,
+        max_new_tokens=max(1, room),
+        eos_token_id=list(stop),
+        pad_token_id=pad,
+        use_cache=True,
+    )
+    ends = set(stop)
+    generated = [tuple(row.tolist()[longest:]) for row in generated_BT]
+    lengths = [next((place + 1 for place, token in enumerate(row) if token in ends), len(row)) for row in generated]
+    return [row[:length] for row, length in zip(generated, lengths, strict=True)]

@@ -1,0 +1,326 @@
+"""What a run measures of itself between two logs: speed, utilisation, where a step's time goes, memory, padding.
+
+Everything is summed on the device and read once per log, so that no step waits for it. Times on a GPU are those between
+two events of the device; on a CPU, of the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from transformers import TrainerCallback
+
+from sft_play.planner.plan import Plan
+from sft_play.training.loop.rows import SOURCES
+from sft_play.training.measure.peaks import Peaks, RunMoment
+from sft_play.training.ranks import distributed
+from sft_play.units import GIB
+
+PARTS = ("data", "forward_backward", "optimizer")
+"""Parts of a step: waiting for rows, the passes with their communication, the optimizer's step."""
+PAUSES: dict[str, RunMoment] = {"checkpoint": "saving", "evaluation": "evaluation"}
+"""What happens between steps, and the moment that its memory is counted for. Its time is logged, but counts neither for
+the step nor for the speed."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the plan predicts: peak bytes, tokens per second and model FLOP utilisation; None where not known."""
+
+    peak_bytes: int
+    tokens_per_s: float | None
+    mfu: float | None
+
+    def mfu_at(self, tokens_per_s: float) -> float | None:
+        """Utilisation of the GPUs' dense peak at this speed, with the plan's operations per token."""
+        if not self.tokens_per_s or self.mfu is None:
+            return None
+        return self.mfu * tokens_per_s / self.tokens_per_s
+
+
+def expected_of(plan: Plan) -> Expected:
+    """What measured figures are compared with: allocated bytes on a GPU, resident ones on a CPU."""
+    on_gpu = plan.hardware.device == "cuda"
+    speed = plan.speed.tokens_per_s if plan.speed_known else None
+    return Expected(plan.memory.allocated if on_gpu else plan.memory.reserved, speed, plan.mfu)
+
+
+class _Clock:
+    """Seconds spent in each part since they were last read."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+        self._spans: list[tuple[str, Any, Any]] = []
+
+    def now(self) -> Any:
+        """A moment: an event in the device's stream, or seconds."""
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def add(self, name: str, start: Any) -> None:
+        """Count the time from `start` until now for a part."""
+        self._spans.append((name, start, self.now()))
+
+    def take(self) -> dict[str, float]:
+        """Seconds of each part, then start again from zero; waits for the device."""
+        if self._on_gpu and self._spans:
+            self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
+        totals: dict[str, float] = {}
+        for name, start, end in self._spans:
+            seconds = start.elapsed_time(end) / 1000 if self._on_gpu else end - start
+            totals[name] = totals.get(name, 0.0) + seconds
+        self._spans = []
+        return totals
+
+
+class Monitor(TrainerCallback):
+    """Measures this rank between two logs, and combines the figures of all ranks into what is logged.
+
+    The Trainer tells it when training and the optimizer's steps begin; the loop tells it the rest.
+    """
+
+    def __init__(
+        self,
+        expected: Expected | None = None,
+        *,
+        copies: int = 1,
+        sources: Sequence[str] = SOURCES,
+        peaks: Peaks | None = None,
+    ) -> None:
+        """`copies`: consecutive ranks that see the same rows and are counted once; `sources`: names of the sources
+        whose losses are reported; `peaks`: the peaks by moment, which this starts and ends."""
+        self._peaks = peaks or Peaks()
+        self._copies = copies
+        self.sources = tuple(sources)
+        self._expected, self._on_gpu = expected, self._peaks.on_gpu
+        self._clock = _Clock(on_gpu=self._on_gpu)
+        self._optimizer_start: Any = None
+        self.samples_seen = 0.0
+        """Rows with a trained token (chats of packs) that all ranks have seen in the run, as of the last log."""
+        self.tokens_seen = 0.0
+        """Tokens without padding that all ranks have seen in the run, as of the last log."""
+        self.tokens_before = 0.0
+        """Of those: seen before this process started."""
+        self._reset()
+
+    def seen(self) -> dict[str, float]:
+        """Rows and tokens of all ranks until now, for a checkpoint; every rank calls it."""
+        return {
+            "samples": self.samples_seen + distributed.total(round(float(self._samples))) / self._copies,
+            "tokens": self.tokens_seen + distributed.total(int(self._tokens)) / self._copies,
+        }
+
+    def continue_from(self, seen: Mapping[str, float]) -> None:
+        """Count on from what a checkpoint says; an older version's says nothing."""
+        self.samples_seen, self.tokens_seen = seen.get("samples", 0.0), seen.get("tokens", 0.0)
+        self.tokens_before = self.tokens_seen
+
+    def _reset(self) -> None:
+        self._loss: torch.Tensor | float = 0.0
+        self._trained: torch.Tensor | int = 0
+        self._tokens: torch.Tensor | int = 0
+        self._places = 0
+        self._samples: torch.Tensor | float = 0.0
+        self._head: torch.Tensor | None = None
+        self._sources: torch.Tensor | None = None
+        self._paused, self._compiling, self._since = 0.0, 0.0, time.perf_counter()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Start measuring: what loading and the evaluation before training took is not counted."""
+        self._peaks.start("training")
+        self._clock.take()
+        self._paused, self._compiling, self._since = 0.0, 0.0, time.perf_counter()
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Time what is inside as one of PARTS or of PAUSES; each of the latter has its own peak memory."""
+        began, clock = self._clock.now(), time.perf_counter()
+        with self._peaks.during(PAUSES[name]) if name in PAUSES else contextlib.nullcontext():
+            yield
+        self._clock.add(name, began)
+        if name in PAUSES:
+            self._paused += time.perf_counter() - clock
+
+    def wait(self, seconds: float) -> None:
+        """Leave out what a pass has waited for: compiling, which is logged by itself."""
+        self._paused += seconds
+        self._compiling += seconds
+
+    def generating(self) -> contextlib.AbstractContextManager[None]:
+        """While open, answers are generated: their memory is not counted as the evaluation's."""
+        return self._peaks.during("generation")
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Start the optimizer's time."""
+        self._optimizer_start = self._clock.now()
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Add it."""
+        self._clock.add("optimizer", self._optimizer_start)
+
+    def saw(self, inputs: Any, *, masked: int) -> None:
+        """Count a batch that is about to be trained on; `masked` is the label of tokens that are not.
+
+        A batch of packs has no attention mask, and brings its counts along.
+        """
+        labels = inputs["labels"]
+        trained = scored_labels(inputs) != masked
+        self._tokens = self._tokens + tokens_in(inputs)
+        self._trained = self._trained + trained.sum()
+        self._samples = self._samples + (inputs["sample_count"] if "sample_count" in inputs else trained.any(1).sum())
+        self._places += labels.numel()
+
+    def lost(self, loss: torch.Tensor, *, in_step: Any, ranks: int) -> None:
+        """Count the loss of a pass, which was scaled by `ranks` / `in_step` (trained tokens of the step)."""
+        self._loss = self._loss + loss.detach() * in_step / ranks
+
+    def scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
+        """Count a pass: the sums of `head_sums`, and of `source_sums` where sources are reported."""
+        self._head = head if self._head is None else self._head + head
+        if sources is not None:
+            self._sources = sources if self._sources is None else self._sources + sources
+
+    def take(self, *, steps: int, device: torch.device) -> dict[str, float]:
+        """The figures since the last log, then start again from zero; all ranks call it.
+
+        Args:
+            steps: optimizer steps since then.
+        """
+        seconds = self._clock.take()
+        if self._compiling:
+            seconds["compile"] = self._compiling
+            seconds["forward_backward"] = max(0.0, seconds.get("forward_backward", 0.0) - self._compiling)
+        elapsed = max(1e-9, time.perf_counter() - self._since - self._paused)
+        has_head, has_sources = self._head is not None, self._sources is not None
+        of_head = [] if self._head is None else list(self._head)
+        of_sources = [] if self._sources is None else list(self._sources.flatten())
+        # one vector and one collective per log, whatever is measured. Places: 0 loss, 1 trained tokens, 2 tokens,
+        # 3 places of the batches, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
+        own = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory()]
+        own += [*of_head, *of_sources]
+        dtype = _summing_dtype(device)
+        vector = torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in own])
+        all_ranks = distributed.gathered_numbers(vector)
+        counted = all_ranks[:: self._copies]  # one of each tensor-parallel group
+        self._reset()
+        tokens = sum(rank[2] for rank in counted)
+        speed = tokens / elapsed
+        self.samples_seen += sum(rank[4] for rank in counted)
+        self.tokens_seen += tokens
+        figures = {
+            "tokens_per_s": speed,
+            "tokens_per_s_per_gpu" if self._on_gpu else "tokens_per_s_per_rank": speed / len(all_ranks),
+            "step_time_s": elapsed / max(1, steps),
+            "padding_share": 1 - tokens / max(1.0, sum(rank[3] for rank in counted)),
+            "samples_seen": self.samples_seen,
+            "num_tokens": self.tokens_seen,
+        }
+        if has_head:
+            figures |= head_figures([rank[8 : 8 + len(of_head)] for rank in counted])
+        if has_sources:
+            figures |= source_losses([rank[-2 * len(self.sources) :] for rank in counted], self.sources)
+        figures |= {f"time_{name}_s": seconds.get(name, 0.0) / max(1, steps) for name in PARTS}
+        figures |= {f"time_{name}_s": seconds[name] for name in (*PAUSES, "compile") if name in seconds}
+        if len(all_ranks) > 1:
+            figures |= {f"loss_rank_{n}": rank[0] / rank[1] for n, rank in enumerate(all_ranks) if rank[1]}
+        figures |= self._memory_figures([rank[5:8] for rank in all_ranks])
+        if self._expected is not None:
+            figures["memory_predicted_gib"] = self._expected.peak_bytes / GIB
+            mfu = self._expected.mfu_at(speed)
+            figures |= {} if mfu is None else {"mfu": mfu}
+        return figures
+
+    def _memory(self) -> list[float]:
+        """Allocated, reserved and peak memory of this rank's training steps in GiB; on a CPU resident, 0 and peak."""
+        if self._on_gpu:
+            now, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        else:
+            now, reserved = max(0, psutil.Process().memory_info().rss - self._peaks.level_bytes), 0
+        highest = self._peaks.highest("training")
+        return [now / GIB, reserved / GIB, max(now, highest.allocated if highest else 0) / GIB]
+
+    def _memory_figures(self, ranks: list[list[float]]) -> dict[str, float]:
+        """The highest of all ranks, and each rank's, of what `_memory` gives."""
+        names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")
+        figures: dict[str, float] = {}
+        for name, values in zip(names, zip(*ranks, strict=True), strict=True):
+            if name is None:
+                continue
+            figures[f"memory_{name}_gib"] = max(values)
+            if len(values) > 1:
+                figures |= {f"memory_{name}_gib_rank_{n}": value for n, value in enumerate(values)}
+        return figures
+
+
+def _summing_dtype(device: torch.device) -> torch.dtype:
+    """What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24; MPS has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def scored_labels(inputs: Any) -> torch.Tensor:
+    """The labels that are predicted: `shift_labels` where the batch has them, else those from the second token on."""
+    labels: torch.Tensor = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, 1:]
+    return labels
+
+
+def tokens_in(inputs: Any) -> torch.Tensor:
+    """Tokens of a batch, without padding."""
+    counted: torch.Tensor = inputs["token_count"] if "token_count" in inputs else inputs["attention_mask"].sum()
+    return counted
+
+
+def head_sums(outputs: Any) -> torch.Tensor:
+    """Of a pass with TRL's head: the sums of entropy, right predictions and scored tokens, the balancing loss of the
+    routers, and 1 if there is one: [5], on the device."""
+    dtype = _summing_dtype(outputs.log_probs.device)
+    sums = [part.detach().sum(dtype=dtype) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
+    none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
+    has_balance = outputs.aux_loss is not None
+    balance = [outputs.aux_loss.detach().to(none), none + 1] if has_balance else [none, none]
+    return torch.stack([*sums, *balance])
+
+
+def head_figures(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
+    """TRL's figures from the sums of every rank: entropy and accuracy are means over trained tokens, `aux_loss` over
+    passes, as the loss has it."""
+    entropy, right, scored, balance, passes = (sum(column) for column in zip(*ranks, strict=True))
+    figures = {"entropy": entropy / max(1, scored), "mean_token_accuracy": right / max(1, scored)}
+    figures |= {"aux_loss": balance / passes} if passes else {}
+    return {f"{prefix}{name}": value for name, value in figures.items()}
+
+
+def source_sums(
+    log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor, *, count: int = len(SOURCES)
+) -> torch.Tensor:
+    """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2].
+
+    Args:
+        log_probs: of the tokens from the second on [B, T - 1], or of each next token [B, T]; zero unless `scored`.
+        sources: of all tokens, or of each next token [B, T].
+    """
+    device = log_probs.device
+    dtype = _summing_dtype(device)
+    marks = torch.arange(count, device=device)[:, None, None]
+    of_scored = sources[:, -log_probs.shape[1] :].to(device)
+    mine = (of_scored == marks) & scored  # [sources, B, T - 1]
+    losses = -torch.where(mine, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=dtype)
+    return torch.stack([losses, mine.sum(dim=(1, 2)).to(dtype)], dim=1)
+
+
+def source_losses(ranks: list[list[float]], names: Sequence[str] = SOURCES, *, prefix: str = "") -> dict[str, float]:
+    """Mean loss over the tokens of each source, from the sums of every rank; a source without tokens is left out."""
+    losses: dict[str, float] = {}
+    for place, name in enumerate(names):
+        loss_sum, tokens = (sum(rank[2 * place + column] for rank in ranks) for column in (0, 1))
+        if tokens:
+            losses[f"{prefix}loss_{name}"] = loss_sum / tokens
+    return losses

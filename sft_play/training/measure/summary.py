@@ -1,0 +1,208 @@
+"""The result of a run: its summary as JSON and in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sft_play.errors import Interrupted
+from sft_play.log import one_line
+from sft_play.runs.metrics import evaluations
+from sft_play.starter.names import CONFIG
+from sft_play.training.job import Job, resume_command
+from sft_play.training.loop.callbacks import StopAfter
+from sft_play.training.measure.evaluate import Figures
+from sft_play.training.measure.load_memory import LoadMemory
+from sft_play.training.measure.updates import UpdateFacts
+from sft_play.training.proofs.compiling import CompileFacts
+from sft_play.training.proofs.kernels import Taken
+from sft_play.training.ranks import distributed
+from sft_play.training.ranks.engine_check import EngineCheck
+from sft_play.units import GIB
+
+SAMPLE_ANSWERS = 3
+"""Questions that the last lines of a run show."""
+KEPT_SAMPLES, _SAMPLE_CHARACTERS = 12, 2_000
+"""Questions whose answers are kept in the summary, and the longest text of each."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """The result of the optimizer steps since this process started. Speed is in tokens per second of all ranks."""
+
+    steps: int
+    """Of the whole run, those of earlier starts too."""
+    tokens_per_s: float
+    peak_bytes: dict[str, int | None]
+    stop: StopAfter
+    updates: UpdateFacts | None
+    compiled: CompileFacts | None = None
+    """What compiling blocks came to; None where the plain code ran."""
+    steps_before: int = 0
+    """Steps of earlier starts."""
+    skipped_steps: int = 0
+    """Steps that were left out since they were not finite."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of a run since this process started."""
+
+    trained: Trained
+    before: Figures | None
+    after: Figures | None
+    split: str
+    by_moment: dict[str, dict[str, int | None]]
+    engine_check: EngineCheck
+    loading: LoadMemory | None
+    wall_s: float
+    kernels: Taken = field(default_factory=Taken)
+
+    @property
+    def exit_code(self) -> int:
+        """130 if a signal stopped the run, else 0."""
+        stop = self.trained.stop
+        return Interrupted.exit_code if stop.signal is not None and stop.stopped_early else 0
+
+    @property
+    def status(self) -> str:
+        """`status` of the manifest."""
+        return "stopped" if self.trained.stop.stopped_early else "finished"
+
+    def as_json(self, job: Job) -> dict[str, Any]:
+        """`summary.json`; `finish` adds `model_path` once the weights are saved."""
+        stage, speed = job.folder.stage, job.plan.speed.tokens_per_s
+        return {
+            "status": self.status,
+            "split": self.split,
+            "before": self.before.as_json() if self.before else None,
+            "after": self.after.as_json() if self.after else None,
+            "samples": samples(self.before, self.after),
+            "peak_bytes": self.trained.peak_bytes,
+            "peak_bytes_by_moment": self.by_moment,
+            "tokens_per_s": round(self.trained.tokens_per_s, 2),
+            "steps": self.trained.steps,
+            "skipped_steps": self.trained.skipped_steps,
+            "wall_s": round(self.wall_s, 2),
+            "exit": self.exit_code,
+            "engine_proof": self.engine_check.as_json(),
+            "updates": self.trained.updates.as_json() if self.trained.updates else None,
+            "compile": self.trained.compiled.as_json() if self.trained.compiled else None,
+            "loading": self.loading.as_json() if self.loading else None,
+            "evaluations": evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
+            "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
+            **({"kernels": self.kernels.as_json(job.plan)} if job.plan.kernels else {}),
+        }
+
+
+def summary_lines(job: Job, result: Result, summary: dict[str, Any]) -> list[str]:
+    """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what to try next."""
+    predicted = f" ({job.plan.speed.tokens_per_s:,.0f} predicted)" if job.plan.speed_known else ""
+    steps, speed = result.trained.steps, result.trained.tokens_per_s
+    earlier = result.trained.steps_before
+    now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
+    now += f" ({result.trained.skipped_steps} skipped: not finite)" if result.trained.skipped_steps else ""
+    lines = [f"Steps: {now} in {result.wall_s:.0f} s; {speed:,.0f} tokens/s in training{predicted}"]
+    lines += [result.trained.compiled.line] if result.trained.compiled else []
+    lines += _figure_lines(result)
+    lines += _answer_lines(result.before, result.after)
+    lines += [_memory_line(result.trained.peak_bytes), _moments_line(result.by_moment)]
+    others = result.kernels.words(job.plan)
+    lines += [others] if others else []
+    lines.append(f"Written to: {job.folder.path}")
+    if result.exit_code:  # its error says how to resume
+        return lines
+    if result.status == "stopped":
+        return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
+    lines.append(f"Trained weights: {summary['model_path']}")
+    return lines if job.folder.run is not None else [*lines, *_next_lines(job)]
+
+
+def _figure_lines(result: Result) -> list[str]:
+    lines = []
+    for name, attribute, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
+        values = [getattr(figures, attribute) if figures else None for figures in (result.before, result.after)]
+        if any(value is not None for value in values):
+            shown = [form.format(value) if value is not None else "not measured" for value in values]
+            rows = (result.after or result.before or Figures()).rows
+            lines.append(f"Held-out {name} ({result.split}, {rows} rows): {shown[0]} before, {shown[1]} after")
+    return lines
+
+
+def _answer_lines(before: Figures | None, after: Figures | None) -> list[str]:
+    lines = []
+    old = {answer.question.shown: answer.text for answer in before.answers} if before else {}
+    for answer in (after.answers if after else ())[:SAMPLE_ANSWERS]:
+        lines.append(f"Asked: {one_line(answer.question.shown)}")
+        if answer.question.shown in old:
+            lines.append(f"  before: {one_line(old[answer.question.shown])}")
+        mark = "right" if answer.right else f"expected: {one_line(answer.question.answer)}"
+        lines.append(f"  after:  {one_line(answer.text)}  ({mark})")
+    return lines
+
+
+def samples(before: Figures | None, after: Figures | None) -> list[dict[str, Any]]:
+    """Some questions with the answers of the untrained and the trained model (`before` is None where it was not asked),
+    evenly spaced over those that were asked; long texts are cut."""
+    answers = after.answers if after else ()
+    old = {answer.question.shown: answer.text for answer in before.answers} if before else {}
+    count = min(KEPT_SAMPLES, len(answers))
+    chosen = [answers[index * len(answers) // count] for index in range(count)]
+    return [
+        {
+            "asked": _cut(answer.question.shown),
+            "expected": _cut(answer.question.answer),
+            "before": _cut(old[answer.question.shown]) if answer.question.shown in old else None,
+            "after": _cut(answer.text),
+            "right": answer.right,
+        }
+        for answer in chosen
+    ]
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SAMPLE_CHARACTERS else text[: _SAMPLE_CHARACTERS - 1] + "…"
+
+
+def _memory_line(peak: dict[str, int | None]) -> str:
+    def show(value: int | None) -> str:
+        return f"{value / GIB:.2f} GiB" if value is not None else "not measured"
+
+    if "measured_rss" in peak:
+        level, measured = peak["level_rss"] or 0, peak["measured_rss"]
+        whole = "" if measured is None else f" (the process had {show(level + measured)} resident)"
+        return (
+            f"Peak memory above the {show(level)} of Python and its libraries: predicted "
+            f"{show(peak['predicted_reserved'])}, measured {show(measured)}{whole}"
+        )
+    return (
+        f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "
+        f"(allocated); {show(peak['predicted_reserved'])} predicted, {show(peak['measured_reserved'])} measured "
+        "(reserved)"
+    )
+
+
+def _moments_line(peaks: Mapping[str, Mapping[str, int | None]]) -> str:
+    """The measured peak of each moment, with its prediction where both are of allocated bytes."""
+    shown = []
+    for moment, peak in peaks.items():
+        measured, predicted = peak.get("measured_allocated"), peak["predicted_allocated"]
+        beside = f" ({predicted / GIB:.2f} predicted)" if measured is not None and predicted is not None else ""
+        measured = peak.get("measured_rss") if measured is None else measured
+        shown.append(f"{moment} " + (f"{measured / GIB:.2f} GiB{beside}" if measured is not None else "not measured"))
+    return f"Peak memory by moment: {', '.join(shown)}"
+
+
+def _next_lines(job: Job) -> list[str]:
+    """What to try next."""
+    run = job.folder.quoted
+    lines = [f"Talk to it: make chat RUN={run}", f"Is it better than its base: make ship RUN={run}"]
+    if job.loaded.config.tuning.mode != "full":
+        lines.append(f"As one model, without its base: make merge RUN={run}")
+    if "tensorboard" in job.loaded.config.train.report_to:
+        lines.append(f"See the curves: make tensorboard RUN={run}")
+    if Path(job.loaded.path).name == Path(CONFIG).name:
+        lines.append('Try next: make train CONFIG=configs/run_bnb.yaml SET="data.train_path=…" (your own data)')
+    return lines

@@ -1,0 +1,1 @@
+"""The model: read, sharded, quantised, with its adapters and its attention."""

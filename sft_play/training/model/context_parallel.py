@@ -1,0 +1,106 @@
+"""Context parallelism: the ranks of a group share the tokens of each row, and each computes attention for some heads.
+
+Everything but attention works on one token at a time. For attention the ranks exchange heads for tokens, so that each
+has its share of the heads over the whole row, and back (Ulysses, https://arxiv.org/abs/2309.14509). The result is that
+of one process: attention is causal over whole rows, padding is at their end, and no mask is needed.
+
+To FSDP2 the ranks are data-parallel ranks: a part of a row is a row with fewer tokens.
+
+Shape letters: B rows, H heads, S tokens of a row, P parts of it, D width of a head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from transformers import AttentionInterface
+
+from sft_play.planner.layout import Layout
+from sft_play.training.model import repeated_keys, varlen
+
+ATTENTION = "ulysses_sdpa"
+"""The attention's name in transformers, which makes no mask for names that it does not know."""
+_HEADS, _TOKENS = 1, 2
+"""Dimensions of queries, keys and values."""
+_groups: dict[str, DeviceMesh] = {}
+"""The group that this process is in, under ATTENTION: an attention function is called by its name alone."""
+
+
+def join_group(layout: Layout, device: torch.device) -> None:
+    """Create the context-parallel groups of a layout; does nothing for a layout without. All ranks call it, once there
+    is a process group."""
+    parts = layout.context_parallel
+    if parts == 1:
+        return
+    mesh = init_device_mesh(device.type, (layout.ranks // parts, parts), mesh_dim_names=("rows", "cp"))
+    _groups[ATTENTION] = mesh["cp"]
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention over whole rows.
+
+    Args:
+        query: [B, H, S/P, D] of this rank's tokens; `key` and `value` likewise, with as many heads as they have.
+
+    Returns:
+        [B, S/P, H, D] of this rank's tokens.
+    """
+    mesh = _groups[ATTENTION]
+    copies = -(-mesh.size() // key.shape[_HEADS])
+    if copies > 1:  # fewer key heads than ranks: each goes to the ranks whose queries read it
+        key, value = (heads.repeat_interleave(copies, dim=_HEADS) for heads in (key, value))
+    query, key, value = (_exchange(heads, mesh, _TOKENS, _HEADS) for heads in (query, key, value))
+    if repeated_keys.in_use():
+        times = query.shape[_HEADS] // key.shape[_HEADS]
+        key, value = (heads.repeat_interleave(times, dim=_HEADS) for heads in (key, value))
+    output = nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        dropout_p=dropout if module.training else 0.0,
+        is_causal=True,
+        scale=scaling,
+        enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
+    )
+    return _exchange(output, mesh, _HEADS, _TOKENS).transpose(_HEADS, _TOKENS).contiguous(), None
+
+
+def _exchange(heads: torch.Tensor, mesh: DeviceMesh, divided: int, to_divide: int) -> torch.Tensor:
+    """The tensor divided along the dimension `to_divide`, from one divided along `divided`."""
+    # from one Shard to another is one all-to-all, and autograd knows its backward
+    whole = DTensor.from_local(heads.contiguous(), mesh, [Shard(divided)], run_check=False)
+    return whole.redistribute(placements=[Shard(to_divide)]).to_local()
+
+
+@contextlib.contextmanager
+def whole_rows(model: Any) -> Iterator[None]:
+    """While open, the model has the usual attention: in generation every rank has whole rows, and padding at their
+    beginning is masked."""
+    own = model.config.get_text_config()._attn_implementation
+    if own not in (ATTENTION, varlen.ATTENTION):
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
+
+
+AttentionInterface.register(ATTENTION, attend)

@@ -1,0 +1,258 @@
+"""FSDP2 unit by unit: the first rank reads the weights and sends them, and every rank keeps only its part.
+
+No rank holds the whole model on its device, and only the first one reads it. transformers memory-maps safetensors
+files: weights in the files' own dtype take no RAM, those of another dtype or stacked ones (experts) are copied. Until
+it is divided, every rank has the model with its adapters, its buffers, and parameters of the right shape and dtype but
+without memory. NF4 weights are quantised on each rank when their unit arrives.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError, SftPlayError
+from sft_play.planner.precision import DtypeName, Precision
+from sft_play.training.model import repeated_keys
+from sft_play.training.model.model_loading import DTYPES, keep_4bit_trainable, quantization
+from sft_play.training.prepare.model_spec import ModelSpec, grown, location
+from sft_play.training.ranks import distributed
+
+logger = logging.getLogger(__name__)
+
+_READING_TAKES = datetime.timedelta(days=1)
+"""How long the other ranks wait for the first: it may have to download the weights."""
+_AROUND = ("base_layer", "original_module", "modules_to_save", "default")
+"""What PEFT inserts into the names of the base's weights."""
+
+Source = Mapping[str, torch.Tensor]
+"""The weights by their names in the base; empty on all ranks but the first."""
+
+
+def load_for_sharding(
+    config: RunConfig,
+    precision: Precision,
+    model_spec: ModelSpec,
+    *,
+    storage: DtypeName | None,
+    read: Callable[[], Any],
+) -> tuple[Any, Source]:
+    """The model without its weights, ready for adapters and for `shard`, and the weights on the first rank.
+
+    Args:
+        storage: dtype of packed 4-bit weights; a floating-point one, so that FSDP2 can divide them.
+        read: returns the plain model in the host's memory; called on the first rank only.
+
+    Raises:
+        ModelError: the first rank could not read it; every rank raises the same.
+    """
+    repeated_keys.use(repeated=model_spec.attention.repeats_kv)
+    weights: dict[str, torch.Tensor] = {}
+    answer: list[Any] = [None]
+    if distributed.is_first():
+        try:
+            source = read()
+            weights = dict(source.named_parameters(remove_duplicate=False))
+            dtypes = {name: weight.dtype for name, weight in weights.items()}
+            others = {
+                name: tensors for name, module in source.named_modules() if (tensors := dict(_other_tensors(module)))
+            }
+            answer = [(dtypes, others, source.generation_config)]
+        except SftPlayError as error:
+            answer = [str(error)]
+    group = dist.new_group(backend="gloo", timeout=_READING_TAKES)
+    dist.broadcast_object_list(answer, src=0, group=group)
+    dist.destroy_process_group(group)
+    if isinstance(answer[0], str):
+        raise ModelError(answer[0])
+    dtypes, others, generation = answer[0]
+    model = _empty_model(config, precision, grown(model_spec), storage)
+    _put_placeholders(model, dtypes, DTYPES[precision.load])
+    _put_other_tensors(model, others)
+    model.generation_config = generation
+    model.config.use_cache = False
+    keep_4bit_trainable(model)
+    return model, weights
+
+
+def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """A module's own tensors that are not parameters."""
+    yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
+    yield from ((name, item) for name, item in vars(module).items() if isinstance(item, torch.Tensor))
+
+
+def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None) -> Any:
+    """The model on the meta device, its linear layers replaced by 4-bit ones where the mode says so."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_spec.hf_config,
+            dtype=DTYPES[precision.load],
+            attn_implementation=model_spec.attention.name,
+            trust_remote_code=config.model.trust_remote_code,
+        )
+    model.config.name_or_path = location(config)
+    if config.tuning.mode == "qlora":
+        from transformers.quantizers import AutoHfQuantizer
+
+        quantizer = AutoHfQuantizer.from_config(quantization(precision, storage), pre_quantized=False)
+        quantizer.preprocess_model(model=model, dtype=DTYPES[precision.load], device_map=None)
+        quantizer.postprocess_model(model)
+        model.hf_quantizer = quantizer
+    model.tie_weights()
+    return model.eval()
+
+
+def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load: torch.dtype) -> None:
+    """Replace parameters on the meta device by CPU ones that take the memory of one element: PEFT creates adapters on
+    the base's device, and an adapter needs real memory."""
+    placeholders: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in placeholders:  # tied ones stay one
+                dtype = dtypes.get(f"{path}.{name}" if path else name, load)
+                data = torch.empty((), dtype=dtype).expand(parameter.shape)
+                placeholders[id(parameter)] = (
+                    type(parameter)(data, requires_grad=False, **vars(parameter))
+                    if _is_4bit(parameter)
+                    else nn.Parameter(data, requires_grad=parameter.requires_grad)
+                )
+            module._parameters[name] = placeholders[id(parameter)]
+
+
+def _put_other_tensors(model: nn.Module, others: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+    """Set buffers and other tensors of modules; raises ModelError where the first rank's model did not have one."""
+    for path, tensors in others.items():
+        module = model.get_submodule(path)
+        for name, tensor in tensors.items():
+            if name in module._buffers:
+                module._buffers[name] = tensor
+            else:
+                setattr(module, name, tensor)
+    left = [path for path, module in model.named_modules() for _, tensor in _other_tensors(module) if tensor.is_meta]
+    if left:
+        raise ModelError(f"{left[0]} keeps a tensor that its weights do not have; use STRATEGY=ddp or zero3 for it")
+
+
+def _is_4bit(parameter: Any) -> bool:
+    return type(parameter).__name__ == "Params4bit"
+
+
+def shard(trainer: Any, source: Source, *, layer_class: str, in_fp32: bool) -> None:
+    """Fill the trainer's model and divide it, one unit after the other; all ranks call it.
+
+    The units are accelerate's (`fsdp2_prepare_model`, which does nothing for a model that is already divided): every
+    layer, the embedding, the head with the last norm, the rest. At its peak a rank holds its parts, the current unit
+    whole, and one tensor as it arrived.
+
+    Args:
+        source: as `load_for_sharding` returns it.
+        in_fp32: whether what trains is kept in fp32, beside computation in 16 bits.
+    """
+    model, device = trainer.model, trainer.args.device
+    plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.torch_device_mesh
+    options = {
+        "reshard_after_forward": plugin.reshard_after_forward,
+        "offload_policy": plugin.cpu_offload,
+        "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+        "mesh": mesh[tuple(trainer.accelerator.parallelism_config.fsdp_dim_names)] if mesh is not None else None,
+    }
+    filling = _Filling(model, source, device, in_fp32=in_fp32)
+    for modules, changed in _units(model, layer_class):
+        for module in modules:
+            filling.fill(module)
+        fully_shard(modules if len(modules) > 1 else modules[0], **{**options, **changed})
+    plugin.auto_wrap_policy = None  # accelerate would look for layers by a class name that FSDP2 has changed
+    for parameter in model.parameters():
+        # accelerate matches the optimizer's parameters by the addresses of their parts, and those of all empty parts (a
+        # dimension shorter than the ranks) are 0
+        part = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+        if part.numel() == 0:
+            part.data_ptr = partial(id, parameter)
+
+
+def _units(model: Any, layer_class: str) -> Iterator[tuple[list[nn.Module], dict[str, Any]]]:
+    """The modules of each unit, inner ones first, and options in which it differs from the others."""
+    layers = [module for module in model.modules() if type(module).__name__ == layer_class]
+    for layer in layers:  # a list: `fully_shard` changes the class of what has been yielded
+        yield [layer], {}
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weight = getattr(embedding, "weight", None)
+    tied = weight is not None and weight is getattr(head, "weight", None)
+    if embedding is not None and not tied:
+        yield [embedding], {}
+    # a model with adapters has no norm here: its prefix leads to another module
+    base = getattr(model, getattr(model, "base_model_prefix", "") or "", model)
+    norms = [module for module in base.children() if "Norm" in type(module).__name__] if base is not None else []
+    tail = [module for module in (*norms[-1:], embedding if tied else None, head) if module is not None]
+    if tail:
+        yield tail, {"reshard_after_forward": False}
+    yield [model], {"reshard_after_forward": None}
+
+
+class _Filling:
+    """Gives each parameter its value once, in every module that holds it."""
+
+    def __init__(self, model: nn.Module, source: Source, device: torch.device, *, in_fp32: bool) -> None:
+        self._source, self._device, self._in_fp32 = source, device, in_fp32
+        self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+        for path, module in model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places.setdefault(id(parameter), []).append((f"{path}.{name}", module, name))
+        self._done: set[int] = set()
+
+    def fill(self, unit: nn.Module) -> None:
+        """Fill every parameter of a unit that no earlier unit had."""
+        for module in unit.modules():
+            for name, parameter in list(module._parameters.items()):
+                is_left = parameter is not None and not isinstance(parameter, DTensor)
+                if is_left and id(parameter) not in self._done:
+                    self._fill(parameter, module)
+                    self._done.add(id(module._parameters[name]))
+
+    @torch.no_grad()
+    def _fill(self, parameter: nn.Parameter, module: nn.Module) -> None:
+        places = self._places[id(parameter)]
+        if _is_4bit(parameter):
+            is_transposed = issubclass(getattr(module, "source_cls", nn.Linear), Conv1D)
+            shape = parameter.shape[::-1] if is_transposed else parameter.shape
+            whole = self._received(places[0][0], parameter, shape)
+            whole = whole.T if is_transposed else whole
+            filled = type(parameter)(whole, requires_grad=False, **vars(parameter)).to(self._device)  # quantises
+        else:
+            whole = self._received(places[0][0], parameter, parameter.shape)
+            widen = self._in_fp32 and parameter.requires_grad
+            filled = nn.Parameter(whole.float() if widen else whole, requires_grad=parameter.requires_grad)
+        for _, owner, name in places:
+            owner._parameters[name] = filled
+
+    def _received(self, name: str, parameter: nn.Parameter, shape: torch.Size) -> torch.Tensor:
+        """The first rank's value, whole, on this rank's device."""
+        if distributed.is_first():
+            own = self._source.get(base_name(name), parameter)
+            assert own.untyped_storage().nbytes() >= own.nbytes, f"{name} has no value"
+            whole = own.detach().to(self._device, parameter.dtype, copy=True).contiguous()
+        else:
+            whole = torch.empty(shape, dtype=parameter.dtype, device=self._device)
+        if dist.get_world_size() > 1:
+            dist.broadcast(whole, src=0)
+        return whole
+
+
+def base_name(name: str) -> str:
+    """A parameter's name in the base, from its name in a model with adapters."""
+    return ".".join(part for part in name.removeprefix("base_model.model.").split(".") if part not in _AROUND)

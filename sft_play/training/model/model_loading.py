@@ -1,0 +1,182 @@
+"""The model with its weights: read from safetensors, quantised for qlora, refused where any are missing."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError
+from sft_play.facts.models.architecture import local_folder
+from sft_play.log import one_line
+from sft_play.planner.precision import DtypeName, Precision
+from sft_play.training.checkpoints.full_state_dict import tied_names
+from sft_play.training.model import repeated_keys
+from sft_play.training.prepare.model_spec import ModelSpec, location
+
+logger = logging.getLogger(__name__)
+
+DTYPES: dict[DtypeName, torch.dtype] = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+}
+TEXT_TOWER_KEYS = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+"""Where checkpoints of image-text models keep the language model's weights, in the old layout and the new."""
+
+
+def load_model(
+    config: RunConfig,
+    precision: Precision,
+    model_spec: ModelSpec,
+    *,
+    device: str | None,
+    storage: DtypeName | None = None,
+) -> Any:
+    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `mps`, `cpu`).
+
+    `device` None leaves the placement to DeepSpeed's ZeRO-3, which divides plain weights while they are read; NF4
+    weights are first quantised whole on the process's own device, and divided when the engine starts. `storage` is the
+    dtype in which packed 4-bit weights are kept (None: bytes); FSDP can divide only floating-point ones.
+
+    Raises:
+        ModelError: the weights cannot be fetched, are not safetensors, or some are missing.
+    """
+    options: dict[str, Any] = {}
+    if config.tuning.mode == "qlora":
+        options["quantization_config"] = quantization(precision, storage)
+    on_gpu = device is not None and device.startswith("cuda")
+    if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
+        options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
+    repeated_keys.use(repeated=model_spec.attention.repeats_kv)
+    model = read_model(config, precision, model_spec, options)
+    keep_4bit_trainable(model)
+    model.config.use_cache = False
+    if on_gpu:
+        torch.cuda.empty_cache()  # blocks left over from loading would count in every later peak
+    return model
+
+
+def read_model(
+    config: RunConfig, precision: Precision, model_spec: ModelSpec, options: Mapping[str, Any] | None = None
+) -> Any:
+    """The model with its weights and the embeddings that its tokenizer needs, in the host's memory unless the `options`
+    for `from_pretrained` say otherwise.
+
+    Raises:
+        ModelError: the weights cannot be fetched, are not safetensors, or some are missing.
+    """
+    chosen: dict[str, Any] = {
+        "config": model_spec.hf_config,
+        "revision": config.model.revision,
+        "trust_remote_code": config.model.trust_remote_code,
+        "dtype": DTYPES[precision.load],
+        "attn_implementation": model_spec.attention.name,
+        "use_safetensors": True,  # pickled weights can run code when they are read
+        "output_loading_info": True,
+        **(options or {}),
+    }
+    if model_spec.is_text_tower:
+        chosen["key_mapping"] = TEXT_TOWER_KEYS
+    where = location(config)
+    try:
+        with no_load_report():
+            model, info = AutoModelForCausalLM.from_pretrained(where, **chosen)
+    except torch.OutOfMemoryError:  # a RuntimeError that `out_of_memory_explained` words
+        raise
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
+        folder = local_folder(config.model.name)
+        files = sorted(item.name for item in folder.iterdir()) if folder is not None else []
+        pickled = [name for name in files if name.endswith((".bin", ".pt", ".pth"))]
+        if pickled:
+            raise ModelError(
+                f"{folder} holds {pickled[0]} but no safetensors; pickled weights can run code and are not read: "
+                "convert them (transformers: load them where that is safe, then save_pretrained)"
+            ) from error
+        problem = one_line(str(error), limit=300)
+        raise ModelError(f"the weights of {config.model.name} cannot be loaded: {problem}") from error
+    _check_loaded(model, info, config)
+    unused = [] if model_spec.is_text_tower else sorted(info.get("unexpected_keys", ()))
+    if unused:
+        logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
+    if model_spec.resize_to is not None:
+        model.resize_token_embeddings(model_spec.resize_to)
+    return model
+
+
+@contextlib.contextmanager
+def no_load_report() -> Iterator[None]:
+    """transformers' table of missing and unused tensors switched off: both are checked and reported here."""
+    table = logging.getLogger("transformers.modeling_utils")
+    level = table.level
+    table.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        table.setLevel(level)
+
+
+def quantization(precision: Precision, storage: DtypeName | None = None) -> BitsAndBytesConfig:
+    """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314)."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=DTYPES[precision.compute],
+        **({"bnb_4bit_quant_storage": DTYPES[storage]} if storage else {}),
+    )
+
+
+def _check_loaded(model: Any, info: dict[str, Any], config: RunConfig) -> None:
+    """Raises ModelError where weights were missing, since they would be random numbers."""
+    missing = sorted(set(info.get("missing_keys", ())) - tied_names(model))
+    if missing or info.get("mismatched_keys"):
+        names = ", ".join([*missing, *(str(item) for item in info.get("mismatched_keys", ()))][:6])
+        raise ModelError(
+            f"the weights of {config.model.name} do not match the model: {one_line(names, limit=300)} "
+            f"({len(missing)} missing); the folder is incomplete, or of another architecture than its config.json says"
+        )
+
+
+def keep_4bit_trainable(model: nn.Module) -> None:
+    """Keep bitsandbytes from repacking 4-bit weights for inference on CPUs with AVX512-BF16.
+
+    The first forward in eval mode without gradients would repack them, and training afterwards passes no gradient
+    through a frozen layer, with one warning only (seen on bitsandbytes 0.50.2; its Linear4bit reads this flag per
+    instance). Versions without the flag are not touched.
+    """
+    for module in model.modules():
+        if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+
+
+def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
+    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB.
+
+    Whole files are not read: 140 GB would take minutes, and different weights differ at their ends too, since a
+    safetensors file begins with its index and training moves every tensor.
+    """
+    folder = local_folder(name)
+    if folder is None:
+        return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}
+    digest = hashlib.sha256()
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{file.name} {size}\0".encode())
+        with file.open("rb") as stream:
+            digest.update(stream.read(1 << 20))
+            stream.seek(max(0, size - (1 << 20)))
+            digest.update(stream.read(1 << 20))
+    return {"path": str(folder), "sha256": digest.hexdigest()}

@@ -1,0 +1,204 @@
+"""Attention over chats that lie one behind the other, told apart by their boundaries: no mask, no other package.
+
+Where `varlen_proof` has shown it on the run's own GPU, `torch.nn.attention.varlen` runs, PyTorch's own flash kernel for
+rows of many lengths; elsewhere each chat is attended to alone by PyTorch's sdpa. Everything but that last call is the
+same, so a CPU tests what a GPU runs. Sliding windows are given to the kernel; grouped heads stay grouped there. Rows
+that are not packed have boundaries only where a window needs them; else they are sdpa's.
+
+Calls for each chat need the chats' lengths on the host. They come with the batch (`collate.CHAT_LENGTHS`), since
+reading them from the device would be a wait in every layer.
+
+transformers makes no mask for an attention whose name it does not know, packed or not. `context_parallel.whole_rows`
+gives a model its usual attention back for generation, whose prompts are padded on the left.
+
+Shape letters: B rows, H heads, G heads of keys, S tokens of a row, T tokens of all rows, D width of a head.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from sft_play.training.model import repeated_keys
+
+ATTENTION = "varlen_sdpa"
+"""The attention's name in transformers."""
+_HEAD_UNIT = 8
+"""The flash kernel takes heads whose width is a multiple of this (flash_attn/flash_api.cpp)."""
+
+
+_flash_in_use = False
+
+
+def use_flash(*, used: bool) -> None:
+    """From here on PyTorch's varlen kernel runs on this process's GPU, or each chat is a call of its own."""
+    global _flash_in_use
+    _flash_in_use = used
+
+
+def needs_lengths(attention: str) -> bool:
+    """Whether a model with this attention needs the chats' lengths on the host; the kernel reads boundaries itself."""
+    return attention == ATTENTION and not _flash_in_use
+
+
+def why_not() -> str | None:
+    """Why the installed torch has no varlen kernel for a GPU; None where it has one."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
+    lacking = {"scale", "window_size", "enable_gqa"} - set(inspect.signature(varlen_attn).parameters)
+    return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(lacking))}" if lacking else None
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int | None = None,
+    chat_lengths: Sequence[int] | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention inside each chat.
+
+    Args:
+        query: [B, H, S, D]; `key` and `value` [B, G, S, D] with H a multiple of G.
+        sliding_window: tokens that a query sees, itself included.
+        cu_seq_lens_q: where chats begin among the T tokens of the only row, and the end; None: each row is one chat.
+        max_length_q: tokens of the longest chat.
+        chat_lengths: tokens of each chat, on the host; None: read from `cu_seq_lens_q` where they are needed.
+
+    Returns:
+        [B, S, H, D].
+
+    Raises:
+        ValueError: what no fused kernel does was asked for: capped scores, sinks, dropout, bidirectional attention.
+    """
+    _refuse(module, dropout, options)
+    rows, _, length, _ = query.shape
+    slides = sliding_window is not None and sliding_window < length and length == key.shape[2]
+    if cu_seq_lens_q is None and not (slides and attention_mask is None):
+        usual = repeated_keys.attend if repeated_keys.in_use() else sdpa_attention_forward
+        output: tuple[torch.Tensor, None] = usual(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return output
+    if cu_seq_lens_q is None:
+        max_length_q, chat_lengths = length, (length,) * rows
+        cu_seq_lens_q = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+    if torch.is_autocast_enabled(query.device.type):  # it casts sdpa, and not operators that it does not know
+        low = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (heads.to(low) for heads in (query, key, value))
+    query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
+    output_THD = kernel(
+        query,
+        key,
+        value,
+        cu_seq_lens_q,
+        int(max_length_q or length),
+        lengths=chat_lengths,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window if slides else None,
+    )
+    return output_THD.unflatten(0, (rows, length)), None
+
+
+def _refuse(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
+    """Raises ValueError for what no fused kernel does."""
+    asked = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
+    asked += ["dropout"] if dropout and module.training else []
+    asked += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]
+    if asked:
+        raise ValueError(f"varlen attention has no {', '.join(asked)}")
+
+
+def kernel(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    *,
+    lengths: Sequence[int] | None = None,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Attention of [T, H, D] over keys and values [T, G, D] between the boundaries `ends`, as [T, H, D].
+
+    Args:
+        lengths: what lies between the boundaries, on the host; None: read from `ends` where it is needed.
+    """
+    if _flash_in_use and query.is_cuda:  # small models of the class are measured on the CPU
+        return flash(query, key, value, ends, longest, scale=scale, window=window)
+    if lengths is None:  # a class of code of its own may not pass them on
+        lengths = [end - begin for begin, end in itertools.pairwise(ends.tolist())]
+    return one_by_one(query, key, value, lengths, scale=scale, window=window)
+
+
+def flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """`kernel` by PyTorch's flash kernel, in one call."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    width = query.shape[-1]
+    if width % _HEAD_UNIT:
+        query, key, value = (F.pad(heads, (0, -width % _HEAD_UNIT)) for heads in (query, key, value))
+    output: torch.Tensor = varlen_attn(
+        query, key, value, ends, ends, longest, longest, scale=scale,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return output[..., :width]
+
+
+def one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: Sequence[int],
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """The same by one call of sdpa per chat; a window is a mask as long as the chat is. `value` may have another width
+    than `key`."""
+    lengths = list(lengths)
+    times = query.shape[1] // key.shape[1]
+    if times > 1:  # only flash attention on a GPU has grouped heads
+        key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    parts = []
+    for chat in zip(*(heads.split(lengths) for heads in (query, key, value)), strict=True):
+        q, k, v = (heads.transpose(0, 1).unsqueeze(0) for heads in chat)
+        length = q.shape[2]
+        mask = None
+        if window is not None and window < length:
+            mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril_().triu_(1 - window)
+        attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+        parts.append(attended.squeeze(0).transpose(0, 1))  # an index's gradient would be a copy
+    return torch.cat(parts)
+
+
+AttentionInterface.register(ATTENTION, attend)

@@ -1,0 +1,1 @@
+"""What is decided before weights are read: tokenizer, model class, adapters, attention, the machine."""

@@ -1,0 +1,200 @@
+"""Which backend trains a run, with the reason: transformers, PEFT and bitsandbytes, or Unsloth in its own processes.
+
+The one seam for tuning backends: only `choose_backend` decides.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.config.leaves import leaves
+from sft_play.config.schema import RunConfig
+from sft_play.errors import BackendError
+from sft_play.log import one_line
+from sft_play.planner.precision import Precision
+from sft_play.training.prepare.model_spec import ModelSpec
+from sft_play.training.unsloth.unsloth_environment import Answer, ask, find_python
+
+SETUP = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
+LAYOUTS = ("single", "ddp")
+"""What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248)."""
+_MADE_HERE = ("data.", "runs", "launch.command", "planner.", "trace.", "training.prepare.tokenizer")
+"""Prefixes of owners whose options take effect before anything is handed over."""
+_SUPPORTED = frozenset(
+    {
+        "model.name", "model.revision", "model.trust_remote_code",
+        "tuning.mode", "tuning.backend", "tuning.backend_fallback",
+        "tuning.lora.r", "tuning.lora.alpha", "tuning.lora.dropout", "tuning.lora.target_modules",
+        "tuning.lora.use_rslora",
+        "train.epochs", "train.max_steps", "train.stop_after_steps", "train.learning_rate", "train.lr_scheduler_type",
+        "train.warmup_steps", "train.weight_decay", "train.adam_beta2", "train.max_grad_norm", "train.on_nan",
+        "train.optim",
+        "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
+        "train.metric_for_best_model", "train.early_stopping_patience", "train.seed", "train.profile_steps",
+        "train.report_to", "train.group_by_length", "train.batch_by",
+        "train.dataloader_num_workers", "train.dataloader_pin_memory",
+        "eval.steps", "eval.generate_rows", "eval.max_new_tokens", "eval.before_training",
+    }
+)  # fmt: skip
+"""Options that are passed to Unsloth's process. One that is neither passed nor takes effect here, and is not at its
+default, is refused, so that no new option is silently ignored."""
+_UNSUPPORTED = frozenset(
+    {"curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"}
+)
+"""Options that matter during training, whoever owns them."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The tuning backend that runs; `fallback_from` is the one that was asked for, where that cannot run."""
+
+    name: str
+    reason: str
+    fallback_from: str | None = None
+
+
+def choose_backend(
+    config: RunConfig, *, layout: str = "single", nodes: int = 1, launched: bool = False, staged: bool = False
+) -> Backend:
+    """The backend that runs here, in this layout over so many nodes.
+
+    `launched`: this process is a rank that a launcher started; `staged`: the config is that of a stage.
+
+    Raises:
+        BackendError: the one that was asked for cannot, and no fallback was named.
+    """
+    if config.tuning.backend == "bnb":
+        return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
+    problem = problem_of_unsloth(config, layout=layout, nodes=nodes, launched=launched)
+    problem = "it does not support curriculum" if staged else problem
+    if problem is not None:
+        return fall_back(config, problem)
+    python, answer = answer_here()
+    return Backend("unsloth", f"unsloth: {answer.words}, in {python}")
+
+
+def fall_back(config: RunConfig, problem: str) -> Backend:
+    """The backend in place of Unsloth, which cannot run because of `problem`; raises like `choose_backend`."""
+    if config.tuning.backend_fallback is None:
+        raise BackendError(
+            f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb, or set "
+            "tuning.backend_fallback=bnb to fall back to it where Unsloth cannot run"
+        )
+    name = config.tuning.backend_fallback
+    return Backend(name, f"{name} instead of unsloth: {problem}", fallback_from="unsloth")
+
+
+def problem_of_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> str | None:
+    """Why Unsloth cannot run this here; None where it can. Importing Unsloth takes seconds, so it is asked last.
+
+    Args:
+        launched: whether this process is a rank that a launcher started.
+    """
+    has_gpu = torch.cuda.is_available()
+    try:
+        python = find_python(os.environ)
+    except BackendError as error:
+        return str(error)
+    if python is None and not has_gpu:
+        return (
+            "its kernels need a CUDA GPU, and torch sees none; on a CPU it trains without them, in an environment of "
+            f"its own, and there is none: {SETUP}"
+        )
+    if python is None:
+        return f"it needs an environment of its own, and there is none: {SETUP}"
+    refused = unsupported(config)
+    if refused:
+        return f"it does not support {'; '.join(refused)}"
+    if layout not in LAYOUTS or nodes > 1:
+        asked = f"{nodes} nodes" if nodes > 1 else f"STRATEGY={layout}"
+        return f"its processes each hold the whole model on one node, and {asked} was asked for: STRATEGY=ddp"
+    if launched:
+        return (
+            "a launcher started this process as a rank, and Unsloth's processes are started by make train (one GPU) "
+            "and make train-distributed (several)"
+        )
+    try:
+        answer = ask(python)
+    except BackendError as error:
+        return str(error)
+    if has_gpu != (answer.device != "cpu"):
+        here, there = ("a GPU", "none") if has_gpu else ("none", "one")
+        return (
+            f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device}; {answer.words}): build "
+            "its environment again, or hide the GPU from both with CUDA_VISIBLE_DEVICES="
+        )
+    return None
+
+
+def unsupported(config: RunConfig) -> list[str]:
+    """Options of the run that Unsloth cannot follow, with their values and reasons."""
+    refused = []
+    if config.tuning.mode == "full":
+        refused.append("tuning.mode=full (it trains adapters here: qlora, lora)")
+    if config.task_mode == "cpt_mixed":
+        refused.append("task_mode=cpt_mixed (only TRL's trainer reports the losses of chats and texts separately)")
+    if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
+        layers = config.train.gradient_checkpointing
+        refused.append(f"train.gradient_checkpointing={layers} (Unsloth checkpoints all layers or none)")
+    reasons = {
+        "data.packing": "Unsloth's attention does not know where the chats of a row begin",
+        "tuning.lora.use_dora": "its kernels compute plain LoRA",
+        "tuning.lora.modules_to_save": "Unsloth stores and ties such modules in a way of its own",
+        "model.adapter": "it starts a new adapter",
+        "model.attn_implementation": "Unsloth chooses the attention",
+        "model.experts_implementation": "Unsloth runs experts by its own code",
+    }
+    for path, (value, is_default) in _values(config).items():
+        owner = leaves()[path].owner  # the module that reads the option: where it takes effect
+        takes_effect = path in _SUPPORTED or (path not in _UNSUPPORTED and owner.startswith(_MADE_HERE))
+        if not is_default and not takes_effect:
+            why = f" ({reasons[path]})" if path in reasons else ""
+            refused.append(f"{path}={one_line(json.dumps(value))}{why}")
+    return refused
+
+
+def _values(config: RunConfig) -> dict[str, tuple[Any, bool]]:
+    """Every option's value as plain data, and whether it is the default."""
+    data = config.model_dump(mode="json")
+    values = {}
+    for path, leaf in leaves().items():
+        value: Any = data
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        default = list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default  # as JSON has it
+        values[path] = (value, value == default)
+    return values
+
+
+def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
+    """Why Unsloth cannot train a model of this class and precision; None where it can."""
+    if model_spec.is_text_tower:
+        return "the model is an image-text model, of which only the text tower is trained here"
+    if model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out:
+        return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"
+    if model_spec.resize_to is not None:
+        return "the tokenizer is larger than the model's embeddings"
+    if precision.load != precision.compute:
+        return (
+            f"it loads and computes in one dtype, and the run loads {precision.load} and computes in "
+            f"{precision.compute} (model.dtype=auto)"
+        )
+    return None
+
+
+def answer_here() -> tuple[Path, Answer]:
+    """The environment that `problem_of_unsloth` found, and what Unsloth says about it.
+
+    Raises:
+        BackendError: there is none.
+    """
+    python = find_python(os.environ)
+    if python is None:
+        raise BackendError(f"Unsloth needs an environment of its own, and there is none: {SETUP}")
+    return python, ask(python)

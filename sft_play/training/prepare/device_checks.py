@@ -1,0 +1,140 @@
+"""Whether the planned device is usable, how much of its memory is free, and the message where it runs out."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import torch
+
+from sft_play.config.schema import RunConfig
+from sft_play.environment import allocator_words
+from sft_play.errors import DoesNotFit, HardwareError
+from sft_play.facts.gpus.unseen import ON_CPU, torch_is_blind
+from sft_play.log import one_line
+from sft_play.planner.batching import divisors
+from sft_play.planner.memory.margins import DESKTOP_BYTES
+from sft_play.planner.plan import Plan
+from sft_play.units import GIB
+
+logger = logging.getLogger(__name__)
+
+
+def check_device(plan: Plan, config: RunConfig) -> None:
+    """Raises HardwareError where torch cannot use the planned GPU, or sees one that the plan does not know of."""
+    planned = plan.hardware.device
+    if planned == "cuda" and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if planned == "cuda" and not torch.cuda.is_available():
+        reason = "it finds none"
+        try:
+            torch.cuda.init()
+        except Exception as error:  # the exception's type differs between builds
+            reason = str(error)
+        raise HardwareError(torch_is_blind(plan.hardware.gpus[0].name, reason))
+    if planned == "mps" and not torch.backends.mps.is_available():
+        raise HardwareError(
+            f"this Mac has {plan.hardware.shared_gpu}, but torch {torch.__version__} cannot use it (a build without "
+            f"MPS, Python for Intel, or macOS before 14): use a Python for arm64, then make setup; or {ON_CPU}"
+        )
+    if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
+        raise HardwareError(
+            f"torch {torch.__version__} sees an accelerator ({torch.accelerator.current_accelerator()}), but the run "
+            "was planned for the CPU, since no driver's tool shows a GPU that runs are planned for (make gpu-info): "
+            f"{ON_CPU}"
+        )
+
+
+def check_gpu(plan: Plan, config: RunConfig) -> None:
+    """Compare the plan with what the GPU can do, and with its free memory as the driver reports it, before anything is
+    loaded.
+
+    Raises:
+        HardwareError: torch or bitsandbytes has no kernels for it.
+        DoesNotFit: less is free than the plan needs, and the batch was left to the plan.
+    """
+    if plan.hardware.device != "cuda":
+        return
+    _require_kernels(plan, config)
+    free, total = torch.cuda.mem_get_info()
+    need = plan.memory.reserved + plan.memory.margin
+    logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
+    if plan.hardware.pages:
+        # Windows' driver would page GPU memory to the host, where a step takes many times as long, without a message
+        limit = min(free + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES
+        limit = max(0, min(limit, total))
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        logger.info(
+            "WSL: this process may use %.1f GiB of the GPU and runs out of memory there; beyond it Windows' driver "
+            "would page to the host's memory, many times as slow (%.1f GiB of what is free are left to the desktop)",
+            limit / GIB, DESKTOP_BYTES / GIB,
+        )  # fmt: skip
+    logger.info("%s", allocator_words(os.environ))
+    if need <= free:
+        return
+    message = (
+        f"{need / GIB:.1f} GiB are planned, but only {free / GIB:.1f} are free on the GPU now: another process took "
+        "memory since the plan was made; end it (nvidia-smi lists them) and start again"
+    )
+    if config.train.batch_size == "auto" and config.train.grad_accum == "auto":
+        raise DoesNotFit(message)
+    logger.warning("%s; continuing because the batch was given", message)
+
+
+def _require_kernels(plan: Plan, config: RunConfig) -> None:
+    """Raises HardwareError where torch or bitsandbytes was built without kernels for the planned GPU, which would be
+    found out only after the weights are loaded."""
+    name = plan.hardware.gpus[0].name
+    try:
+        torch.zeros(1, device="cuda").add_(1).item()  # creates the CUDA context too
+    except torch.OutOfMemoryError:
+        return  # what is free says it
+    except RuntimeError as error:  # torch.AcceleratorError: no kernel image is available for execution on the device
+        raise HardwareError(
+            f"torch {torch.__version__} cannot compute on {name}: {one_line(str(error), limit=200)} It was built for "
+            f"{' '.join(torch.cuda.get_arch_list()) or 'no GPU'}; install a build for this GPU (make doctor)"
+        ) from error
+    if not config.uses_bitsandbytes:
+        return
+    from bitsandbytes import cextension
+
+    # what every call of a kernel would raise from; releases before 0.46 name it otherwise
+    if isinstance(cextension.lib, getattr(cextension, "ErrorHandlerMockBNBNativeLibrary", ())):
+        build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+        raise HardwareError(
+            f"bitsandbytes has no library that works with torch for {build}, and this run needs it "
+            f"(tuning.mode={config.tuning.mode}, train.optim={config.train.optim}): another version of it is "
+            "needed (make doctor), or tuning.mode=lora with train.optim=adamw_torch_fused"
+        )
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(plan: Plan) -> Iterator[None]:
+    """Raises DoesNotFit in place of torch's out-of-memory error inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DoesNotFit(out_of_memory_message(plan, error)) from error
+
+
+def out_of_memory_message(plan: Plan, error: BaseException) -> str:
+    """What was predicted and what to do: the plan was wrong, or another process took the memory."""
+    return (
+        f"CUDA out of memory; the plan predicted {plan.memory.required / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB "
+        f"with micro-batch {plan.batch.micro_batch} ({one_line(str(error), limit=300)}). Check with nvidia-smi whether "
+        f"another process took memory meanwhile; try {_smaller(plan)}"
+    )
+
+
+def _smaller(plan: Plan) -> str:
+    """What needs less memory, by settings that the run can be resumed with where there are any: rows of a step stay."""
+    batch = plan.batch
+    if batch.micro_batch > 1:
+        half = max(size for size in divisors(batch.micro_batch) if size <= batch.micro_batch // 2)
+        passes = batch.micro_batch * batch.grad_accum // half
+        return f"SET='train.batch_size={half} train.grad_accum={passes}', which resume takes too"
+    if plan.gradient_checkpointing is not True:
+        return "SET=train.gradient_checkpointing=true, which resume takes too"
+    return "more GPUs, or a new run with a shorter model.max_seq_len"

@@ -1,0 +1,118 @@
+"""The experts of a model's class: whether there are any, which implementation runs them, and grouped products under
+autocast."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+from sft_play.config.schema import RunConfig
+from sft_play.facts.models.config_fields import ALIASES, EXPERT_COUNTS
+from sft_play.planner.experts import Experts, experts_of, refuse_without_experts
+from sft_play.planner.precision import Precision
+from sft_play.training.proofs.packable import on_small_model, small_model
+
+CASTING = "sft_play_grouped_mm"
+"""The name under which `grouped_mm_in_autocast` is registered in transformers."""
+
+_LIST = re.compile(r"(^|\.)experts$")
+
+
+def grouped_mm_in_autocast(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """transformers' grouped products in autocast's dtype: tokens x hidden in and out, the other two tokens x experts.
+
+    Autocast leaves grouped products alone, and transformers then multiplies in the dtype of the weights: fp32 weights
+    would be multiplied in fp32, where eager experts and every other product run in 16 bits.
+    """
+    device = hidden_states.device.type
+    if torch.is_autocast_enabled(device):
+        self = _Cast(self, torch.get_autocast_dtype(device))
+    result: torch.Tensor = grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    return result
+
+
+class _Cast:
+    """A module of experts whose parameters are read in another dtype."""
+
+    def __init__(self, experts: Any, dtype: torch.dtype) -> None:
+        self._experts, self._dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._experts, name)
+        return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
+
+
+def register() -> None:
+    """Make `CASTING` known to transformers."""
+    ALL_EXPERTS_FUNCTIONS.register(CASTING, grouped_mm_in_autocast)
+
+
+def name_in_transformers(experts: Experts) -> str:
+    """What transformers calls the implementation; `register` comes first."""
+    return CASTING if experts.casts else experts.name
+
+
+def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> Experts | None:
+    """The implementation for a model of this class (its weights may be on the meta device); None without experts.
+
+    Raises:
+        ConfigError: the config names one that cannot run, or there are no experts.
+    """
+    # the attribute that transformers' decorator sets on experts that it runs (integrations/moe.py, 5.23)
+    through_transformers = [module for module in skeleton.modules() if hasattr(module, "is_concatenated")]
+    if not through_transformers and not has_own_experts(skeleton):
+        refuse_without_experts(config)
+        return None
+    # rows of the down projections: the hidden width and an expert's inner one, whichever comes first
+    sides = {size for module in through_transformers for size in module.down_proj.shape[1:]}
+    return experts_of(
+        config, has_own_code=not through_transformers, widths=sorted(sides), precision=precision
+    )  # fmt: skip
+
+
+def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> None:
+    """Make TRL's balance loss that of the class: its names for the numbers of experts, and a weight of 0 where a class
+    whose config has one computes none (Llama 4, Doge without experts).
+
+    TRL 1.16 reads `num_experts` and `num_experts_per_tok`; configs that call them otherwise have an `attribute_map`.
+    """
+    if not balance_coefficient(hf_config):
+        return
+    kind = type(hf_config)
+    for name, others in (("num_experts", EXPERT_COUNTS), ("num_experts_per_tok", ALIASES["num_experts_per_tok"])):
+        given = next((other for other in others if isinstance(getattr(hf_config, other, None), int)), None)
+        if not hasattr(hf_config, name) and given is not None:
+            kind.attribute_map = {**kind.attribute_map, name: kind.attribute_map.get(given, given)}
+    has_one, _ = on_small_model(hf_config, _computes_balance, trust_remote_code=trust_remote_code)
+    if has_one is False:
+        hf_config.router_aux_loss_coef = 0.0
+
+
+def balance_coefficient(hf_config: Any) -> float:
+    """The weight of the experts' balance loss, by TRL's rule: 0 where the config has none."""
+    has_one = hasattr(hf_config, "output_router_logits")
+    return float(getattr(hf_config, "router_aux_loss_coef", 0.0) or 0.0) if has_one else 0.0
+
+
+def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
+    """Whether a model of this config returns a balance loss where it is asked for."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = small_model(small, "eager", trust_remote_code)
+        ids = torch.arange(3, 19)[None]
+        output = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
+    return isinstance(getattr(output, "aux_loss", None), torch.Tensor)
+
+
+def has_own_experts(skeleton: nn.Module) -> bool:
+    """Whether a class has experts that transformers does not run: a list of MLPs, or stacked weights of its own."""
+    return any(
+        _LIST.search(name)
+        and (isinstance(module, nn.ModuleList) or any(weight.dim() == 3 for weight in module.parameters()))
+        for name, module in skeleton.named_modules()
+    )

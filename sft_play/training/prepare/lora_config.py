@@ -1,0 +1,103 @@
+"""The LoRA config of a run: which linear layers get adapters, with every name of the YAML checked against the model."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from peft import LoraConfig as PeftLoraConfig
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ModelError
+from sft_play.facts.models.model_shape import AdapterPlaces
+from sft_play.log import one_line
+from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
+
+_SHOWN_NAMES = 24
+"""Names of linear layers that an error lists at most."""
+
+
+def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, list[str]]:
+    """PEFT's config for a model of this class, whose weights may be on the meta device, with notes on where adapters
+    are, and where they are not.
+
+    Raises:
+        ModelError: a target or a module to save matches nothing, or a module gets both.
+    """
+    lora = config.tuning.lora
+    places, lost = adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
+    layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}
+    if lora.target_modules != "auto":
+        _check_targets(lora.target_modules, layers, places, skeleton)
+    targets = places.given(lora.target_modules)
+    if not targets:
+        raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
+    _check_saved(config, targets, skeleton)
+    notes = [f"Adapters: r {lora.r}, alpha {lora.alpha} on {', '.join(sorted(targets))}"]
+    if any(parameter.dim() == 3 for parameter in skeleton.parameters()):
+        notes.append("Adapters: the experts are one tensor per layer, not linear layers, and get none")
+    notes += [f"Adapters: {words}" for words in places.words]
+    return PeftLoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.r,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        modules_to_save=list(lora.modules_to_save) or None,
+        use_rslora=lora.use_rslora,
+        use_dora=lora.use_dora,
+        fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
+    ), notes
+
+
+def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: AdapterPlaces, model: Any) -> None:
+    """Raises ModelError naming every target that matches no linear layer, with the names that exist."""
+    head = output_head(model)
+    head_names = [name for name, module in model.named_modules() if module is head]
+    problems = []
+    for target in wanted:
+        if any(_matches(target, name) for name in head_names):
+            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
+        elif any(_matches(target, name) for name in layers):
+            continue
+        elif why := next((why for path, why in places.left_out if _matches(target, path)), None):
+            problems.append(f"{one_line(target)}: {why}")
+        else:
+            problems.append(f"{one_line(target)} matches nothing{_nearest(target, layers)}")
+    if problems:
+        names = ", ".join(sorted({name.rpartition(".")[2] for name in layers})[:_SHOWN_NAMES])
+        raise ModelError(
+            f"tuning.lora.target_modules: {'; '.join(problems)}. The linear layers are: {names}; auto takes these"
+        )
+
+
+def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> None:
+    """Raises ModelError for a module of modules_to_save that matches nothing, or that gets an adapter too."""
+    modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
+    for saved in config.tuning.lora.modules_to_save:
+        if not any(_matches(saved, name) for name in modules):
+            names = ", ".join(sorted({name.rpartition(".")[2] for name in modules if not name[-1].isdigit()}))
+            raise ModelError(
+                f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing{_nearest(saved, modules)}. "
+                f"The modules are: {one_line(names, limit=400)}"
+            )
+        if saved in targets:
+            raise ModelError(f"tuning.lora: {one_line(saved)} is both in target_modules and in modules_to_save")
+        inside = [layer for layer in linear_layers(model) if f".{saved}." in f".{layer}."]
+        if inside:
+            raise ModelError(
+                f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or are "
+                f"quantised, such as {inside[0]}; name whole modules without them: embed_tokens, lm_head, norms"
+            )
+
+
+def _matches(target: str, name: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _nearest(target: str, names: Any) -> str:
+    near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1, cutoff=0.6)
+    return f" (did you mean {near[0]}?)" if near else ""

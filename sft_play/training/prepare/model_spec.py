@@ -1,0 +1,240 @@
+"""What is known of a model before its weights are read: class, attention, adapters, vocabulary, by its shapes alone."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.build.packing import wants_packing
+from sft_play.errors import ModelError
+from sft_play.facts.models.architecture import local_folder, refuse_quantised
+from sft_play.log import one_line
+from sft_play.planner.experts import Experts
+from sft_play.planner.layout import SINGLE, Layout
+from sft_play.planner.precision import Precision
+from sft_play.training.model import tensor_parallel
+from sft_play.training.model.tensor_parallel import Style
+from sft_play.training.model.varlen import ATTENTION
+from sft_play.training.prepare import experts
+from sft_play.training.prepare.attention import Attention, choose_attention
+from sft_play.training.prepare.lora_config import peft_config_of
+from sft_play.training.proofs.boundaries import boundaries_of
+from sft_play.training.proofs.packable import require_packable
+from sft_play.training.proofs.unmasked import padding_of
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What is known of the model before any weights are read: its config, class, adapters and choices."""
+
+    hf_config: Any
+    attention: Attention
+    is_text_tower: bool
+    peft_config: PeftLoraConfig | None
+    vocab_size: int
+    resize_to: int | None
+    layer_class: str
+    """Class name of the repeated decoder layer; empty where there is none."""
+    notes: tuple[str, ...]
+    masks: bool = True
+    """Whether padded rows come with an attention mask."""
+    tensor_plan: Mapping[str, Style] = field(default_factory=dict)
+    """How modules are divided over tensor-parallel ranks; empty without tensor parallelism."""
+    dtype: torch.dtype | None = None
+    """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
+    experts: Experts | None = None
+    """How experts are multiplied; None where there are none."""
+
+
+def grown(model_spec: ModelSpec) -> ModelSpec:
+    """The spec of a model whose embeddings are resized already, such as one that an earlier stage has saved."""
+    if model_spec.resize_to is None:
+        return model_spec
+    hf_config = copy.deepcopy(model_spec.hf_config)
+    hf_config.vocab_size = model_spec.resize_to
+    return replace(model_spec, hf_config=hf_config, resize_to=None)
+
+
+def build_model_spec(
+    config: RunConfig,
+    precision: Precision,
+    *,
+    tokenizer_size: int,
+    layout: Layout = SINGLE,
+    repeats_kv: bool = False,
+    masks: bool = True,
+    by_boundaries: bool = False,
+) -> ModelSpec:
+    """Everything about the model that can be checked without its weights, on the meta device.
+
+    Args:
+        repeats_kv: whether sdpa repeats keys and values (`Plan.repeats_kv`).
+        masks: whether padded rows come with a mask (`Step.masks`); False is measured, and refused where it matters.
+        by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
+
+    Raises:
+        ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
+            cannot be divided as the layout divides it.
+        ConfigError: packing is on, and the class does not keep the chats of a row apart.
+    """
+    whole = _whole_config(config)
+    refuse_quantised(whole.to_dict(), name=config.model.name, mode=config.tuning.mode)
+    hf_config = whole.get_text_config()
+    is_text_tower = hf_config is not whole
+    notes = []
+    model_class = _model_class(hf_config, config)
+    attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
+    attention = attention.repeating if repeats_kv else attention
+    experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
+    skeleton = _skeleton(hf_config, config)
+    chosen = _experts(config, hf_config, skeleton, precision)
+    vocab_size = skeleton.get_input_embeddings().weight.shape[0]
+    resize_to = _resize(config, vocab_size, tokenizer_size)
+    peft_config = None
+    if config.tuning.mode != "full":
+        peft_config, on_adapters = peft_config_of(config, skeleton)
+        notes += on_adapters
+    if resize_to is not None:
+        notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
+    notes.append(f"Attention: {attention.reason}")
+    if chosen is not None:
+        notes.append(f"Experts: {chosen.reason}")
+    attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
+    notes += measured
+    return ModelSpec(
+        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes),
+        masks,
+        tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
+        hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
+        chosen,
+    )  # fmt: skip
+
+
+def _measured(
+    config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
+) -> tuple[Attention, bool, list[str]]:
+    """What a small model of the class shows, with a note of each: the attention (varlen where boundaries are enough to
+    keep chats apart), and whether padded rows come with a mask.
+
+    Raises:
+        ConfigError: packing is on, and the class does not keep the chats of a row apart.
+    """
+    notes, trusted = [], config.model.trust_remote_code
+    if wants_packing(config):
+        notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
+    if by_boundaries and attention.name == "sdpa":
+        boundaries = boundaries_of(hf_config, trust_remote_code=trusted)
+        notes.append(f"Attention: {boundaries.reason}")
+        attention = replace(attention, name=ATTENTION) if boundaries.are_enough else attention
+    # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
+    if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
+        padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
+        notes.append(f"Attention: {padding.reason}")
+        masks = padding.masks
+    return attention, masks, notes
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model in their order: what transformers checkpoints one by one."""
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def _layer_class(skeleton: Any) -> str:
+    """The class of the decoder layer: the most frequent one of the blocks, since some models have others beside it;
+    empty where there is none."""
+    layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
+    return max(layers, key=lambda name: layers[name], default="")
+
+
+def _experts(config: RunConfig, hf_config: Any, skeleton: Any, precision: Precision) -> Experts | None:
+    """How experts are multiplied; the model's config says it to whatever builds or loads the model."""
+    chosen = experts.choose_experts(config, skeleton, precision)
+    if chosen is not None:
+        experts.register()
+        hf_config._experts_implementation = experts.name_in_transformers(chosen)
+    return chosen
+
+
+def _skeleton(hf_config: Any, config: RunConfig) -> Any:
+    """The model on the meta device: names and shapes, no weights."""
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
+    except Exception as error:  # each model class checks its config in its own way
+        raise ModelError(
+            f"{config.model.name}: transformers cannot build a {type(hf_config).__name__} from its config.json: "
+            f"{one_line(str(error), limit=300)}"
+        ) from error
+
+
+def empty_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
+    """The model with its adapter, where it has one, on the meta device: names and shapes, no weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_spec.hf_config, trust_remote_code=trust_remote_code)
+        adapter = model_spec.peft_config
+        return model if adapter is None else get_peft_model(model, copy.deepcopy(adapter))
+
+
+def location(config: RunConfig) -> str:
+    """The model's folder, or its name on the hub."""
+    return str(local_folder(config.model.name) or config.model.name)
+
+
+def _whole_config(config: RunConfig) -> Any:
+    """The config as published: that of an image-text model holds the language model's as its text config."""
+    model, where = config.model, location(config)
+    try:
+        return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # each config class checks its fields in its own way
+        raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
+
+
+def _model_class(hf_config: Any, config: RunConfig) -> Any:
+    """The class that the model is built from; `nn.Module` for code that comes with the model.
+
+    Raises:
+        ModelError: it is an encoder or a classifier, or the class is unknown.
+    """
+    others = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    other = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(others)), None)
+    if other is not None:
+        raise ModelError(f"{config.model.name} is a {other}, not a causal language model; take the language model")
+    if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
+        return nn.Module
+    raise ModelError(
+        f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a causal language "
+        "model; this toolkit trains causal language models"
+    )
+
+
+def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int) -> int | None:
+    """The embedding's new size where the tokenizer is larger than the model, else None: embeddings never shrink.
+
+    Raises:
+        ModelError: adapters alone would leave the new rows untrained and unsaved.
+    """
+    if tokenizer_size <= vocab_size:
+        return None
+    saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
+    # wte: GPT-2's embedding, which is its head too
+    if config.tuning.mode != "full" and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
+        raise ModelError(
+            f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings; adapters would leave "
+            "the new ones untrained and unsaved: set tuning.lora.modules_to_save=[embed_tokens, lm_head], use "
+            "tuning.mode=full, or take the tokenizer that belongs to the model"
+        )
+    return tokenizer_size

@@ -1,0 +1,213 @@
+"""Everything that is checked and decided before any weight is read: backend, tokenizer, the model's shapes, rows."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.build.file_digests import content_digest_of
+from sft_play.data.build.splits import Splits, build_splits
+from sft_play.data.marks import first_lines
+from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.token_row import show_row
+from sft_play.errors import BackendError, ConfigError, DoesNotFit, in_stage
+from sft_play.facts.models.architecture import check_available
+from sft_play.log import one_line
+from sft_play.planner.plan import Plan
+from sft_play.training.job import Job
+from sft_play.training.loop.trainer import check_trackers
+from sft_play.training.model.model_loading import weights_facts
+from sft_play.training.prepare.backend import Backend, choose_backend, fall_back, model_problem
+from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec
+from sft_play.training.prepare.origin import Origin, origin_of
+from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
+from sft_play.training.prepare.trainable import trainable_note
+from sft_play.training.proofs.kernels import check_kernels
+from sft_play.units import GIB
+
+logger = logging.getLogger(__name__)
+
+OF_THE_MODEL = ("weights", "tokenizer", "adapter")
+"""Facts that all stages of a run share."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run, or a stage of one, before any weight is read."""
+
+    backend: Backend
+    tokenizer: LoadedTokenizer
+    splits: Splits
+    model_spec: ModelSpec
+    renderer: Renderer
+    origin: Origin | None = None
+    """The adapter that training continues; None where it starts a new one."""
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether adapters are trained instead of the model's own weights."""
+        return self.model_spec.peft_config is not None
+
+    @property
+    def begins_from(self) -> Path | None:
+        """The folder of the adapter that training continues."""
+        return self.origin.folder if self.origin is not None else None
+
+
+def prepare(job: Job) -> Prepared:
+    """Load the tokenizer, the model on the meta device and the rows, and log every decision; nothing is written.
+
+    Raises:
+        SftPlayError: what the user can fix, naming the stage.
+    """
+    if job.folder.stage is not None:
+        logger.info("Stage %s:", job.folder.stage)
+    with in_stage(job.folder.stage):
+        config, layout = job.loaded.config, job.plan.choice.layout
+        backend = choose_backend(
+            config,
+            layout=job.plan.layout,
+            nodes=job.plan.hardware.nodes,
+            launched="RANK" in os.environ,
+            staged=job.folder.stage is not None,
+        )
+        if backend.fallback_from:
+            logger.warning("Backend: %s", backend.reason)
+        if backend.name == "bnb":
+            check_trackers(config)
+            check_kernels(config, job.plan)
+        check_available(config.model.name, revision=config.model.revision)
+        # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
+        tokenizer = load_tokenizer(config)
+        _log(tokenizer.notes)
+        model_spec = _model_spec(job, tokenizer)
+        problem = model_problem(model_spec, job.plan.precision) if backend.name == "unsloth" else None
+        if problem is not None:
+            if layout.ranks > 1:  # bnb would need this process to be one of the ranks
+                raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
+            backend = fall_back(config, problem)
+            logger.warning("Backend: %s", backend.reason)
+            check_trackers(config)
+            check_kernels(config, job.plan)
+        origin = origin_of(config, model_spec, tokenizer_sha256=tokenizer.sha256)
+        if origin is not None:
+            model_spec = replace(model_spec, notes=(*model_spec.notes, *origin.notes))
+        splits = _splits(job, tokenizer, model_spec)
+        _log(model_spec.notes)
+        return Prepared(backend, tokenizer, splits, model_spec, _renderer(job, tokenizer), origin)
+
+
+def _model_spec(job: Job, tokenizer: LoadedTokenizer) -> ModelSpec:
+    config, plan = job.loaded.config, job.plan
+    step = plan.choice.step
+    model_spec = build_model_spec(
+        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout,
+        repeats_kv=plan.repeats_kv, masks=step.masks, by_boundaries=step.varlen,
+    )  # fmt: skip
+    keeps_mask = step.varlen and model_spec.attention.name == "sdpa"
+    if keeps_mask or (model_spec.masks and not step.masks):
+        _require_room_for_masks(config, plan)
+    planned = step.attention
+    if model_spec.attention.name in ("sdpa", "eager") and model_spec.attention.name != planned:
+        logger.warning(
+            "Attention: the model's class runs %s, but the plan assumed %s: memory and speed will differ from the plan",
+            model_spec.attention.name, planned,
+        )  # fmt: skip
+    trained = trainable_note(config, model_spec)
+    return replace(model_spec, notes=(*model_spec.notes, *([trained] if trained else [])))
+
+
+def _require_room_for_masks(config: RunConfig, plan: Plan) -> None:
+    """Warns that padded rows or packs keep a mask that the plan did not count.
+
+    Raises:
+        DoesNotFit: the plan fits without it, and would not with it.
+    """
+    need, room = plan.masked_bytes, plan.budget_bytes
+    if need is None:  # no row is padded
+        return
+    words = f"{need / GIB:.2f} GiB, where {plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
+    train = config.train
+    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
+        raise DoesNotFit(
+            f"{one_line(config.model.name)} needs masks that the plan left out, as a small model of its class showed, "
+            f"and with them this plan needs {words}; set train.batch_size=1 and eval.batch_size=1, whose rows are "
+            "never padded, and data.packing=none",
+            plan=plan.as_json(),
+        )
+    logger.warning("Attention: with the masks that rows keep this run needs %s", words)
+
+
+def _splits(job: Job, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:
+    config, plan = job.loaded.config, job.plan
+    positions = getattr(model_spec.hf_config.get_text_config(), "max_position_embeddings", None)
+    splits = build_splits(
+        config,
+        job.paths,
+        tokenizer.tokenizer,
+        max_seq_len=plan.max_seq_len,
+        positions=positions if isinstance(positions, int) and positions > 0 else None,
+        today=job.today,
+    )
+    _log(splits.notes)
+    if config.train.load_best_model_at_end and splits.val is None:
+        raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
+    for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
+        _log(split.report.lines(name) if split else [])
+    count, effective = len(splits.train.rows), plan.batch.effective_batch
+    if count < effective:
+        logger.warning(
+            "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", count, effective
+        )
+    row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
+    logger.info("First training row, trained part in [[ ]]: %s", row)
+    return splits
+
+
+def _renderer(job: Job, tokenizer: LoadedTokenizer) -> Renderer:
+    """The renderer, which turns a chat into text and tokens; logs what the first rows look like."""
+    config = job.loaded.config
+    renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
+    for source in job.paths.sources or (None,):
+        path = job.paths.train if source is None else source.train
+        lines = first_lines(path, renderer, tokenizer.tokenizer, task_mode=config.task_mode)
+        _log(lines if source is None else [f"Source {source.name}: {line}" for line in lines])
+    return renderer
+
+
+def _log(lines: Iterable[str]) -> None:
+    for line in lines:
+        logger.info("%s", line)
+
+
+def data_facts(parts: Sequence[Job], prepared: Sequence[Prepared]) -> dict[str, Any]:
+    """`data` of the manifest: path, digest and report of each file that is used, digests of base weights and tokenizer.
+
+    With stages, the name of each file begins with its stage's.
+    """
+    facts: dict[str, Any] = {}
+    for part, one in zip(parts, prepared, strict=True):
+        stage = f"stage {part.folder.stage} " if part.folder.stage else ""
+        files: dict[str, dict[str, Any]] = {
+            name: {"path": str(path), "sha256": content_digest_of(path)} for name, path in part.paths.files()
+        }
+        for name, split in (("train", one.splits.train), ("val", one.splits.val), ("test", one.splits.test)):
+            if split is not None:
+                files.setdefault(name, {})["report"] = split.report.as_json()
+        facts |= {f"{stage}{name}": fact for name, fact in files.items()}
+        facts["weights"] = weights_facts(part.loaded.config.model.name, one.model_spec.hf_config)
+        facts["tokenizer"] = {"path": "tokenizer", "sha256": one.tokenizer.sha256}
+        if one.origin is not None:
+            facts["adapter"] = one.origin.facts()
+    return facts
+
+
+def choices(job: Job, prepared: Prepared) -> list[str]:
+    """Everything that was decided for the user, for the manifest."""
+    backend = f"Backend: {prepared.backend.reason}"
+    return [backend, *job.plan.reasons, *prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]

@@ -1,0 +1,135 @@
+"""The run folder during a run: the first rank creates or checks it, holds its lock, writes its log and any failure."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+from sft_play.errors import Interrupted, SftPlayError
+from sft_play.log import escape_control, write_log_to
+from sft_play.planner.plan import Plan
+from sft_play.runs.creation import create_run, discard_run, write_start
+from sft_play.runs.disk import refusals
+from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED
+from sft_play.runs.locking import Lock, lock
+from sft_play.runs.manifest import new_manifest
+from sft_play.runs.resuming import check_same_run
+from sft_play.training.job import Job
+from sft_play.training.prepare.prepare import Prepared, choices
+from sft_play.training.ranks import distributed
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def run_folder(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
+    """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait for it.
+
+    Args:
+        facts: `data` of the manifest.
+
+    Raises:
+        RunFolderError: another process is writing it, or its run had other settings.
+    """
+    if not distributed.is_first():
+        distributed.barrier()  # rank 0 creates the folder, or fails and says why
+        yield
+        return
+    with refusals(), _resumed(job, prepared, facts) if job.resume else _new(job, prepared, facts):
+        log_file = write_log_to(job.folder.log_path, buffer=job.log_buffer)
+        try:
+            distributed.barrier()
+            with refusals():
+                yield
+        except BaseException as error:
+            cause = error.__cause__
+            try:
+                _record_failure(job, cause if isinstance(cause, torch.OutOfMemoryError) else error)
+            except OSError as failed:  # it must not hide what went wrong
+                logger.warning("The manifest could not be written: %s", failed.strerror)
+            raise
+        finally:
+            logging.getLogger().removeHandler(log_file)
+            log_file.close()
+
+
+def batch_facts(plan: Plan) -> dict[str, int]:
+    """The batch arithmetic that a resumed run must share."""
+    return {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum, "ranks": plan.batch.ranks}
+
+
+def spread_facts(plan: Plan) -> dict[str, Any]:
+    """How a run is spread, for the manifest: batch, layout, and all processes (more than `ranks` where some share
+    rows)."""
+    return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
+
+
+def cpu_facts() -> dict[str, Any]:
+    """What sums on a CPU are rounded by: threads of each rank, and the instructions that torch's kernels use."""
+    return {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
+
+
+def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+    """Check that the folder's run had the same settings, or fill a folder without a trained step; returns its lock."""
+    mark = job.mark or lock(job.folder, by=job.by)
+    if not job.folder.has_trained:
+        logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
+        write_start(job.folder, job.loaded, manifest=_manifest(job, prepared, facts), plan=job.plan.as_json())
+        _write_deepspeed(job)
+        return mark
+    check_same_run(
+        job.folder, job.loaded, data=dict(facts), batch=batch_facts(job.plan), backend=prepared[0].backend.name
+    )
+    resumed = [*job.folder.manifest().get("resumed", []), datetime.now(UTC).isoformat(timespec="seconds")]
+    # how the stopped run ended is not how this one does
+    job.folder.update_manifest(
+        status="running", resumed=resumed, **dict.fromkeys(HOW_IT_ENDED), **spread_facts(job.plan)
+    )
+    return mark
+
+
+def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+    """Create the folder, or fill the one that the ranks' parent has created; returns its lock."""
+    manifest = _manifest(job, prepared, facts)
+    if job.has_folder:
+        mark = lock(job.folder, by=job.by)
+        job.folder.update_manifest(**manifest)
+        return mark
+    mark = create_run(job.folder, job.loaded, manifest=manifest, plan=job.plan.as_json())
+    _write_deepspeed(job)
+    return mark
+
+
+def _write_deepspeed(job: Job) -> None:
+    if job.deepspeed is not None:
+        job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
+
+
+def _manifest(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The manifest of a new run."""
+    manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
+    manifest |= spread_facts(job.plan)
+    manifest["cpu"] = cpu_facts()
+    manifest["backend"] = prepared[0].backend.name
+    manifest["choices"] = [line for part, one in zip(job.parts, prepared, strict=True) for line in choices(part, one)]
+    if prepared[0].renderer.writes_date:
+        manifest["template_date"] = str(prepared[0].renderer.today)
+    return manifest
+
+
+def _record_failure(job: Job, error: BaseException) -> None:
+    """Write to the manifest how the run failed; remove a new folder in which nothing was trained."""
+    if isinstance(error, Interrupted):  # its state was saved, and `finish` has written so
+        return
+    # only for the user's mistakes: a fault of ours keeps its folder and log for a report
+    unused = not job.resume and isinstance(error, SftPlayError) and not job.folder.metrics_path.exists()
+    if unused:
+        discard_run(job.folder)
+        return
+    status = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    job.folder.update_manifest(status=status, error=escape_control(f"{type(error).__name__}: {error}"))

@@ -1,0 +1,244 @@
+"""The tokenizer of a run: loaded, with a pad token and a chat template; every choice is reported."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from sft_play.config.schema import RunConfig
+from sft_play.data.masks.probe_conversations import PROBE_TOOLS
+from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.errors import TokenizerError
+from sft_play.facts.models.architecture import local_folder
+from sft_play.heap import importing
+from sft_play.log import one_line
+
+BUILT_IN_TEMPLATES = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+        "+ '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
+    "plain": (
+        "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ 'Assistant: ' + message['content'] "
+        "+ eos_token + '\n' }}{% else %}{{ message['role'] | capitalize + ': ' + message['content'] + '\n' }}"
+        "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ 'Assistant: ' }}{% endif %}"
+    ),
+}
+"""Templates by name for models without one: chatml needs its two tokens, plain only an end-of-text token."""
+
+TEMPLATE_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}
+"""Tokens that a built-in template needs in the vocabulary."""
+
+PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>", "<unk>")
+"""Tokens of real vocabularies that may pad, in the order in which they are tried; eos is the last resort."""
+
+_PROBE_TEXTS = (
+    "Hello, world",
+    " two  spaces",
+    "\nline\n\nlines",
+    "naïve café",
+    "日本語",
+    "a<b>c 1234.5",
+    "<|user|>\nHi",
+)
+"""Texts on which the loaded tokenizer is compared with its own file."""
+
+TRAINING_TEMPLATE = "training"
+"""The name in data.chat_template for TRL's training variant of the tokenizer's own template."""
+
+
+@dataclass(frozen=True)
+class LoadedTokenizer:
+    """A tokenizer ready to train with; `notes` say what was chosen, `sha256` identifies it, `own_template` is the chat
+    template to save with the weights where the run uses a training variant of it."""
+
+    tokenizer: Any
+    notes: tuple[str, ...]
+    sha256: str
+    own_template: str | None = None
+
+
+def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
+    """The tokenizer of the run's model, with a pad token and, for chats, a chat template.
+
+    Raises:
+        TokenizerError: it cannot be loaded, or the run trains chats and there is no template.
+    """
+    tokenizer = _load(config)
+    own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
+    notes = [*_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
+    # for training, and saved with the weights; generated answers are padded on the left by hand (`exact_match`)
+    tokenizer.padding_side = "right"
+    notes += _compare_with_file(tokenizer, config)
+    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer), own)
+
+
+def _load(config: RunConfig) -> Any:
+    with importing():
+        from transformers import AutoTokenizer
+
+    model = config.model
+    folder = local_folder(model.name)
+    if folder is not None:
+        _check_files(folder)
+    try:
+        return AutoTokenizer.from_pretrained(
+            str(folder) if folder else model.name, revision=model.revision, trust_remote_code=model.trust_remote_code
+        )
+    except Exception as error:  # a damaged file raises almost anything
+        raise TokenizerError(
+            f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}"
+        ) from error
+
+
+def _check_files(folder: Path) -> None:
+    """Raises TokenizerError for a folder without a tokenizer, or with one that needs a missing package."""
+    names = {item.name for item in folder.iterdir()}
+    wanted = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "merges.txt"}
+    if not names & wanted:
+        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(wanted))})")
+    if "tokenizer.model" in names and "tokenizer.json" not in names:
+        for package in ("sentencepiece", "google.protobuf"):
+            try:
+                __import__(package)
+            except ImportError:
+                name = package.rpartition(".")[2]
+                raise TokenizerError(
+                    f"the tokenizer in {folder} is a SentencePiece tokenizer.model, which needs the package {name}: "
+                    f"pip install {name}"
+                ) from None
+
+
+def _set_pad_token(tokenizer: Any) -> list[str]:
+    """Choose a pad token where there is none. Padding is masked by length, never by id, so eos may pad too."""
+    if tokenizer.pad_token is not None:
+        if tokenizer.pad_token_id == tokenizer.eos_token_id:
+            return [f"Pad token: {tokenizer.pad_token}, which is also the end token; padding is masked by length"]
+        return []
+    vocabulary = tokenizer.get_vocab()
+    chosen = next((token for token in PAD_TOKENS if token in vocabulary), tokenizer.eos_token)
+    if chosen is None:
+        raise TokenizerError("the tokenizer has neither a pad nor an eos token; set one in its tokenizer_config.json")
+    tokenizer.pad_token = chosen
+    return [f"Pad token: the tokenizer has none; {chosen} pads (masked by length, so it is still learned elsewhere)"]
+
+
+def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
+    wanted = config.data.chat_template
+    if wanted is not None:
+        text, note = _template_text(wanted, tokenizer)
+        tokenizer.chat_template = text
+        _try_template(tokenizer, config, wanted)
+        return [note]
+    if config.task_mode != "cpt" and tokenizer.chat_template is None:
+        # without eos neither template fits: no answer would have an end
+        usable = list(TEMPLATE_TOKENS) if tokenizer.eos_token is not None else []
+        vocabulary = tokenizer.get_vocab()
+        fitting = [name for name in usable if all(token in vocabulary for token in TEMPLATE_TOKENS[name])]
+        raise TokenizerError(
+            f"the tokenizer of {config.model.name} has no chat template, and task_mode {config.task_mode} trains "
+            f"chats; give data.chat_template a Jinja file or a built-in name that fits this vocabulary "
+            f"({', '.join(fitting)}), take an instruction-tuned model, or train plain text with task_mode=cpt"
+        )
+    return []
+
+
+def _try_template(tokenizer: Any, config: RunConfig, wanted: str) -> None:
+    """Raises TokenizerError for a template that is not Jinja or drops the answer, before data is read."""
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    try:
+        variables = {**tokenizer.special_tokens_map, **config.data.chat_template_kwargs}
+        template = ChatTemplate(tokenizer.chat_template, variables=variables, today=date.today())
+    except TokenizerError as error:
+        raise TokenizerError(f"data.chat_template={one_line(wanted)}: {error}") from error
+    problem: Exception | None = None
+    text = ""
+    for tools in ((), PROBE_TOOLS):  # a template for rows with tools may iterate over them unconditionally
+        try:
+            text = template.render(turns, tools=tools)
+        except RenderError as error:
+            problem = problem or error
+        else:
+            break
+    else:
+        raise TokenizerError(
+            f"data.chat_template={one_line(wanted)} cannot render a question and an answer: {one_line(str(problem))}"
+        ) from problem
+    if "hello" not in text:
+        raise TokenizerError(f"data.chat_template={one_line(wanted)} does not write an assistant's answer")
+
+
+def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
+    path = Path(wanted).expanduser()
+    if wanted == TRAINING_TEMPLATE:
+        return _training_template(tokenizer)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8-sig"), f"Chat template: {path}"
+        except UnicodeDecodeError:
+            raise TokenizerError(f"data.chat_template={path} is not UTF-8 text") from None
+    if wanted in BUILT_IN_TEMPLATES:
+        missing = [token for token in TEMPLATE_TOKENS[wanted] if token not in tokenizer.get_vocab()]
+        if missing:
+            raise TokenizerError(
+                f"data.chat_template={wanted} needs {' and '.join(missing)} in the vocabulary, which this tokenizer "
+                "lacks; use data.chat_template=plain or a Jinja file"
+            )
+        return BUILT_IN_TEMPLATES[wanted], f"Chat template: the built-in {wanted}"
+    raise TokenizerError(
+        f"data.chat_template={one_line(wanted)} is neither a file (looked from {Path.cwd()}) nor a built-in name "
+        f"({', '.join(BUILT_IN_TEMPLATES)})"
+    )
+
+
+def _training_template(tokenizer: Any) -> tuple[str, str]:
+    """TRL's variant of the tokenizer's own template, in which a turn is written as it is generated."""
+    from sft_play.training.prepare.trl_template import training_template
+
+    own = tokenizer.chat_template
+    if own is None:
+        raise TokenizerError(
+            "data.chat_template=training asks for a variant of the tokenizer's own template: it has none"
+        )
+    variant = training_template(tokenizer)
+    if variant is None:
+        raise TokenizerError(
+            "data.chat_template=training: TRL has no training variant of this tokenizer's chat template; give "
+            "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
+        )
+    if variant == own:
+        return own, "Chat template: the tokenizer's own, which needs no training variant"
+    return variant, "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
+
+
+def _compare_with_file(tokenizer: Any, config: RunConfig) -> list[str]:
+    """A warning where transformers builds another tokenizer than the model's own tokenizer.json describes."""
+    folder = local_folder(config.model.name)
+    file = folder / "tokenizer.json" if folder else None
+    if file is None or not file.is_file():
+        return []
+    from tokenizers import Tokenizer as RawTokenizer
+
+    raw = RawTokenizer.from_file(str(file))
+    differing = [
+        text
+        for text in _PROBE_TEXTS
+        if list(tokenizer(text, add_special_tokens=False)["input_ids"])
+        != list(raw.encode(text, add_special_tokens=False).ids)
+    ]
+    if not differing:
+        return []
+    return [
+        f"Tokenizer: transformers and {file.name} disagree on {len(differing)} of {len(_PROBE_TEXTS)} test texts, "
+        f"such as {one_line(repr(differing[0]))}; serve the model with the tokenizer saved beside it"
+    ]
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Digest of what determines a text's tokens: the tokenizer's own state and its chat template."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    state = backend.to_str() if backend is not None else str(sorted(tokenizer.get_vocab().items()))
+    return hashlib.sha256(f"{state}\0{tokenizer.chat_template}".encode()).hexdigest()

@@ -1,0 +1,205 @@
+"""Which linear layers of a class take an adapter: tried on a small model of it, by a step forwards and backwards.
+
+No list of names decides. PEFT refuses some layers, some return tuples (routers), some get no gradient (indexers that
+only choose what attention reads), some are read past the adapter (`self.out_proj.weight` in a fused kernel). What the
+table of families knows is recorded there, and a test tries it again.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+from sft_play.facts.models.families import FAMILIES, why_no_adapter
+from sft_play.facts.models.model_shape import AdapterPlaces
+from sft_play.facts.remembered import keep, place_of
+from sft_play.log import one_line
+from sft_play.training.proofs.packable import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model
+
+VERSION = 1
+"""Part of the key of what is remembered: raised whenever this module would answer otherwise."""
+LEARNS_NOTHING = "it gets no gradient"
+PAST_ADAPTER = "the class reads its weight past the adapter"
+_LENGTH, _ROWS, _DRAWS = 24, 2, 4
+"""Tokens and rows of a batch, and batches until every expert should have had a token."""
+_VARIES = ("_name_or_path", "_commit_hash", "transformers_version", "architectures", "dtype", "torch_dtype")
+"""Fields of a config that say nothing of the class's code."""
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Every linear layer of the language model by its full name, without the output head."""
+    head = output_head(model)
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Linear, Conv1D)) and module is not head
+    }
+
+
+def output_head(model: Any) -> nn.Module | None:
+    """The layer that scores the vocabulary; None without one."""
+    return model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+
+
+def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[AdapterPlaces, frozenset[str]]:
+    """Where adapters go in a model (its weights may be on the meta device), and the linear layers that get none."""
+    kind, layers = str(model.config.model_type), list(linear_layers(model))
+    failed, untried = dict[str, str](), ""
+    if kind not in FAMILIES:
+        failed, untried = _remembered(model, trust_remote_code)
+    recorded = {_pattern(layer): why_no_adapter(kind, layer.rpartition(".")[2]) for layer in layers}
+    failed |= {pattern: why for pattern, why in recorded.items() if why}
+    lost = frozenset(layer for layer in layers if _pattern(layer) in failed)
+    modules = [name for name, _ in model.named_modules() if name]
+    targets = shortest([layer for layer in layers if layer not in lost], modules)
+    there = {_pattern(layer) for layer in lost}
+    reasons = sorted((pattern, why) for pattern, why in failed.items() if pattern in there)
+    return AdapterPlaces(tuple(targets), tuple(reasons), untried), lost
+
+
+def _pattern(path: str) -> str:
+    """A layer's name with * for numbers: the same layer of every block, and of every expert."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
+
+
+def shortest(layers: Sequence[str], modules: Iterable[str]) -> list[str]:
+    """The shortest ends of names that match these layers and no other module, as PEFT compares them."""
+    wanted, left, every, targets = set(layers), sorted(layers), list(modules), []
+    for length in range(1, 2 + max((name.count(".") for name in layers), default=0)):
+        ends = dict.fromkeys(_end(name, length) for name in left)
+        taken = {_end(name, length) for name in every if name not in wanted}
+        clean = {end for end in ends if end not in taken}
+        targets += sorted(clean)
+        left = [name for name in left if _end(name, length) not in clean]
+    return sorted(targets)
+
+
+def _end(name: str, length: int) -> str:
+    return ".".join(name.split(".")[-length:])
+
+
+# --- the trial --------------------------------------------------------------------------------------------------------
+
+
+def _remembered(model: Any, trust_remote_code: bool) -> tuple[dict[str, str], str]:
+    """`try_out` on a small model of the class, from the cache where it was tried before. Where no small model can be
+    tried, what its source shows, and why. A model's own code is tried anew."""
+    hf_config = model.config
+    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
+    path = place_of("adapters", None, {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION})
+    try:
+        kept = None if trust_remote_code else json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        kept = None  # absent or broken: tried again
+    if isinstance(kept, dict):
+        return kept, ""
+    found, problem = on_small_model(
+        hf_config, try_out, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
+    )
+    if found is None:
+        return _read_past(model), f"{kind_of(hf_config)} could not be tried: {problem}"
+    if not trust_remote_code:
+        keep(path, json.dumps(found))
+    return found, ""
+
+
+def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    """The linear layers of a model of this config on which an adapter fails in any block, and why.
+
+    Raises:
+        Exception: the class does not compute without adapters either.
+    """
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(small), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+        with torch.no_grad():
+            for parameter in model.parameters():  # what begins at zero would pass no gradient on
+                parameter.add_(torch.randn_like(parameter) * 0.02)
+        _step(copy.deepcopy(model), 0)  # some keep their states, which cannot be copied
+        failed = _read_past(model)
+        groups: dict[str, list[str]] = {}
+        for name in linear_layers(model):
+            if _pattern(name) not in failed:
+                groups.setdefault(_pattern(name), []).append(name)
+        if _attempt(model, groups):  # at once is quicker, and the rule
+            for pattern, group in groups.items():
+                failed |= _attempt(model, {pattern: group})
+            failed |= _attempt(model, {pattern: group for pattern, group in groups.items() if pattern not in failed})
+    return failed
+
+
+def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
+    """Which of these groups of layers fail with an adapter on each layer, and why; all, where PEFT or the step
+    raises."""
+    names = [name for group in groups.values() for name in group]
+    if not names:
+        return {}
+    model = copy.deepcopy(model)
+    try:
+        transposed = any(isinstance(model.get_submodule(name), Conv1D) for name in names)
+        lora = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=names, fan_in_fan_out=transposed)
+        adapted = get_peft_model(model, lora)
+        waiting = {name: parameter for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+        with torch.no_grad():
+            for name, parameter in waiting.items():
+                if ".lora_B." in name:  # zero at first, and then lora_A has no gradient
+                    parameter.normal_(std=0.02)
+        for draw in range(_DRAWS):
+            _step(adapted, draw)
+            waiting = {name: one for name, one in waiting.items() if one.grad is None or not one.grad.any()}
+            if not waiting:
+                return {}
+    except Exception as error:  # PEFT's refusal, or whatever a class does with what the adapter returns
+        return dict.fromkeys(groups, f"an adapter there fails: {one_line(str(error), limit=120)}")
+    without = {_pattern(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in waiting}
+    return dict.fromkeys(sorted(without), LEARNS_NOTHING)
+
+
+def _step(model: Any, draw: int) -> None:
+    """A step forwards and backwards on random tokens, as in training; gradients add up."""
+    ids = torch.randint(3, VOCABULARY, (_ROWS, _LENGTH), generator=torch.Generator().manual_seed(draw))
+    model.train()
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    if loss.requires_grad:
+        loss.backward()
+
+
+def _read_past(model: nn.Module) -> dict[str, str]:
+    """The linear layers whose weight their owner's code gives to a function: a fused kernel, which this machine may
+    lack, would not see the adapter."""
+    sources: dict[type, str] = {}
+    found = {}
+    for name in linear_layers(model):
+        parent, _, leaf = name.rpartition(".")
+        owner = type(model.get_submodule(parent))
+        if owner not in sources:
+            sources[owner] = _forward_code(owner)
+        if re.search(rf"\bself\.{re.escape(leaf)}\.weight\s*[,)]", sources[owner]):
+            found[_pattern(name)] = PAST_ADAPTER
+    return found
+
+
+def _forward_code(owner: type) -> str:
+    """The source of a class's methods that compute; empty without one."""
+    methods = [
+        method for name, method in inspect.getmembers(owner, inspect.isfunction)
+        if name != "__init__" and "init" not in name and method.__module__ == owner.__module__
+    ]  # fmt: skip
+    try:
+        return "\n".join(inspect.getsource(method) for method in methods)
+    except (OSError, TypeError):  # code without its file
+        return ""

@@ -1,0 +1,203 @@
+"""Liger's Triton kernels in place of a model's norms, gated activations and rotations, where they compute the same.
+
+No list of models decides. The package knows which classes it has kernels for; whether they compute what the class
+computes is measured on the run's own device, on small models of the class with rows as wide as the real one's: in fp32
+logits and gradients have to agree, and in the run's dtype they must not be further from fp32 than the plain ones are.
+The loss stays TRL's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import logging
+import sys
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, DoesNotFit
+from sft_play.facts import liger
+from sft_play.log import one_line
+from sft_play.planner.plan import Plan
+from sft_play.training.proofs.packable import small_config, small_model
+from sft_play.training.proofs.proof import Proof, attention_of, compared, in_dtype, numbers, worst
+from sft_play.training.ranks import distributed
+from sft_play.units import GIB
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "liger_kernel"
+GATES = ("swiglu", "geglu")
+KINDS = ("rms_norm", *GATES, "rope")
+"""What may be replaced, by the names of Liger's arguments; all others (its losses) are switched off.
+
+Gates stay as they are in a model with experts, since the package replaces the experts with them: its own code computes
+gradients of all experts' weights even where they are frozen, and multiplies in the dtype of the hidden states, not in
+autocast's (0.8.5, ops/fused_moe.py).
+"""
+Names = tuple[Any, dict[str, Any]]
+_left_by: list[Names] = []
+"""What the module of this process's model was before Liger's functions were put into it."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The kernels of a run: what Liger's replaced (KINDS), or why the plain ones run where the config asks for more."""
+
+    replaced: tuple[str, ...] = ()
+    reason: str | None = None
+
+    def as_json(self, plan: Plan) -> dict[str, Any]:
+        """`kernels` of the summary: what was used, what the plan counted, and why they differ."""
+        counted = asdict(plan.kernels) if plan.kernels else None
+        return {"used": list(self.replaced), "counted": counted, "reason": self.reason}
+
+    def words(self, plan: Plan) -> str | None:
+        """Why measured memory and speed are not those of the kernels that the plan counted; None where they are."""
+        counted, used = plan.kernels, "liger" if self.replaced else "plain"
+        if counted is None or counted.memory == counted.speed == used:
+            return None
+        if self.replaced:
+            return "Kernels: Liger's ran; the predicted memory is that of the plain ones, which take more"
+        text = f"Kernels: the plain ones ran ({self.reason}); the predicted "
+        if counted.plain_bytes is None:
+            return f"{text}speed is that of Liger's"
+        return f"{text}memory and speed are those of Liger's, {counted.plain_bytes / GIB:.2f} GiB with the plain ones"
+
+
+def check_kernels(config: RunConfig, plan: Plan) -> None:
+    """Raises ConfigError where train.kernels=liger cannot be followed on this machine or in this layout."""
+    problem = _problem(plan) if config.train.kernels == "liger" else None
+    if problem is not None:
+        raise ConfigError(f"train.kernels: liger: {problem}; use train.kernels=auto, or none")
+
+
+def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Taken:
+    """Replace what Liger has kernels for, if the config wants it and they are proven; returns what was replaced.
+
+    The model is one of transformers, without adapters yet. All ranks call it, and do the same.
+
+    Raises:
+        DoesNotFit: the plan counted Liger's, and does not fit with the plain ones.
+    """
+    if _left_by:  # another stage of this process
+        _put_back(_left_by.pop())
+    if config.train.kernels == "none":
+        return Taken()
+    dtype = getattr(torch, plan.precision.compute)
+    reason, proof = _problem(plan), None
+    try:
+        reason = reason or _unknown(model)
+        if reason is None:
+            proof = prove(model.config, attention=attention_of(model), device=device, dtype=dtype)
+    except Exception as error:  # each class checks its sizes in its own way, and Triton compiles on this machine
+        reason = f"not proven: {type(error).__name__}: {one_line(str(error), limit=200)}"
+    if proof is not None and not proof.holds:
+        reason = f"they differ on a small model of this class: {proof.words}"
+    if distributed.any_rank(reason is not None):
+        reason = reason or "another rank cannot"
+        say = logger.warning if config.train.kernels == "liger" else logger.info
+        say("Kernels: the plain ones; train.kernels=%s: %s", config.train.kernels, reason)
+        _require_room(config, plan, reason)
+        return Taken(reason=reason)
+    _left_by.append(_names_of_module(model))
+    replaced = _swap(model)
+    assert proof is not None
+    logger.info("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), proof.words)
+    return Taken(replaced)
+
+
+def _require_room(config: RunConfig, plan: Plan, reason: str) -> None:
+    """Warns that the plain kernels take more than was planned.
+
+    Raises:
+        DoesNotFit: the plan chose its batch for Liger's, and does not fit with the plain ones.
+    """
+    if plan.kernels is None or plan.kernels.plain_bytes is None:
+        return
+    need, room = plan.kernels.plain_bytes, plan.budget_bytes
+    words = f"{need / GIB:.2f} GiB, where {plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
+    train = config.train
+    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
+        raise DoesNotFit(
+            f"{one_line(config.model.name)} was planned with Liger's kernels, which it cannot have ({reason}), and "
+            f"with the plain ones this plan needs {words}; set train.kernels=none",
+            plan=plan.as_json(),
+        )
+    logger.warning("Kernels: with the plain ones this run needs %s", words)
+
+
+def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
+    """How far Liger's kernels are from the plain code for models of this config; no random state is changed.
+
+    Two small models are tried, one with hidden states and one with an MLP as wide as the real one's: the kernels work
+    on rows, and wide rows take other ways through them.
+    """
+    found = []
+    for width in ("hidden_size", "intermediate_size"):
+        small = small_config(hf_config)
+        if isinstance(getattr(hf_config, width, None), int):
+            setattr(small, width, getattr(hf_config, width))
+        with torch.random.fork_rng(devices=[]):
+            model = small_model(small, attention, trust_remote_code=False).to(device)
+            plain, half = numbers(model), numbers(in_dtype(model, dtype))
+            before = _names_of_module(model)
+            try:
+                _swap(model)
+                swapped, swapped_half = numbers(model), numbers(in_dtype(model, dtype))
+            finally:
+                _put_back(before)
+        found.append(compared(plain, half, swapped, swapped_half))
+    return worst(found)
+
+
+def _problem(plan: Plan) -> str | None:
+    """Why no kernel of Liger's can run here, whatever the model; None where they can."""
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"{liger.PACKAGE} is not installed here (pip install {liger.PACKAGE}=={liger.VERSION})"
+    if plan.hardware.device != "cuda":
+        return "its kernels are Triton's, which need a CUDA GPU"
+    if plan.choice.layout.tensor_parallel > 1:
+        return "tensor-parallel ranks replace the same forwards (model.mesh_shape)"
+    return None
+
+
+def _unknown(model: Any) -> str | None:
+    kind = getattr(model.config, "model_type", None)
+    if kind not in _functions() or not type(model).__module__.startswith("transformers.models."):
+        return f"it has no kernels for {one_line(str(kind))}"
+    return None
+
+
+def _functions() -> dict[str, Any]:
+    functions: dict[str, Any] = importlib.import_module(
+        f"{PACKAGE}.transformers.monkey_patch"
+    ).MODEL_TYPE_TO_APPLY_LIGER_FN
+    return functions
+
+
+def _swap(model: Any) -> tuple[str, ...]:
+    """Replace the forwards of the model's modules by Liger's; returns which kinds."""
+    swap = _functions()[model.config.model_type]
+    options = inspect.signature(swap).parameters
+    has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())
+    kinds = tuple(kind for kind in KINDS if not (has_experts and kind in GATES))
+    # what is left at its default is what the package has a kernel for in this class
+    swap(model=model, **{name: False for name in options if name not in (*kinds, "model")})
+    return tuple(kind for kind in kinds if kind in options and options[kind].default)
+
+
+def _names_of_module(model: Any) -> Names:
+    """The module that a model's class is from, with its names: Liger replaces classes and functions there too."""
+    module = sys.modules[type(model).__module__]
+    return module, dict(vars(module))
+
+
+def _put_back(before: Names) -> None:
+    module, names = before
+    for name, value in names.items():
+        setattr(module, name, value)

@@ -1,0 +1,379 @@
+"""Whether a model keeps the chats of one row apart: measured on a small model of its class with random weights.
+
+No list of names decides. Some classes derive no mask from position ids (transformers 5.23: falcon, opt, bloom,
+gpt-oss), some carry a state from token to token that position ids do not reset (mamba and its hybrids); in both a chat
+would see the one before it. A few narrow layers of every kind show it, in a second or two on a CPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import math
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from sft_play.errors import ConfigError
+from sft_play.log import one_line
+from sft_play.training.loop.collate import COUNTS, Collator
+
+TOLERANCE = 1e-3
+"""Difference of logits over their spread that counts as rounding: of 151 classes of transformers 5.23, 94 differ by
+2e-4 at most (93 of them by 2e-5), the others by 0.19 and more (fp32, 2026-11-21)."""
+TELLING = 0.05
+"""Least difference that a chat's beginning must make to its end: in a model below it, no leak would show."""
+LENGTHS = (19, 23)
+"""Tokens of the two chats: longer than the small windows below, so that windows and chunks cross the border."""
+VOCABULARY = 128
+MOST_PARAMETERS = 200_000_000
+"""Of a model at full width with few layers: more would take longer than a few seconds."""
+MOST_TRAINED = 20_000_000
+"""The same where it also runs backwards, in bf16 too: more would take minutes on a CPU (Falcon-H1 at full width:
+five)."""
+_WINDOW = 8
+
+_NARROW = {
+    "hidden_size": 64, "intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 256, "intermediate_size_mlp": 64,
+    "word_embed_proj_dim": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+    "num_attention_heads": 4, "head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16, "global_head_dim": 16,
+    "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
+    "linear_head_dim": 16, "rotary_dim": 16,
+}  # fmt: skip
+"""Sizes by their names in transformers' configs; those that a config lacks, or that are null, stay so."""
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_MOST_LAYERS = 12
+"""Layers kept where the config does not list their kinds: periods of hybrids are 6 to 8 (jamba 8, zamba 6)."""
+_INSTEAD = "use data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
+
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Largest differences of the second chat's logits, over their spread, in a row that it shares with another."""
+
+    leak: float
+    """When the first chat is changed."""
+    alone: float
+    """From the same chat in a row of its own."""
+    padded: float
+    """The same in a batch of two padded rows."""
+    seen: float
+    """When the first is changed and both are one chat: what a leak looks like in this model."""
+
+    @property
+    def is_telling(self) -> bool:
+        """Whether the differences are finite, and a leak would have shown."""
+        return math.isfinite(self.worst) and self.seen >= TELLING
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether no difference is more than rounding."""
+        return self.worst < TOLERANCE
+
+    @property
+    def worst(self) -> float:
+        """The largest difference that should be none."""
+        return max(self.leak, self.alone, self.padded)
+
+
+def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> str:
+    """A line that a model of this config keeps the chats of one row apart, with the measured difference.
+
+    Args:
+        attention: the attention implementation by its name in transformers. Flash attention is measured as sdpa or
+            eager.
+
+    Raises:
+        ConfigError: it does not, or it cannot be measured.
+    """
+    kind = kind_of(hf_config)
+    apart, problem = on_small_model(hf_config, measure, attention=attention, trust_remote_code=trust_remote_code)
+    if apart is None or not apart.is_telling:
+        if apart is not None and not math.isfinite(apart.worst):
+            problem = "a small model of its class computes numbers that are not finite"
+        elif apart is not None:
+            problem = (
+                f"in a small model of its class a token hardly depends on those before it: by {apart.seen:.1g} of the "
+                "spread"
+            )
+        raise ConfigError(
+            f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured ({problem}), and "
+            f"a chat that sees another would be trained wrong; {_INSTEAD}"
+        )
+    if not apart.is_exact:
+        raise ConfigError(
+            f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {_how(apart)}; {_INSTEAD}"
+        )
+    return (
+        f"Packing: {kind} keeps the chats of a row apart (on a small model of its class the logits of a chat differ by "
+        f"{apart.worst:.0e} of their spread, alone, packed, or after another chat)"
+    )
+
+
+def kind_of(hf_config: Any) -> str:
+    """The model's type, as it is named in messages."""
+    return one_line(str(getattr(hf_config, "model_type", type(hf_config).__name__)))
+
+
+def on_small_model(
+    hf_config: Any,
+    look: Callable[..., Found],
+    *,
+    trust_remote_code: bool = False,
+    most: int = MOST_PARAMETERS,
+    whole_depth: bool = False,
+    **options: Any,
+) -> tuple[Found | None, str]:
+    """What `look(config, trust_remote_code=..., **options)` finds with the config of a small model of the class: few
+    narrow layers of every kind, at full width where the class refuses the narrow sizes. None where no such model of at
+    most `most` parameters computes, and why. `whole_depth`: all layers are tried first, narrow.
+
+    It is looked at once a process: the stages of a job ask again.
+    """
+    options["trust_remote_code"] = trust_remote_code
+    settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
+    key = look, type(hf_config), settings, most, whole_depth, tuple(sorted(options.items()))
+    if key not in _looked_at:
+        _looked_at[key] = _look(hf_config, look, most, options, whole_depth)
+    found: tuple[Found | None, str] = _looked_at[key]
+    return found
+
+
+_looked_at: dict[Hashable, Any] = {}
+
+
+def _look(
+    hf_config: Any, look: Callable[..., Any], most: int, options: dict[str, Any], whole_depth: bool
+) -> tuple[Any, str]:
+    problem = "no small model of its class computes"
+    for is_whole, is_narrow in [(True, True)] * whole_depth + [(False, True), (False, False)]:
+        try:
+            small = _short(hf_config, is_whole=is_whole)
+            if is_narrow:
+                _narrow(small)
+            _require_small(small, options["trust_remote_code"], most)
+            return look(small, **options), ""
+        except Exception as error:  # each class checks its sizes in its own way, some only in the forward pass
+            problem = f"{problem}; {type(error).__name__}: {one_line(str(error), limit=200)}"
+    return None, problem
+
+
+def _how(apart: Apart) -> str:
+    if apart.leak >= TOLERANCE:
+        return (
+            f"when the first chat is changed, the logits of the second change by {apart.leak:.2g} of their spread "
+            "(measured on a small model of its class): it sees the first"
+        )
+    return (
+        f"packed, the logits of the second chat differ by {max(apart.alone, apart.padded):.2g} of their spread from "
+        "those of the same chat alone (measured on a small model of its class)"
+    )
+
+
+def measure(small: Any, *, attention: str, trust_remote_code: bool = False) -> Apart:
+    """How two chats in one row affect each other, in fp32 on the CPU; no random state is changed."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = small_model(small, attention, trust_remote_code)
+        draw = torch.Generator().manual_seed(1)
+        begin, length = LENGTHS
+        first, other, second = (
+            torch.randint(3, VOCABULARY, (size,), generator=draw).numpy() for size in (begin, begin, length)
+        )
+        alone = _logits(model, [[second]])[0]
+        packed, changed = (_logits(model, [[chat, second]])[0, begin:] for chat in (first, other))
+        one, another = (_logits(model, [[np.concatenate([chat, second])]])[0, begin:] for chat in (first, other))
+        batch = _logits(model, [[first, second], [second]])
+        spread = float(alone.std()) or 1.0
+        padded = max(_gap(batch[0, begin:], alone), _gap(batch[1, :length], alone))
+        gaps = (_gap(packed, changed), _gap(packed, alone), padded, _gap(one, another))
+        return Apart(*(gap / spread for gap in gaps))
+
+
+def small_config(hf_config: Any) -> Any:
+    """A config of the same class with few narrow layers, at least one of every kind, and a vocabulary of 128."""
+    small = _short(hf_config)
+    _narrow(small)
+    return small
+
+
+def _gap(one: torch.Tensor, two: torch.Tensor) -> float:
+    return float((one - two).abs().max())
+
+
+def _logits(model: Any, packs: list[list[Any]]) -> torch.Tensor:
+    """Logits [B, T, V] of packs, fed as in training."""
+    rows = []
+    for pack in packs:
+        tokens = np.concatenate(pack)
+        rows.append({"input_ids": tokens, "labels": tokens, "chat_lengths": np.array([len(chat) for chat in pack])})
+    batch = Collator(pad_id=0)(rows)
+    inputs = {name: value for name, value in batch.items() if name not in (*COUNTS, "labels")}
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    return logits
+
+
+def small_model(small: Any, attention: str, trust_remote_code: bool) -> Any:
+    """A model in fp32 with weights so large that any influence shows in its logits, the same at every call; in
+    evaluation mode."""
+    wanted = ["sdpa", "eager"] if "flash" in attention else [attention]
+    for name in wanted:
+        try:
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(small), attn_implementation=name, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+            break
+        except ValueError:
+            if name == wanted[-1]:
+                raise
+    draw = torch.Generator().manual_seed(0)
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                scale = 1.0 if id(parameter) in tables else 1.5 / math.sqrt(parameter.shape[-1])
+                parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale)
+    return model.eval()
+
+
+def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
+    """Raises ValueError for a model that would take long: nested configs have sizes of their own."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(copy.deepcopy(small), trust_remote_code=trust_remote_code)
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    if parameters > most:
+        raise ValueError(f"its smallest model here has {parameters:,} parameters, too many to try")
+
+
+def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
+    """The config with a small vocabulary, short windows, and enough of its first layers to have one of every kind, or
+    all of them."""
+    small = copy.deepcopy(hf_config)
+    if hasattr(small, "quantization_config"):
+        del small.quantization_config
+    _set(small, {"vocab_size": VOCABULARY, **_SPECIAL})
+    layers = int(getattr(small, "num_hidden_layers", 0) or 0)
+    if layers and not is_whole:
+        _cut_layers(small, layers)
+    for name in _WINDOWS:
+        value = field_of(small, name)
+        if isinstance(value, int) and not isinstance(value, bool):
+            setattr(small, name, min(value, _WINDOW))
+    return small
+
+
+def _cut_layers(small: Any, layers: int) -> None:
+    """Keep enough layers to have one of every kind, in each list of the config that has one entry per layer."""
+    lists = {
+        name: value for name, value in vars(small).items() if isinstance(value, list | tuple) and len(value) == layers
+    }
+    kinds = [[str(item) for item in value] for value in lists.values()]
+    firsts = [value.index(item) + 1 for value in kinds for item in set(value)] if kinds else [_MOST_LAYERS]
+    kept = min(layers, max(2, min(_MOST_LAYERS, max(firsts))))
+    if field_of(small, "num_kv_shared_layers"):  # the last layers, behind one of each kind with keys of its own
+        shared = max(value.index(item) + 1 for value in kinds for item in set(value)) if kinds else 1
+        small.num_kv_shared_layers, kept = shared, 2 * shared
+    for name, value in lists.items():
+        setattr(small, name, value[:kept])
+    overrides = _own_sizes(small)
+    if overrides:
+        small.per_layer_config = None
+    small.num_hidden_layers = kept
+    if overrides:
+        small.per_layer_config = {layer: sizes for layer, sizes in overrides.items() if layer < kept}
+    if isinstance(getattr(small, "attention_types", None), list):  # gpt-neo: [[kinds, times]]
+        small.attention_types = [[[kind for kinds, _ in small.attention_types for kind in kinds][:kept], 1]]
+        small.num_hidden_layers = len(small.attention_types[0][0])
+        small.attention_layers = small.attention_types[0][0]
+
+
+def _own_sizes(small: Any) -> dict[int, dict[str, Any]]:
+    """The sizes of layers that differ from the config's, by layer (transformers' `per_layer_config`)."""
+    if not getattr(small, "is_heterogeneous", False):
+        return {}
+    return {int(layer): dict(sizes) for layer, sizes in small.to_dict()["per_layer_config"].items()}
+
+
+def _narrow(small: Any) -> None:
+    """Give the config small widths. The kind of attention (one, some or all key heads) stays; absent sizes stay
+    absent."""
+    overrides = _own_sizes(small)
+    if overrides:  # which hide the config's own sizes of the same names
+        small.per_layer_config = None
+    heads = field_of(small, "num_attention_heads")
+    groups = field_of(small, "num_key_value_heads") or field_of(small, "num_kv_heads")
+    sizes = dict(_NARROW)
+    if isinstance(heads, int) and isinstance(groups, int):
+        sizes |= dict.fromkeys(
+            ("num_key_value_heads", "num_kv_heads"), 4 if groups == heads else 1 if groups == 1 else 2
+        )
+    for name in _EXPERTS:
+        value = field_of(small, name)
+        if isinstance(value, int) and value:
+            sizes[name] = min(value, 8 * int(getattr(small, "n_group", None) or 1))
+    chosen = field_of(small, "num_experts_per_tok")
+    if isinstance(chosen, int):
+        sizes["num_experts_per_tok"] = min(chosen, 4)
+    _set(small, {**sizes, **_states(small)})
+    if overrides:
+        small.per_layer_config = {
+            layer: {name: 2 * sizes[name] if name in sizes and isinstance(value, int) else value
+                    for name, value in own.items()}
+            for layer, own in overrides.items()
+        }  # fmt: skip
+    rotation = getattr(small, "rope_parameters", None)
+    if isinstance(rotation, dict):
+        turned = int(sizes["head_dim"] * float(rotation.get("partial_rotary_factor", None) or 1.0)) // 2
+        for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
+            if isinstance(rotation.get(name), list):
+                rotation[name] = rotation[name][:turned]
+
+
+def _states(small: Any) -> dict[str, int]:
+    """Small sizes of a state-space model: as many heads as its inner width, a multiple of the hidden one, asks for."""
+    times = next((value for name in ("mamba_expand", "expand") if isinstance(value := field_of(small, name), int)), 2)
+    inner = times * _NARROW["hidden_size"]
+    sizes = dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8)
+    sizes |= dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), inner // 8)
+    sizes |= dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16)
+    sizes |= dict.fromkeys(("mamba_chunk_size", "chunk_size"), 16) | {"mamba_d_ssm": inner}
+    sizes |= dict.fromkeys(("time_step_rank", "mamba_dt_rank"), 4)
+    sizes |= {"attention_hidden_size": 128, "attention_head_dim": 32}  # Zamba's: of twice the hidden width
+    for name in ("mamba_n_groups", "mamba_ngroups", "n_groups"):
+        value = field_of(small, name)
+        sizes |= {name: min(value, 2)} if isinstance(value, int) else {}
+    if field_of(small, "num_attention_heads") is None and isinstance(field_of(small, "state_size"), int):
+        sizes["intermediate_size"] = inner  # of mamba itself, all of whose heads are states
+        if isinstance(field_of(small, "num_heads"), int):
+            sizes |= {"num_heads": 8, "head_dim": inner // 8}
+    return sizes
+
+
+def _set(small: Any, sizes: dict[str, int]) -> None:
+    """Set the sizes that the config has; one that is a list per layer becomes the same in all layers."""
+    for name, size in sizes.items():
+        value = field_of(small, name)
+        if value is None and name not in _SPECIAL:
+            continue
+        with contextlib.suppress(AttributeError):  # a property computed from other fields
+            setattr(small, name, [size] * len(value) if isinstance(value, list) else size)
+
+
+def field_of(config: Any, name: str) -> Any:
+    """A field of the config; None where it is missing, or differs by layer."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises an error of its own for fields that differ by layer
+        return None

@@ -1,0 +1,204 @@
+"""The ranks of a run: their process group, and what they tell each other about files, settings and figures."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.planner.layout import Layout
+from sft_play.planner.plan import Plan
+from sft_play.training.ranks.deepspeed_comm import init_deepspeed
+from sft_play.units import GIB
+
+logger = logging.getLogger(__name__)
+_HOST = socket.gethostname()
+PATIENCE = datetime.timedelta(days=7)
+"""How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move."""
+
+
+def world_size() -> int:
+    """Ranks of this run; 1 without a process group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_devices() -> list[int] | None:
+    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it; None
+    where torch's own choice is right."""
+    return [torch.cuda.current_device()] if torch.cuda.is_available() else None
+
+
+def is_first() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def is_first_of_node() -> bool:
+    """Whether this is the first rank of its node, or the only process."""
+    return is_first() or os.environ.get("LOCAL_RANK") == "0"
+
+
+def barrier(group: Any = None) -> None:
+    """Wait for all ranks; does nothing for one."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.barrier(group)
+
+
+_patient: dict[Any, Any] = {}
+
+
+def patient() -> Any:
+    """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up after
+    `distributed.timeout_s`; None for one process. All ranks call it."""
+    if world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    if world not in _patient:
+        _patient.clear()
+        _patient[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _patient[world]
+
+
+@contextlib.contextmanager
+def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
+    """The process group of all ranks, made here so that it has our timeout, and destroyed at the end of the run.
+
+    DeepSpeed gets it at once: ZeRO-3 divides weights while they are read, and would otherwise see a world of one rank.
+    """
+    if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
+        yield
+        return
+    if not dist.is_initialized():
+        # gloo beside NCCL: torch sends objects, and tensors of the host, by the CPU's backend
+        backend = "gloo" if plan.hardware.device == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=timeout_s))
+    if deepspeed:
+        init_deepspeed(on_cpu=plan.hardware.device == "cpu")
+    try:
+        yield
+    finally:
+        _patient.clear()  # the group ends with the default one; the next run needs a new one
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def total(number: int) -> int:
+    """The sum of a number over all ranks."""
+    return _reduced(number, dist.ReduceOp.SUM)
+
+
+def highest(number: int) -> int:
+    """The highest of a number that every rank has."""
+    return _reduced(number, dist.ReduceOp.MAX)
+
+
+def any_rank(flag: bool) -> bool:
+    """Whether the flag is true on any rank."""
+    return bool(highest(int(flag)))
+
+
+def _reduced(number: int, operation: Any) -> int:
+    if world_size() == 1:
+        return number
+    tensor = torch.tensor(number, dtype=torch.int64)
+    if dist.get_backend() == "nccl":  # a group that was there before, and has no backend for the host
+        tensor = tensor.cuda()
+    dist.all_reduce(tensor, op=operation)
+    return int(tensor.item())
+
+
+def of_first(value: Any) -> Any:
+    """Rank 0's value (plain data), on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def of_all(value: Any) -> list[Any]:
+    """The value (plain data) of every rank, on all ranks."""
+    if world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def require_all(holds: bool, otherwise: str) -> None:
+    """Raises RunFolderError on every rank with the text of `otherwise`, naming the ranks where it does not hold."""
+    failing = [f"rank {rank} on {host}" for rank, (host, fine) in enumerate(of_all((_HOST, holds))) if not fine]
+    if failing:
+        raise RunFolderError(f"{', '.join(failing)}: {otherwise}")
+
+
+def require_alike(facts: Mapping[str, str]) -> None:
+    """Raises ConfigError on every rank where what each rank read for itself differs from what rank 0 read."""
+    (first_host, first), *others = of_all((_HOST, dict(facts)))
+    for rank, (host, theirs) in enumerate(others, start=1):
+        differing = [name for name in {**first, **theirs} if first.get(name) != theirs.get(name)]
+        if differing:
+            listed = "; ".join(f"{name} ({first.get(name)} there, {theirs.get(name)} here)" for name in differing)
+            raise ConfigError(
+                f"rank {rank} on {host} does not train what rank 0 on {first_host} trains: they differ in {listed}; "
+                "give all nodes the same files, settings and packages"
+            )
+
+
+def require_disk(written: Path, plan: Plan) -> bool:
+    """Whether all ranks see what rank 0 has just written; logged where they do not.
+
+    Raises:
+        RunFolderError: they do not, and DeepSpeed is the engine, whose ranks each write a part of every checkpoint.
+    """
+    if plan.hardware.nodes == 1:
+        return True
+    seen = written.read_bytes() if written.is_file() else b""
+    shared = seen == of_first(seen)
+    if plan.choice.layout.is_zero:
+        require_all(
+            shared,
+            f"{written.parent} is not on a disk that all nodes share, and under {plan.layout} every rank writes a part "
+            "of each checkpoint there: set output.dir to a shared disk, or use STRATEGY=ddp or fsdp",
+        )
+    if all(of_all(shared)):
+        return True
+    logger.info("The nodes have disks of their own: checkpoints and the trained weights are on rank 0's; to resume "
+                "from a checkpoint, copy %s to every node first", written.parent)  # fmt: skip
+    if plan.memory.checkpoint == "sharded" and is_first():
+        logger.warning(
+            "Checkpoints: each rank should write its part, which needs a disk that all nodes share; instead rank 0 "
+            "gathers and writes all %.1f GiB, using %.1f GiB of its RAM: set output.dir to a shared disk",
+            plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB,
+        )  # fmt: skip
+    return False
+
+
+def gathered(files: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
+    """The files of all ranks on the first one, nothing on the others; all ranks call it."""
+    of_ranks: list[Any] | None = [None] * world_size() if is_first() else None
+    dist.gather_object(dict(files), of_ranks)
+    return [item for part in of_ranks or () for item in part.items()]
+
+
+def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
+    """A vector of numbers of every rank, on all ranks."""
+    if world_size() == 1:
+        return [numbers.tolist()]
+    parts = [torch.empty_like(numbers) for _ in range(world_size())]
+    dist.all_gather(parts, numbers)
+    return [part.tolist() for part in parts]
+
+
+def batch_rank(layout: Layout) -> int:
+    """This rank's number among those that get rows, or parts of rows, of their own."""
+    return (dist.get_rank() if dist.is_initialized() else 0) // layout.tensor_parallel

@@ -1,0 +1,298 @@
+"""torch's launcher with readable endings: `python -m sft_play.training.ranks.elastic_agent` takes `torchrun`'s words.
+
+The ranks are started, watched and ended by torch's own elastic agent, in this process. Only the report of a failed rank
+differs. The launcher prints a summary with its own traceback, and always exits with 1; here one rank's failure is
+reported, the first that is not the consequence of another, and the exit code is sft-play's: 2 for what the user can
+fix, 3 for what does not fit, 130 for a run that was told to stop. And a signal does not end the ranks after 30 s, too
+soon for a big checkpoint: it is passed on to them, and the agent waits.
+
+The rest is torch's: the ranks and their folders (`log_dir`), and the error files in which a rank records how it ended
+(`failures.py`). `--shutdown-timeout` would give ranks longer to save, but the launcher then raises SignalException
+without reading the ranks' error files, so "stopped at step 12, state saved; …" would be lost, and a second Ctrl-C
+would not end them at once. `ChildFailedError.get_first_failure` takes the earliest failure, which may be a
+consequence: a connection breaks before the agent notices the SIGKILL that broke it. `elastic.events` carry a failed
+rank's error file too (`raw_error`), but to handlers of a private table, and no more than `ChildFailedError.failures`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.distributed import run as launcher
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
+
+from sft_play import failures
+from sft_play.endings import StopSignals, leave_with_starter
+from sft_play.errors import Interrupted, SftPlayError
+from sft_play.failures import Failure, numbered
+from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import WRITER, lock
+from sft_play.training.ranks.heartbeat import noted
+
+logger = logging.getLogger(__name__)
+
+COMMAND = os.environ.get(failures.COMMAND_VARIABLE, "train-distributed")
+"""The command that started the ranks, which messages begin with."""
+LEFTOVER_S = 5.0
+"""How long processes that ranks started, such as a data loader's workers, have to notice that the ranks have ended."""
+_NO_MEETING = (RendezvousTimeoutError, RendezvousConnectionError, DistStoreError, DistNetworkError)
+"""What torch raises where nodes do not meet, or a port is taken."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended as the launcher saw it (`time` in seconds since 1970), with the rank's own record of it."""
+
+    rank: int
+    pid: int
+    exit_code: int
+    time: float
+    own: Failure | None = None
+    step: str = ""
+    stack: str = ""
+
+    @property
+    def signal(self) -> str | None:
+        """The name of the signal that ended it, or None."""
+        if self.exit_code >= 0:
+            return None
+        try:
+            return signal.Signals(-self.exit_code).name
+        except ValueError:
+            return f"signal {-self.exit_code}"
+
+    @property
+    def was_told(self) -> bool:
+        """Whether it ended because somebody told it to."""
+        return self.own.kind == "stopped" if self.own else self.signal in ("SIGTERM", "SIGINT", "SIGHUP")
+
+
+def root_of(ended: Sequence[Ended], *, stopped: bool) -> Ended:
+    """The failure that caused the others: the first that is not a consequence.
+
+    A broken connection, or a rank that was told to end, is a consequence as long as there is another failure.
+    """
+
+    def order(one: Ended) -> tuple[int, float]:
+        is_consequence = (one.own is not None and one.own.kind == "peer") or (one.was_told and not stopped)
+        # the launcher notes whole seconds; a rank records its failure before it ends
+        return int(is_consequence) + int(one.was_told and not stopped), one.own.time if one.own else one.time + 1
+
+    return min(ended, key=order)
+
+
+def sentence(one: Ended, world: int | None, *, memory_ran_out: bool | None) -> str:
+    """How a rank ended, in one line."""
+    name = f"rank {one.rank}" + (f" of {world}" if world else "") + f" (pid {one.pid})"
+    at = f" at step {one.step}" if one.step else ""
+    if one.own is None and one.signal is not None:
+        why = ""
+        if one.signal == "SIGKILL":
+            why = {
+                True: ": the machine ran out of memory (see dmesg)",
+                False: " (by hand or by a batch system: the kernel's out-of-memory killer ended no process)",
+                None: " (out of memory? see dmesg)",
+            }[memory_ran_out]
+        return f"{name} was killed by {one.signal}{at}{why}"
+    if one.own is None:
+        return f"{name} ended with exit code {one.exit_code} and no message{at}"
+    own = one.own
+    if own.kind == "fault":
+        return f"{name} ended with {own.name}{at}: {one_line(own.message, limit=600)}"
+    if own.kind == "peer":
+        return f"{name} lost its connection to another rank{at}: {one_line(own.message, limit=600)}"
+    return own.message
+
+
+def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_ran_out: bool | None) -> tuple[str, int]:
+    """What is printed, and the exit code."""
+    root = root_of(ended, stopped=stopped)
+    own = root.own
+    if own is not None and own.kind == "stopped":
+        told = [one.own for one in ended if one.own and one.own.kind == "stopped" and one.own.message]
+        own = min(told, key=lambda one: one.rank, default=own)  # rank 0 knows what was saved, and where
+        words = own.message or "stopped by the user; what was saved until then is kept"
+        return f"[{COMMAND}] {words}", Interrupted.exit_code
+    if stopped and root.was_told:
+        return (
+            f"[{COMMAND}] stopped by the user before the training could save; what was saved until then is kept",
+            Interrupted.exit_code,
+        )
+    if own is not None and own.kind == "user":
+        said_by_all = root.rank == 0 or any(
+            one.own is not None and one.own.message == own.message for one in ended if one is not root
+        )
+        prefix = "" if said_by_all or own.message.startswith("rank ") else f"rank {root.rank} (host {own.host}): "
+        return f"[{COMMAND}] error: {prefix}{own.message}", own.exit_code
+    stack = root.stack  # of a crash, else the traceback of a fault
+    if own is not None:
+        stack = own.traceback if own.kind == "fault" else ""
+    parts = [stack.rstrip(), f"[{COMMAND}] error: {sentence(root, world, memory_ran_out=memory_ran_out)}"]
+    others = _others(ended, root)
+    if others:
+        parts.append(f"[{COMMAND}] {others}")
+    return "\n".join(part for part in parts if part), 1
+
+
+def _others(ended: Sequence[Ended], root: Ended) -> str:
+    """What happened to the other ranks that did not end well, in one line."""
+    others = [one for one in ended if one is not root]
+    words = root.own and (root.own.kind, root.own.name, root.own.message)
+    same = [one.rank for one in others if one.own and (one.own.kind, one.own.name, one.own.message) == words]
+    lost = [one.rank for one in others if one.own and one.own.kind in ("peer", "hung") and one.rank not in same]
+    told = [one.rank for one in others if (one.own.kind == "stopped" if one.own else one.signal)]
+    parts = []
+    if same:
+        parts.append(f"{numbered(same)} ended with the same")
+    if lost:
+        parts.append(f"{numbered(lost)} lost the connection to it")
+    if told:
+        parts.append(f"{numbered(told)} {'was' if len(told) == 1 else 'were'} ended")
+    rest = [one for one in others if one.rank not in (*same, *lost, *told)]
+    parts += [sentence(one, None, memory_ran_out=None) for one in rest]
+    return "then " + "; ".join(parts) if parts else ""
+
+
+class _Stopping:
+    """Passes the first request to stop on to the ranks, which save and stop; a second ends everything at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.at_once = False
+
+    def pass_on(self, number: int) -> None:
+        """Tell the ranks; raises KeyboardInterrupt where there are none yet, since the nodes have not met."""
+        self.asked = True
+        ranks = psutil.Process().children()  # the ranks; what they have started ends with them
+        if not ranks:
+            raise KeyboardInterrupt
+        for rank in ranks:
+            with contextlib.suppress(psutil.Error):
+                rank.send_signal(signal.SIGTERM)
+
+    def end(self, number: int) -> None:
+        """Kill the ranks and what they started."""
+        self.at_once = True
+        for process in [*psutil.Process().children(recursive=True), *failures.ranks_of_agent(os.getpid())]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the ranks to their end; returns sft-play's exit code."""
+    set_up_logging(COMMAND, stream=sys.stderr)
+    stopping = _Stopping()
+    StopSignals(stopping.pass_on, stopping.end).__enter__()  # as long as the process lives
+    torch_logger = logging.getLogger("torch.distributed.elastic")  # it would log every rank's end beside our report
+    torch_logger.propagate = False
+    torch_logger.addHandler(logging.NullHandler())
+    os.environ[failures.AGENT_VARIABLE] = str(os.getpid())
+    given = launcher.parse_args(sys.argv[1:] if words is None else list(words))
+    given.signals_to_handle = "SIGQUIT"  # torch's own handling of the others ends the ranks after 30 s
+    killed_before = failures.out_of_memory_kills()
+    with tempfile.TemporaryDirectory(prefix="sft_play_ranks_", ignore_cleanup_errors=True) as aside:
+        given.log_dir = given.log_dir or aside
+        code = 0
+        try:
+            leave_with_starter()
+            launcher.run(given)
+        except ChildFailedError as error:
+            ended = [_ended(rank, failure, Path(given.log_dir)) for rank, failure in error.failures.items()]
+            killed = failures.out_of_memory_kills()
+            more = None if killed is None or killed_before is None else killed > killed_before
+            text, code = report(ended, _world(given), stopped=stopping.asked, memory_ran_out=more)
+            if stopping.at_once:
+                text, code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
+            _say(text)
+            _note_in_run(text.splitlines(), code)
+        except (KeyboardInterrupt, SignalException):
+            _say(f"[{COMMAND}] stopped by the user before the ranks had started")
+            code = Interrupted.exit_code
+        except _NO_MEETING as error:
+            _say(f"[{COMMAND}] error: {_no_meeting(error, given)}")
+            code = 2
+        if code:
+            failures.end_leftovers(os.getpid(), patience_s=LEFTOVER_S)
+    return code
+
+
+def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
+    """What the launcher saw of a rank, with the files of that rank's folder."""
+    note = _newest(log_dir, f"{failure.local_rank}/{failures.BEAT_NAME}")
+    fault = _newest(log_dir, f"{failure.local_rank}/{failures.FAULT_NAME}")
+    last = noted(note) if note is not None else None
+    step = f"{last[0]} ({last[2]})" if last is not None else ""
+    stack = fault.read_text(encoding="utf-8", errors="replace") if fault is not None else ""
+    own = failures.read(Path(failure.error_file))
+    own = own if own is not None and own.pid == failure.pid else None
+    return Ended(rank, failure.pid, failure.exitcode, float(failure.timestamp), own, step, stack)
+
+
+def _newest(folder: Path, name: str) -> Path | None:
+    """The newest file of a name: the launcher names a folder for each of its attempts."""
+    return max(folder.rglob(name), key=lambda path: path.stat().st_mtime, default=None)
+
+
+def _world(given: Any) -> int | None:
+    """How many ranks there are on all nodes; None where it was left to the launcher to count."""
+    try:
+        return int(given.nproc_per_node) * int(str(given.nnodes).rpartition(":")[2])
+    except ValueError:
+        return None
+
+
+def _say(text: str) -> None:
+    sys.stdout.flush()
+    sys.stderr.write(redact(f"{escape_control(text)}\n"))
+    sys.stderr.flush()
+
+
+def _note_in_run(lines: Sequence[str], code: int) -> None:
+    """Record the report in the run folder, where a rank could not: in the log, and as the run's end in its manifest."""
+    path = os.environ.get(failures.RUN_VARIABLE)
+    if not path:
+        return
+    folder = RunFolder(Path(path))
+    try:
+        with lock(folder, by=WRITER):
+            manifest = folder.manifest()
+            if folder.log_path.exists():
+                with folder.log_path.open("a", encoding="utf-8") as log:
+                    log.writelines(f"{line}\n" for line in lines)
+            # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost connection
+            if code != Interrupted.exit_code and manifest.get("status") in ("running", "failed"):
+                line = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
+                folder.update_manifest(status="failed", error=line.partition("error: ")[2] or line)
+    except (SftPlayError, OSError):  # the folder was never made, was removed, or has become another run's
+        return
+
+
+def _no_meeting(error: Exception, given: Any) -> str:
+    """The message for ranks that could not start because nodes did not meet."""
+    text = one_line(str(error).partition("\n")[0], limit=300)
+    where = f"{given.master_addr}:{given.master_port}"
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error):
+        return f"{where} is already in use; give another MASTER_PORT=, the same on all nodes ({text})"
+    return (
+        f"the {given.nnodes} nodes did not meet at {where}: start the command on each of them with the same "
+        f"MASTER_ADDR= and MASTER_PORT=, reachable from all, and check whether one has failed ({text})"
+    )
+
+
+if __name__ == "__main__":
+    survive_lost_output()
+    sys.exit(main())

@@ -1,0 +1,276 @@
+"""Runs on Unsloth, from this side: what is handed over, the processes, and the adapter read back.
+
+Unsloth's process trains rows that are built, masked and checked here, in the loop of every other run, and writes into
+the run's own folder. `training.prepare.backend` decides whether it can.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play import endings, errors, failures
+from sft_play._version import __version__
+from sft_play.config.resolved import resolved
+from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
+from sft_play.facts.models.architecture import local_folder
+from sft_play.planner.plan import Plan
+from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
+from sft_play.training.job import Job
+from sft_play.training.measure.evaluate import EvalSet
+from sft_play.training.measure.exact_match import Question, stop_ids
+from sft_play.training.measure.finish import describe
+from sft_play.training.prepare.backend import answer_here
+from sft_play.training.prepare.model_spec import ModelSpec, empty_model
+from sft_play.training.prepare.prepare import Prepared
+from sft_play.training.unsloth import handover
+from sft_play.training.unsloth.unsloth_environment import WORKER, worker_environment
+
+logger = logging.getLogger(__name__)
+
+WORK = "unsloth"
+"""In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended."""
+PEER_S = 20.0
+"""Seconds that the other processes have to end once one has failed."""
+
+# --- the run ----------------------------------------------------------------------------------------------------------
+
+
+def train(job: Job, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
+    """Train in Unsloth's processes with what was prepared here; returns the run's summary.
+
+    Args:
+        started: when the run started, in seconds since 1970.
+
+    Raises:
+        SftPlayError: as Unsloth's process raised it.
+        ModelError: the adapter that it wrote is not the run's.
+        RuntimeError: Unsloth's process failed with another error; its traceback has been printed.
+    """
+    python, answer = answer_here()
+    job.folder.update_manifest(unsloth={"python": str(python), "device": answer.device, **answer.versions})
+    logger.info("Unsloth: %s; its process is %s on %s", answer.words, python, answer.device)
+    if answer.device == "cpu":
+        logger.warning("Unsloth trains on the CPU without its kernels, as transformers and PEFT do")
+    document = _document(job, prepared, eval_set, started)
+    work = job.folder.path.absolute() / WORK
+    try:
+        path = work / handover.DOCUMENT
+        document.write(path)
+        _run(python, path, job.plan)
+    except Interrupted:
+        if job.folder.manifest().get("status") == "running":  # stopped before it could record so
+            job.folder.update_manifest(status="stopped")
+        raise
+    finally:
+        for name in ("rows", "tokenizer", "ranks"):
+            shutil.rmtree(work / name, ignore_errors=True)
+    summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
+    if "model_path" in summary:  # else it was stopped before its end
+        read_back(job.folder.model_path(adapter=True), document, tokenizer=prepared.tokenizer, steps=summary["steps"])
+        describe(job, prepared, summary)
+    summary["backend"] = "unsloth"
+    job.folder.write_json("summary.json", summary)
+    return summary
+
+
+def _document(job: Job, prepared: Prepared, eval_set: EvalSet, started: float) -> handover.Document:
+    """Everything that Unsloth's process needs to know; the rows and the tokenizer are written beside it."""
+    config, plan = job.loaded.config, job.plan
+    asks = bool(eval_set.asked or eval_set.asked_while_training)
+    work = job.folder.path.absolute() / WORK
+    shutil.rmtree(work, ignore_errors=True)
+    (work / "rows").mkdir(parents=True)
+    prepared.tokenizer.tokenizer.save_pretrained(work / "tokenizer")
+    parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
+    folder = local_folder(config.model.name)
+    peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
+    return handover.Document(
+        schema_version=handover.SCHEMA,
+        sft_play=__version__,
+        folder=str(job.folder.path.absolute()),
+        config_path=str(job.loaded.path),
+        overrides=list(job.loaded.overrides),
+        config=resolved(config, effective_batch=plan.batch.effective_batch),
+        plan=plan.as_json(),
+        resume=job.resume,
+        started=started,
+        timeout_s=job.timeout_s,
+        tokenizer=str(work / "tokenizer"),
+        own_template=prepared.tokenizer.own_template,
+        splits={
+            name: handover.write_rows(part.rows, work / "rows" / f"{name}.arrow")
+            for name, part in parts.items()
+            if part is not None
+        },
+        held_out=eval_set.name,
+        asked=_asked(eval_set.asked),
+        asked_while_training=_asked(eval_set.asked_while_training),
+        stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None) if asks else [],
+        model=handover.Model(
+            path=str(folder.absolute()) if folder is not None else config.model.name,
+            revision=config.model.revision,
+            trust_remote_code=config.model.trust_remote_code,
+            dtype=plan.precision.compute,
+            four_bit=config.tuning.mode == "qlora",
+            max_seq_len=plan.max_seq_len,
+        ),
+        adapter=handover.Adapter(
+            r=peft.r,
+            lora_alpha=peft.lora_alpha,
+            lora_dropout=float(peft.lora_dropout),
+            target_modules=sorted(peft.target_modules),
+            use_rslora=peft.use_rslora,
+            tensors={
+                name: list(shape)
+                for name, shape in adapter_shapes(
+                    prepared.model_spec, trust_remote_code=config.model.trust_remote_code
+                ).items()
+            },
+        ),
+    )
+
+
+def _asked(questions: Sequence[Question]) -> list[handover.Asked]:
+    return [handover.Asked(prompt_ids=list(one.prompt_ids), shown=one.shown, answer=one.answer) for one in questions]
+
+
+def adapter_shapes(model_spec: ModelSpec, *, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor that the adapter's file will hold, from a model without weights."""
+    return whole_shapes(empty_model(model_spec, trust_remote_code=trust_remote_code))
+
+
+def read_back(path: Path, document: handover.Document, *, tokenizer: Any, steps: int) -> None:
+    """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
+
+    Raises:
+        ModelError: a tensor is missing, of another shape, not finite or never trained, or PEFT reads other settings.
+    """
+    from peft import PeftConfig
+
+    adapter = document.adapter
+    expected = {name: tuple(shape) for name, shape in adapter.tensors.items()}
+    check_saved_weights(path, expected=expected, must_have_learned=steps > 1)
+    read = PeftConfig.from_pretrained(str(path))
+    wanted = {
+        "r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora,
+        "base_model_name_or_path": document.model.path,
+    }  # fmt: skip
+    differing = [f"{name}={getattr(read, name)!r} and not {value!r}" for name, value in wanted.items()
+                 if getattr(read, name) != value]  # fmt: skip
+    if differing:
+        raise ModelError(f"{path}: the adapter that Unsloth wrote is not the run's: {'; '.join(differing)}")
+    if tokenizer.own_template is not None:
+        tokenizer.tokenizer.chat_template = tokenizer.own_template
+    tokenizer.tokenizer.save_pretrained(path)
+
+
+# --- the processes ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: subprocess.Popen[bytes]
+    error_file: Path
+
+
+def _run(python: Path, document: Path, plan: Plan) -> None:
+    """Start Unsloth's processes, wait for all, and raise how the first of them failed.
+
+    The first signal is passed on, and they save and stop; a second one ends them at once.
+    """
+    workers: list[_Worker] = []
+    asked: list[int] = []
+
+    def pass_on(number: int) -> None:
+        asked.append(number)
+        logger.warning("%s: saving at the end of this step, then stopping", signal.Signals(number).name)
+        _tell(workers, signal.SIGTERM)
+
+    def end(number: int) -> None:
+        asked.append(number)
+        _tell(workers, signal.SIGKILL)
+
+    with endings.StopSignals(pass_on, end):
+        for number, place in enumerate(_places(plan)):
+            workers.append(_start(python, document, number, place))
+            if asked:
+                _tell(workers[-1:], signal.SIGTERM)
+        deadline: float | None = None
+        while any(worker.process.poll() is None for worker in workers):
+            failed = [worker for worker in workers if worker.process.poll() not in (None, 0, Interrupted.exit_code)]
+            if deadline is None and failed:
+                deadline = time.monotonic() + PEER_S  # the others wait for it in a collective, and would hang
+            if deadline is not None and time.monotonic() > deadline:
+                _tell(workers, signal.SIGKILL)
+            time.sleep(0.05)
+    _raise_first(workers, stopped=len(asked))
+
+
+def _places(plan: Plan) -> Iterator[dict[str, str]]:
+    """The variables of each process: those of torch's launcher where there are several, else none."""
+    ranks = plan.choice.layout.ranks
+    if ranks == 1:
+        yield {}
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]  # free again until rank 0 listens on it: nothing reserves a port
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if not plan.hardware.gpus:
+        common["OMP_NUM_THREADS"] = max(1, plan.hardware.cpu_cores // ranks)
+    for rank in range(ranks):
+        yield {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+
+
+def _start(python: Path, document: Path, number: int, place: dict[str, str]) -> _Worker:
+    error_file = document.parent / "ranks" / str(number) / "error.json"
+    error_file.parent.mkdir(parents=True, exist_ok=True)
+    told = {**worker_environment(os.environ), **place, failures.ERROR_FILE_VARIABLE: str(error_file)}
+    environment = endings.ends_with_me(told, number=signal.SIGTERM)
+    words = [str(python), str(WORKER), str(document)]
+    # in a session of its own: a terminal's Ctrl-C reaches it once, through us
+    return _Worker(subprocess.Popen(words, env=environment, start_new_session=True), error_file)
+
+
+def _tell(workers: Sequence[_Worker], number: signal.Signals) -> None:
+    for worker in workers:
+        with contextlib.suppress(ProcessLookupError):
+            worker.process.send_signal(number)
+
+
+def _raise_first(workers: Sequence[_Worker], *, stopped: int) -> None:
+    """Raises the error of the first process that failed, if any; `stopped` counts the signals that were passed on.
+
+    A process whose connection broke, or that was killed, is a consequence as long as there is another failure.
+    """
+    ended = [(worker.process.returncode, failures.read(worker.error_file)) for worker in workers]
+    failed = [(code, own) for code, own in ended if code]
+    if not failed:
+        return
+    code, own = min(failed, key=lambda one: (one[1] is None or one[1].kind == "peer", one[1].time if one[1] else 0.0))
+    if stopped > 1 or (stopped and own is None):
+        raise Interrupted("ended at once; what was saved until then is kept")
+    if own is None:
+        how = (
+            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} and no message"
+        )
+        more = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
+        raise BackendError(f"Unsloth's process {how}{more}; what was saved until then is kept")
+    if own.kind == "stopped":
+        raise Interrupted(own.message or "stopped by the user; what was saved until then is kept")
+    kind = getattr(errors, own.name, None)
+    if isinstance(kind, type) and issubclass(kind, SftPlayError):
+        raise kind(own.message)
+    raise RuntimeError(f"Unsloth's process ended with {own.name}: {own.message}; its traceback is above")

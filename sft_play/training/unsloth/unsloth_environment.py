@@ -1,0 +1,124 @@
+"""Unsloth's own environment: where it is, what it can do, and how its Python is started.
+
+Unsloth's pins exclude this project's (trl<=1.15, datasets<5), and importing it patches transformers, PEFT and TRL in
+the whole process. So it is never imported here: what needs it runs `unsloth_worker.py` with the other Python.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sft_play import checkout
+from sft_play.cache import cache_dir
+from sft_play.environment import for_another_run
+from sft_play.errors import BackendError
+from sft_play.log import escape_control, one_line
+
+VARIABLE = "UNSLOTH_VENV"
+"""Names the environment; without it `.venv-unsloth` is used, of the working folder or the checkout."""
+FOLDER = ".venv-unsloth"
+"""What `make setup-unsloth` builds."""
+WORKER = Path(__file__).resolve().parent / "unsloth_worker.py"
+ANSWER = "sft-play answers: "
+"""Begins the line in which the worker answers `--probe`; the same as there, where nothing of this package is imported
+before Unsloth."""
+PROBE_S = 300.0
+"""Seconds for importing Unsloth; 12 s were measured on two cores of an EPYC (2026-11-22, Unsloth 2026.10.9)."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What Unsloth's environment reports: the device that Unsloth chose (cuda, hip, xpu, cpu), and versions."""
+
+    device: str
+    versions: Mapping[str, str | None]
+
+    @property
+    def words(self) -> str:
+        """The packages that compute, with their versions."""
+        names = ("unsloth", "unsloth_zoo", "torch", "transformers", "peft", "bitsandbytes")
+        return ", ".join(f"{name} {self.versions.get(name)}" for name in names if self.versions.get(name))
+
+
+def find_python(environment: Mapping[str, str]) -> Path | None:
+    """The Python of Unsloth's environment; None if there is no such environment.
+
+    Raises:
+        BackendError: UNSLOTH_VENV names a folder without a Python.
+    """
+    given = environment.get(VARIABLE, "").strip()
+    if given:
+        python = Path(given) / "bin" / "python"
+        if not os.access(python, os.X_OK):
+            raise BackendError(
+                f"{VARIABLE}={one_line(given)} was asked for, but there is no program {python.absolute()}; name the "
+                "folder of an environment that has bin/python and Unsloth"
+            )
+        return python.absolute()
+    for folder in (Path.cwd() / FOLDER, checkout.ROOT / FOLDER):
+        python = folder / "bin" / "python"
+        if os.access(python, os.X_OK):
+            return python.absolute()
+    return None
+
+
+def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment variables for Unsloth's Python, without those of this Python's packages or a launcher's ranks.
+
+    Unsloth downloads a file that counts its users, and writes generated code into the working folder: the first is
+    turned off, the second goes into the cache.
+    """
+    kept = for_another_run(environment)
+    for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "ACCELERATE_CONFIG"):
+        kept.pop(name, None)
+    kept["PYTHONSAFEPATH"] = "1"  # else modules beside the worker, such as profile.py, hide the standard library's
+    kept.setdefault("UNSLOTH_DISABLE_STATISTICS", "1")
+    kept.setdefault("UNSLOTH_COMPILE_LOCATION", str(cache_dir() / "unsloth"))
+    kept.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    return kept
+
+
+def ask(python: Path) -> Answer:
+    """What the environment of this Python reports after importing Unsloth; asked once in a process.
+
+    Raises:
+        BackendError: Unsloth cannot be imported there, or lacks what the worker calls; with Unsloth's reason.
+    """
+    # part of the cache's key, since it decides which GPUs Unsloth sees
+    return _ask(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+@functools.cache
+def _ask(python: Path, _: str | None) -> Answer:
+    with tempfile.TemporaryDirectory() as aside:
+        try:
+            process = subprocess.run(
+                [str(python), str(WORKER), "--probe"],
+                cwd=aside,
+                env=worker_environment(os.environ),
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=PROBE_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise BackendError(f"{python} did not import Unsloth within {PROBE_S:.0f} s") from None
+        except OSError as error:
+            raise BackendError(f"{python} cannot be started: {error.strerror}") from None
+    answers = [line.removeprefix(ANSWER) for line in process.stdout.splitlines() if line.startswith(ANSWER)]
+    if not answers:
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or [f"exit {process.returncode}"]
+        raise BackendError(f"{python} cannot import Unsloth: {one_line(escape_control(lines[-1]), limit=400)}")
+    answer: dict[str, Any] = json.loads(answers[-1])
+    if "error" in answer:
+        raise BackendError(f"{python} cannot run Unsloth: {one_line(str(answer['error']), limit=400)}")
+    return Answer(str(answer["device"]), dict(answer["versions"]))

@@ -1,0 +1,249 @@
+"""A run on Unsloth: Unsloth's model and adapters in this project's training loop, on rows that were handed over.
+
+It runs in Unsloth's environment, after Unsloth was imported. The loop is `PlannedLoop` on transformers' Trainer, not on
+TRL's: order of rows, filling, evaluation, checkpoints and metrics are those of every other run.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+from sft_play.config.load import LoadedConfig
+from sft_play.config.schema import RunConfig
+from sft_play.data.build.splits import Split, Splits
+from sft_play.errors import BackendError, ConfigError
+from sft_play.log import one_line, write_log_to
+from sft_play.planner.plan import Plan, plan_from_json
+from sft_play.runs.folder import RunFolder
+from sft_play.training.checkpoints.model_saving import whole_shapes
+from sft_play.training.job import Job
+from sft_play.training.loop.load_trainer import trainer_of
+from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.trainer import check_trackers, training_arguments
+from sft_play.training.measure.evaluate import EvalSet
+from sft_play.training.measure.exact_match import Question
+from sft_play.training.measure.measure import MemoryMeter, Watch
+from sft_play.training.model.model_loading import keep_4bit_trainable
+from sft_play.training.prepare.backend import Backend
+from sft_play.training.prepare.device_checks import check_device, check_gpu
+from sft_play.training.prepare.model_spec import ModelSpec
+from sft_play.training.prepare.prepare import Prepared
+from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.training.prepare.tokenizer import LoadedTokenizer
+from sft_play.training.ranks import distributed, engines
+from sft_play.training.ranks.heartbeat import Heartbeat
+from sft_play.training.run import train as train_model
+from sft_play.training.unsloth import handover
+
+_NOT_HANDED_OVER: Any = None
+"""Stands for what only `prepare` needs: data files, reports, attention, renderer."""
+
+
+def train(path: Path) -> None:
+    """Train as the document at `path` says; the run folder then holds what every run writes.
+
+    Raises:
+        BackendError: the document or the rows were changed on their way, or Unsloth would train something else.
+        SftPlayError: as any run.
+    """
+    document = handover.read(path)
+    quiet_libraries()
+    job = _job(document)
+    check_device(job.plan, job.loaded.config)
+    try:  # `prepare` has looked in the other environment, whose packages are not these
+        check_trackers(job.loaded.config)
+    except ConfigError as error:
+        raise ConfigError(f"in Unsloth's environment ({sys.prefix}): {error}") from None
+    check_gpu(job.plan, job.loaded.config)
+    memory = MemoryMeter(job.plan)
+    with distributed.process_group(job.plan, timeout_s=job.timeout_s), Heartbeat(job.timeout_s) as beat:
+        log_file = write_log_to(job.folder.log_path) if distributed.is_first() else None
+        try:
+            train_model(
+                job, _prepared(document), Watch(memory, beat, document.started),
+                eval_set_of=functools.partial(_eval_set, document), load_trainer=functools.partial(_trainer, document),
+            )  # fmt: skip
+        finally:
+            if log_file is not None:
+                logging.getLogger().removeHandler(log_file)
+                log_file.close()
+
+
+def _job(document: handover.Document) -> Job:
+    config = RunConfig.model_validate_json(json.dumps(document.config))
+    loaded = LoadedConfig(config, Path(document.config_path), "", tuple(document.overrides))
+    folder = RunFolder(Path(document.folder))
+    plan = plan_from_json(document.plan)
+    return Job(
+        loaded, plan, _NOT_HANDED_OVER, folder, resume=document.resume, has_folder=True, timeout_s=document.timeout_s
+    )
+
+
+def _prepared(document: handover.Document) -> Prepared:
+    """What `prepare` returns in other runs, from the document."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(document.tokenizer, trust_remote_code=document.model.trust_remote_code)
+    splits = {name: Split(handover.read_rows(rows), _NOT_HANDED_OVER) for name, rows in document.splits.items()}
+    adapter = document.adapter
+    peft = LoraConfig(task_type="CAUSAL_LM", r=adapter.r, target_modules=adapter.target_modules)
+    return Prepared(
+        Backend("unsloth", ""),
+        LoadedTokenizer(tokenizer, (), "", document.own_template),
+        Splits(splits["train"], splits.get("val"), splits.get("test")),
+        ModelSpec(None, _NOT_HANDED_OVER, False, peft, 0, None, "", ()),
+        _NOT_HANDED_OVER,
+    )
+
+
+def _eval_set(document: handover.Document, _: Job, prepared: Prepared) -> EvalSet:
+    """The evaluation set whose questions were handed over."""
+    asked, while_training = (
+        [Question(one.prompt_ids, one.shown, one.answer) for one in questions]
+        for questions in (document.asked, document.asked_while_training)
+    )
+    splits = prepared.splits
+    split = {"train": splits.train, "val": splits.val, "test": splits.test}.get(document.held_out)
+    return EvalSet(split, document.held_out, asked, while_training)
+
+
+class UnslothLoop(PlannedLoop):
+    """The loop of every run, which generates answers in Unsloth's inference mode."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """The loss; in an evaluation the mean over this rank's batch, which `prediction_step` weights. The Trainer,
+        unlike TRL's, would divide by the tokens of all ranks' batches."""
+        if not model.training:
+            options["num_items_in_batch"] = None
+        return super().compute_loss(model, inputs, *args, **options)
+
+    def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
+        from unsloth import FastLanguageModel
+
+        model = self.accelerator.unwrap_model(self.model)
+        FastLanguageModel.for_inference(model)
+        try:
+            return super()._exact_match(asked, prefix=prefix)
+        finally:
+            FastLanguageModel.for_training(model)
+
+
+def _trainer(
+    document: handover.Document, job: Job, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
+) -> PlannedLoop:
+    """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
+    config, plan = job.loaded.config, job.plan
+    arguments = _arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
+    model = load(document, seed=config.train.seed, checkpointing=plan.checkpointed_layers > 0)
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # one id or a list of them
+    own_stops = {*(ends if isinstance(ends, list) else [ends])} - {None}
+    return trainer_of(
+        job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None, kind=UnslothLoop,
+        stop_ids=sorted({*document.stop_ids, *own_stops}),
+    )  # fmt: skip
+
+
+def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
+    """The Trainer's arguments. Checkpointing is left out: the Trainer would replace Unsloth's own with its.
+
+    Raises:
+        BackendError: Unsloth changed one of them, so that the run would not be the one that was asked for.
+    """
+    given: dict[str, Any] = {}
+
+    def make(**options: Any) -> TrainingArguments:
+        for name, value in options.items():
+            if name.removesuffix("_kwargs") not in ("gradient_checkpointing", "activation_checkpointing"):
+                given[name] = value
+        return TrainingArguments(**given)
+
+    engine = engines.engine_arguments(plan, config, layer_class="", deepspeed=None)
+    arguments: TrainingArguments = training_arguments(config, plan, folder, has_eval=has_eval, engine=engine, make=make)
+    changes = []
+    for name, value in given.items():
+        actual = getattr(arguments, name)
+        actual = getattr(actual, "value", actual)  # of an enumeration
+        if isinstance(value, (bool, int, float, str)) and value != actual:
+            changes.append(f"{name}={one_line(str(value))} to {one_line(str(actual))}")
+    if changes:
+        raise BackendError(
+            f"Unsloth would change what the run asks for on this machine: {', '.join(changes)}; set these keys of the "
+            "run to Unsloth's values (train.optim, train.bf16, train.fp16), or use tuning.backend=bnb"
+        )
+    return arguments
+
+
+def load(document: handover.Document, *, seed: int, checkpointing: bool) -> Any:
+    """Unsloth's model with the adapters of the document.
+
+    Raises:
+        BackendError: Unsloth cannot load it, or puts adapters elsewhere than the run says.
+    """
+    from unsloth import FastLanguageModel
+
+    model, adapter = document.model, document.adapter
+    checkpoints: Any = "unsloth" if checkpointing else False  # "unsloth": its own, which offloads activations
+    try:
+        loaded, _ = FastLanguageModel.from_pretrained(
+            model_name=model.path,
+            revision=model.revision,
+            max_seq_length=model.max_seq_len,
+            dtype=getattr(torch, model.dtype),
+            load_in_4bit=model.four_bit,
+            load_in_8bit=False,
+            full_finetuning=False,
+            trust_remote_code=model.trust_remote_code,
+            use_gradient_checkpointing=checkpoints,
+            use_exact_model_name=True,  # else it would train its own quantised copy from the hub
+            fix_tokenizer=False,
+            random_state=seed,
+        )
+        adapted = FastLanguageModel.get_peft_model(
+            loaded,
+            r=adapter.r,
+            target_modules=list(adapter.target_modules),
+            lora_alpha=adapter.lora_alpha,
+            lora_dropout=adapter.lora_dropout,
+            bias="none",
+            use_gradient_checkpointing=checkpoints,
+            random_state=seed,
+            use_rslora=adapter.use_rslora,
+            max_seq_length=model.max_seq_len,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # Unsloth checks models and options in many ways
+        raise BackendError(
+            f"Unsloth cannot load {one_line(model.path)}: {type(error).__name__}: {one_line(str(error), limit=300)}"
+        ) from error
+    check_loaded(adapted, document)
+    keep_4bit_trainable(adapted)
+    adapted.config.use_cache = False
+    return adapted
+
+
+def check_loaded(model: Any, document: handover.Document) -> None:
+    """Raises BackendError where the model is not quantised as asked, or its adapters are not those of the run."""
+    has_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
+    if has_4bit != document.model.four_bit:
+        loaded, wanted = ("4-bit" if flag else "unquantised" for flag in (has_4bit, document.model.four_bit))
+        raise BackendError(f"Unsloth loaded {loaded} weights, and the run asks for {wanted} ones; nothing was trained")
+    shapes = {name: list(shape) for name, shape in whole_shapes(model).items()}
+    wanted_shapes = document.adapter.tensors
+    differing = [name for name in {**wanted_shapes, **shapes} if shapes.get(name) != wanted_shapes.get(name)]
+    if differing:
+        name = differing[0]
+        raise BackendError(
+            f"Unsloth's adapters are not those of the run: {name} has shape {shapes.get(name)} instead of "
+            f"{wanted_shapes.get(name)} ({len(differing)} differ); nothing was trained; use tuning.backend=bnb"
+        )
