@@ -12,7 +12,7 @@ import yaml
 
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import UnknownArchitecture, parse_config, shape_of
-from sft_play.facts.models.class_defaults import CLASS_DEFAULTS
+from sft_play.facts.models.class_defaults import CLASS_DEFAULTS, FILE, as_text
 from sft_play.facts.models.config_fields import ALIASES
 from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS
 from sft_play.facts.models.known_models import KNOWN_MODELS
@@ -212,6 +212,8 @@ def test_fields_left_to_the_class_are_those_of_the_class(kind):
 def test_the_table_of_class_defaults_is_transformers_own():
     from transformers import CONFIG_MAPPING
 
+    from sft_play.trace.meta_shape import class_defaults
+
     seen = 0
     for kind, defaults in CLASS_DEFAULTS.items():
         own = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
@@ -224,6 +226,10 @@ def test_the_table_of_class_defaults_is_transformers_own():
             seen += 1
     assert set(CLASS_DEFAULTS) == set(FAMILIES)
     assert seen > 700
+    changed = {kind: dict.fromkeys(fields, 1) for kind, fields in CLASS_DEFAULTS.items()}
+    for kind, fields in class_defaults(changed).items():
+        assert {key: CLASS_DEFAULTS[kind][key] if key != "partial_rotary_factor" else 1 for key in fields} == fields
+    assert FILE.read_text(encoding="utf-8") == as_text(CLASS_DEFAULTS), "run make generate"
 
 
 def test_sizes_by_another_name_are_read_as_transformers_reads_them():

@@ -8,12 +8,13 @@ from pathlib import Path
 from sft_play.commands.answer import Answer
 from sft_play.commands.request import Request
 from sft_play.config.reference import write_generated
+from sft_play.facts.models import class_defaults
 from sft_play.starter import files
 from sft_play.variables import help_lines
 
 HELP = {
-    "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, the "
-    "variables in make's help"
+    "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, "
+    "transformers' defaults of configs, the variables in make's help"
 }
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 
@@ -21,6 +22,11 @@ _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line
 def run(request: Request) -> Answer:
     """Write each of them below this folder."""
     written = [*write_generated(Path.cwd()), *files.write(Path.cwd())]
+    table = Path("sft_play/facts/models") / class_defaults.FILE.name
+    if (Path.cwd() / table).is_file():
+        renewed = import_module("sft_play.trace.meta_shape").class_defaults(class_defaults.CLASS_DEFAULTS)
+        (Path.cwd() / table).write_text(class_defaults.as_text(renewed), encoding="utf-8")
+        written.append(table)
     makefile = Path.cwd() / "Makefile"
     if makefile.is_file():
         makefile.write_text(with_variables(makefile.read_text(encoding="utf-8")), encoding="utf-8")

@@ -5,6 +5,7 @@ Parameter counts are exact. What a step keeps for the backward pass is measured 
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -15,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.models.architecture import refuse_remote_code
+from sft_play.facts.models.class_defaults import Defaults
 from sft_play.facts.models.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape
@@ -96,6 +98,16 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
             f"model {one_line(name)}: transformers cannot read its config.json (model_type {one_line(kind)}): "
             f"{type(error).__name__}: {one_line(str(error))}"
         ) from None
+
+
+def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
+    """`facts.models.class_defaults` with the values of the installed transformers. What is no field of a class (a share
+    of its rotations, which it keeps elsewhere) stays as it is."""
+    renewed: dict[str, Defaults] = {}
+    for kind, fields in table.items():
+        own: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
+        renewed[kind] = {key: own.get(key, value) for key, value in fields.items()}
+    return renewed
 
 
 def measure(
