@@ -851,7 +851,7 @@ def test_the_sum_is_compared_element_by_element(tmp_path):
     """One process alone: the pattern's sum is the pattern; a changed all-reduce is found out."""
     code = (
         "import torch, torch.distributed as dist\n"
-        "from sft_play.training import collective_check as check\n"
+        "from sft_play.training.ranks import collective_check as check\n"
         "cpu = torch.device('cpu')\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "assert check.wrong_elements(4096, cpu) == 0\n"

@@ -148,7 +148,7 @@ def copy(tmp_path):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("sft_play", "tests"):
         (folder / name).mkdir()
-    for name in ("__init__.py", "variables.py"):
+    for name in ("__init__.py", "_version.py", "variables.py"):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play")
     return folder
 

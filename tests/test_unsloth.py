@@ -83,7 +83,7 @@ def no_unsloth(monkeypatch, tmp_path):
     """No environment of Unsloth's anywhere."""
     monkeypatch.delenv("UNSLOTH_VENV", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(unsloth_environment.sft_play, "__file__", str(tmp_path / "sft_play" / "__init__.py"))
+    monkeypatch.setattr(unsloth_environment.checkout, "ROOT", tmp_path)
 
 
 def config(*overrides: str) -> Any:
