@@ -1,8 +1,7 @@
 """What clouds ask for an hour of a GPU, on demand, in US dollars: `gpu_prices.json`, by public lists.
 
-Each list has its date and address. Prices change by the week, and none of these is an offer: the date stands beside
-every answer that rests on one. Only GPUs of the catalogue are here, and none that can be taken away (spot, community
-hosts).
+Each list has its date and address. Prices change every week, and none of these is an offer: every answer that uses one
+shows its date. Only on-demand prices of GPUs in the catalogue are here, no spot prices and no community hosts.
 """
 
 from __future__ import annotations
