@@ -224,6 +224,7 @@ with Heartbeat(timeout_s=4) as beat:
                 time.sleep(0.5)
     with beat.waiting():
         distributed.barrier(distributed.patient())
+dist.destroy_process_group()
 print("all went on", flush=True)
 """
 
