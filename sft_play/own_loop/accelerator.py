@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from sft_play.dist.one_process import NoOpAccelerator
-from sft_play.dist.settings import DEFAULT_CONFIG, Asked, Device, DistConfig, asked
 from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
@@ -25,6 +23,8 @@ from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, drop_autos
 from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
+from sft_play.own_loop.one_process import NoOpAccelerator
+from sft_play.own_loop.settings import DEFAULT_CONFIG, Asked, Device, DistConfig, asked
 from sft_play.training.ranks.deepspeed_comm import init_deepspeed
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,6 @@ def _without_accelerate(config: Any) -> Any:
             f"{ranks} ranks were started and the package accelerate is not installed: each would train on its own; "
             "pip install accelerate"
         )
-    if wanted.mixed_precision == "fp16":
-        raise BackendError("mixed_precision: fp16 needs accelerate, which scales the loss; pip install accelerate, "
-                           "or set mixed_precision: bf16 or no")  # fmt: skip
     _warn("the package accelerate is not installed: one process trains, without DDP, FSDP or ZeRO (NoOpAccelerator)")
     accelerator = NoOpAccelerator(
         mixed_precision=wanted.mixed_precision,

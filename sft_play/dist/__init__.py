@@ -1,8 +1,0 @@
-"""Small helpers for people's own training scripts and notebooks, over accelerate and DeepSpeed (docs/dist.md)."""
-
-from sft_play.dist.accelerator import get_accelerator, wrap_model_optimizer
-from sft_play.dist.one_process import NoOpAccelerator
-from sft_play.dist.saving import save_sharded
-from sft_play.dist.settings import DistConfig
-
-__all__ = ["DistConfig", "NoOpAccelerator", "get_accelerator", "save_sharded", "wrap_model_optimizer"]
