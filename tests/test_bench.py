@@ -24,9 +24,12 @@ MIXED = {"words_of_question": (3, 0.5), "words_of_answer": (6, 0.9)}
 FACTS: dict[str, Any] = {
     "model": "m", "revision": None, "trust_remote_code": False, "attention": "sdpa", "mode": "qlora",
     "load_dtype": "bfloat16", "compute_dtype": "bfloat16", "on_cpu": False, "micro_batch": 4, "grad_accum": 2,
-    "effective_batch": 8, "seq_len": 512, "packing": True, "gradient_checkpointing": True, "learning_rate": 1e-4,
-    "scheduler": "cosine", "warmup_steps": 3, "weight_decay": 0.0, "adam_beta2": 0.999, "max_grad_norm": 1.0,
-    "optim": "adamw_torch", "seed": 1, "max_steps": 9, "logging_steps": 1, "pad_id": 0,
+    "effective_batch": 8, "seq_len": 512, "packing": True, "gradient_checkpointing": True, "max_steps": 9,
+    "trainer": {
+        "learning_rate": 1e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.0,
+        "adam_beta2": 0.999, "max_grad_norm": 1.0, "optim": "adamw_torch", "seed": 1,
+    },
+    "logging_steps": 1, "pad_id": 0,
     "lora": {"r": 8, "alpha": 16, "dropout": 0.0, "rslora": False, "dora": False, "targets": ["q_proj"], "saved": []},
 }  # fmt: skip
 
@@ -370,9 +373,10 @@ def test_peers_get_the_same_run():
     ("given", "name", "value"), [(0.03, "warmup_ratio", 0.03), (3.0, "warmup_steps", 3), (0, "warmup_steps", 0)]
 )
 def test_a_share_of_warm_up_steps_stays_one(given, name, value):
-    axolotl = settings_of("axolotl", warmup_steps=given)
+    changed = {"trainer": FACTS["trainer"] | {"warmup_steps": given}}
+    axolotl = settings_of("axolotl", **changed)
     assert {key: axolotl[key] for key in axolotl if key.startswith("warmup")} == {name: value}
-    assert settings_of("llamafactory", warmup_steps=given)["warmup_steps"] == given
+    assert settings_of("llamafactory", **changed)["warmup_steps"] == given
 
 
 def test_axolotls_own_kernels_are_left_alone_on_a_gpu_and_off_on_a_cpu():

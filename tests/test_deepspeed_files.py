@@ -15,7 +15,7 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.launch.deepspeed.fill import PlanNumbers, fill
+from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
 from sft_play.launch.deepspeed.layout import keeps_params, layout_of
 from sft_play.launch.deepspeed.run_settings import with_batch
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
@@ -25,7 +25,8 @@ from sft_play.starting.over_ranks import plan_ranks
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 
-NUMBERS = PlanNumbers("zero3", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
+OPTIONS = options_of(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
+NUMBERS = PlanNumbers("zero3", 2, 4, 2, hidden_size=1024, compute="bfloat16", options=OPTIONS)
 needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
 KEYS = {"micro": "train_micro_batch_size_per_gpu", "accum": "gradient_accumulation_steps", "batch": "train_batch_size"}
 FIELDS = {"micro": "batch_size", "accum": "grad_accum", "batch": "effective_batch_size"}

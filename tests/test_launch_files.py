@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import load_config
+from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
@@ -24,7 +24,7 @@ from sft_play.launch.accelerate.writing import write_accelerate_file
 from sft_play.launch.deepspeed import keys
 from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
-from sft_play.launch.deepspeed.fill import PlanNumbers, fill
+from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
 from sft_play.launch.deepspeed.layout import STAGES, layout_notes, layout_of
 from sft_play.launch.deepspeed.translate import translate
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
@@ -36,7 +36,8 @@ def machine(gpus: int, *, nodes: int = 1) -> Hardware:
     return Hardware(cards, "cpu", 8, 2**35, 2**35, nodes=nodes)
 
 
-NUMBERS = PlanNumbers("zero2", 2, 4, 2, hidden_size=1024, max_grad_norm=1.0, compute="bfloat16")
+OPTIONS = options_of(config_from_text("model: {name: a}\ntrain: {learning_rate: 2e-4}", name="run.yaml"))
+NUMBERS = PlanNumbers("zero2", 2, 4, 2, hidden_size=1024, compute="bfloat16", options=OPTIONS)
 
 
 # --- accelerate: written ----------------------------------------------------------------------------------------------
@@ -532,7 +533,7 @@ def test_an_empty_file_becomes_the_planned_layout():
 )
 def test_a_number_that_contradicts_the_plan_names_both(config, words):
     with pytest.raises(ConfigError) as error:
-        fill(config, replace(NUMBERS, learning_rate=2e-4), name="my.json")
+        fill(config, NUMBERS, name="my.json")
     assert all(word in str(error.value) for word in [*words, "my.json"])
 
 
@@ -541,7 +542,7 @@ def test_blocks_that_only_repeat_the_run_are_left_out_aloud():
         "optimizer": {"type": "AdamW", "params": {"lr": 2e-4, "betas": [0.9, 0.999], "weight_decay": "auto"}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": "auto"}},
     }
-    config, lines = fill(raw, replace(NUMBERS, learning_rate=0.0002, betas=(0.9, 0.999)))
+    config, lines = fill(raw, NUMBERS)
     assert not {"optimizer", "scheduler"} & set(config)
     assert sum("left out" in line for line in lines) == 2
 

@@ -192,14 +192,14 @@ def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypa
     monkeypatch.setattr(backend, "_values", lambda _: everything)
     refused = {item.partition("=")[0] for item in backend.unsupported(config())}
     told = {path for path in leaves() if path not in refused}
-    here = {path for path in told - backend._SUPPORTED if not leaves()[path].owner.startswith(backend._MADE_HERE)}
-    assert not here
+    owners = (*backend._MADE_HERE, *backend._RUN_THERE)
+    assert not {path for path in told - backend._SUPPORTED if not leaves()[path].owner.startswith(owners)}
     assert refused >= {"data.packing", "tuning.lora.use_dora", "tuning.lora.modules_to_save"}
     assert set(leaves()) >= backend._SUPPORTED
 
 
 def test_an_option_that_nobody_told_the_bridge_of_is_refused(monkeypatch):
-    new = dataclasses.replace(leaves()["train.seed"], path="train.new", owner="train.trainer")
+    new = dataclasses.replace(leaves()["train.seed"], path="train.new", owner="training.model.new")
     monkeypatch.setattr(backend, "leaves", lambda: {**leaves(), "train.new": new})
     assert any(item.startswith("train.new=") for item in backend.unsupported(config()))
 

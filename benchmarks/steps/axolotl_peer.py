@@ -39,7 +39,7 @@ def main(path: Path) -> None:
 
 def settings(order: Order, facts: dict[str, Any], rows: Path) -> dict[str, Any]:
     """axolotl's run YAML for the facts of our run."""
-    lora, warmup = facts["lora"], facts["warmup_steps"]
+    lora, warmup = facts["lora"], facts["trainer"]["warmup_steps"]
     of_trainer = trainer_arguments(facts, steps=order.total, micro=facts["micro_batch"])
     made = {name: value for name, value in of_trainer.items() if name not in (*UNKNOWN, "use_cpu", "warmup_steps")} | {
         "base_model": facts["model"],
@@ -53,7 +53,7 @@ def settings(order: Order, facts: dict[str, Any], rows: Path) -> dict[str, Any]:
         "sample_packing": facts["packing"],
         "micro_batch_size": facts["micro_batch"],
         "num_epochs": 1,
-        "lr_scheduler": facts["scheduler"],
+        "lr_scheduler": facts["trainer"]["lr_scheduler_type"],
         "warmup_ratio" if 0 < warmup < 1 else "warmup_steps": warmup if 0 < warmup < 1 else int(warmup),
         "attn_implementation": facts["attention"],
         "gradient_checkpointing": facts["gradient_checkpointing"],

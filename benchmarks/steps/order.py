@@ -50,12 +50,11 @@ class Order:
 def trainer_arguments(facts: dict[str, Any], *, steps: int, micro: int) -> dict[str, Any]:
     """Arguments of transformers' Trainer that every peer gets for the facts of our run; `micro`: rows of a
     micro-batch."""
-    same = ("learning_rate", "warmup_steps", "weight_decay", "adam_beta2", "max_grad_norm", "optim", "seed")
-    return {name: facts[name] for name in (*same, "logging_steps")} | {
+    return {**facts["trainer"]} | {
         "max_steps": steps,
         "per_device_train_batch_size": micro,
         "gradient_accumulation_steps": facts["effective_batch"] // micro,
-        "lr_scheduler_type": facts["scheduler"],
+        "logging_steps": facts["logging_steps"],
         "bf16": facts["compute_dtype"] == "bfloat16",
         "fp16": facts["compute_dtype"] == "float16",
         "use_cpu": facts["on_cpu"],

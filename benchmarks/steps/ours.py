@@ -19,6 +19,8 @@ from typing import Any
 
 from benchmarks.steps.order import Order
 from sft_play.config.load import load_config
+from sft_play.config.schema import RunConfig
+from sft_play.config.training_options import training_options
 from sft_play.endings import leave_with_starter
 from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.errors import ConfigError, SftPlayError
@@ -194,6 +196,11 @@ def _steps(trainer: Any, count: int) -> Any:
         epoch += 1
 
 
+def training_facts(config: RunConfig) -> dict[str, Any]:
+    """The training options of a run by the Trainer's names."""
+    return {option.elsewhere.trainer: option.value(config) for option in training_options()}
+
+
 def write_facts(folder: Path, job: Any, prepared: Any) -> None:
     """What a peer needs for the same run: `facts.json` and its token rows as a saved data set, `rows`.
 
@@ -213,7 +220,6 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
     rows.map(completed, batched=True).save_to_disk(str(folder / "rows"))
     prepared.tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     lora = spec.peft_config
-    train = config.train
     # peers do not have this toolkit's own attention
     attention = "sdpa" if spec.attention.name == varlen.ATTENTION else spec.attention.name
     facts = {
@@ -228,10 +234,9 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
         "micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum,
         "effective_batch": plan.batch.effective_batch, "seq_len": plan.max_seq_len,
         "packing": config.data.packing != "none", "gradient_checkpointing": plan.checkpointed_layers > 0,
-        "learning_rate": config.learning_rate, "scheduler": train.lr_scheduler_type,
-        "warmup_steps": train.warmup_steps, "weight_decay": train.weight_decay, "adam_beta2": train.adam_beta2,
-        "max_grad_norm": train.max_grad_norm, "optim": train.optim, "seed": train.seed, "max_steps": train.max_steps,
-        "logging_steps": train.logging_steps, "train_path": str(config.data.train_path),
+        "trainer": training_facts(config),
+        "max_steps": config.train.max_steps, "logging_steps": config.train.logging_steps,
+        "train_path": str(config.data.train_path),
         "pad_id": int(prepared.tokenizer.tokenizer.pad_token_id or 0), "plan": plan.as_json(),
     }  # fmt: skip
     (folder / "facts.json").write_text(json.dumps(facts), encoding="utf-8")

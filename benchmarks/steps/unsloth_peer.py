@@ -36,7 +36,7 @@ def main(path: Path) -> None:
     if lora is not None:
         model = FastLanguageModel.get_peft_model(
             model, r=lora["r"], lora_alpha=lora["alpha"], lora_dropout=lora["dropout"], use_rslora=lora["rslora"],
-            target_modules=lora["targets"], bias="none", random_state=facts["seed"],
+            target_modules=lora["targets"], bias="none", random_state=facts["trainer"]["seed"],
             use_gradient_checkpointing="unsloth" if facts["gradient_checkpointing"] else False,
         )  # fmt: skip
     trainer = SFTTrainer(

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from sft_play.config.overrides import place
 from sft_play.config.schema import RunConfig
+from sft_play.config.training_options import training_options
 from sft_play.config.yaml_io import Document, Path_, Problem, dotted
 
 
@@ -31,8 +32,10 @@ def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
         add("train.early_stopping_patience", "needs train.load_best_model_at_end: true")
     if train.metric_for_best_model == "exact_match" and config.eval.generate_rows == 0:
         add("train.metric_for_best_model", "exact_match needs eval.generate_rows above 0")
-    if train.optim == "adafactor" and train.adam_beta2 != type(train).model_fields["adam_beta2"].default:
-        add("train.adam_beta2", f"{train.adam_beta2:g} is AdamW's, and train.optim is adafactor; remove one of them")
+    for option in training_options():
+        value = option.value(config)
+        if not option.is_read_by(train.optim) and value != option.default:
+            add(option.key, f"{value} is AdamW's, and train.optim is {train.optim}; remove one of them")
     if config.tuning.backend_fallback == config.tuning.backend:
         add("tuning.backend_fallback", f"is the backend itself ({config.tuning.backend}); remove it")
     return problems

@@ -15,6 +15,7 @@ from importlib import resources
 from typing import Any
 
 from sft_play.config.leaves import accepts, leaves
+from sft_play.config.training_options import training_options
 from sft_play.config.yaml_io import Plain, parse
 
 
@@ -61,18 +62,25 @@ class Table:
 
 
 @functools.cache
-def table() -> Table:
-    """The table, read when the first unknown key or refused value asks for it: that takes a fifth of a second."""
+def _file() -> dict[str, Any]:
     text = resources.files("sft_play.config").joinpath("other_tools.yaml").read_text(encoding="utf-8")
     document = parse(text, name="other_tools.yaml")
     assert not document.problems, document.problems
-    data: dict[str, Any] = document.data
-    rows: dict[str, Known] = {}
-    for entry in data["rows"]:
-        row = _row(entry)
-        for key in entry["keys"].split():
-            assert key not in rows, f"{key} appears twice in the table"
-            rows[key] = row
+    return document.data
+
+
+def listed_rows() -> list[tuple[list[str], Known]]:
+    """The rows of the file with their keys."""
+    return [(entry["keys"].split(), _row(entry)) for entry in _file()["rows"]]
+
+
+@functools.cache
+def table() -> Table:
+    """The table, read when the first unknown key or refused value asks for it: that takes a fifth of a second."""
+    data = _file()
+    rows = {key: row for keys, row in listed_rows() for key in keys}
+    for option in training_options():  # its names are ours, whatever the file says of them
+        rows |= dict.fromkeys(option.other_names, Known(option.key))
     prefixes = tuple((tuple(entry["keys"].split()), _row(entry)) for entry in data["prefixes"])
     return Table(rows, prefixes, {name: ours for ours, names in data["sections"].items() for name in names.split()})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.leaves import leaves, sections
-from sft_play.config.schema import DTYPES, OWNER, RunConfig
+from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
 
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
@@ -70,9 +70,9 @@ def json_schema() -> str:
 
 
 def _published(value: Any) -> Any:
-    """Without owners, and with the short names of dtypes."""
+    """Without owners and other names, and with the short names of dtypes."""
     if isinstance(value, dict):
-        shown = {key: _published(item) for key, item in value.items() if key != OWNER}
+        shown = {key: _published(item) for key, item in value.items() if key not in (OWNER, ELSEWHERE)}
         if "bfloat16" in (names := shown.get("enum", ())):
             shown["enum"] = [*names, *(short for short, name in DTYPES.items() if name in names)]
         return shown

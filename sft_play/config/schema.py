@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -25,6 +26,33 @@ def leaf(default: Any, *, owner: str, **limits: Any) -> Any:
 def derived(default: Callable[[dict[str, Any]], Any], *, owner: str) -> Any:
     """A key whose default follows from the keys above it in its section."""
     return Field(default_factory=default, json_schema_extra={OWNER: owner})
+
+
+ELSEWHERE = "elsewhere"
+"""The name of a training option's other names among a key's metadata."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a training option, which steers the optimizer's updates, is to those that read it beside the plan."""
+
+    trainer: str
+    """The argument of transformers' TrainingArguments, which the trainers of TRL and Unsloth take too."""
+    deepspeed: str | None = None
+    """Its path in DeepSpeed's file, where that has it; `betas.1` is the second of a list."""
+    tools: str = ""
+    """Names in other tools' files that take the same values; other_tools.yaml translates those that take others."""
+    optimizers: tuple[str, ...] = ()
+    """The values of train.optim that read it; empty: all."""
+
+
+def training(default: Any, elsewhere: Elsewhere, **limits: Any) -> Any:
+    """A training option: Trainer, DeepSpeed, Unsloth, bench, TensorBoard and hints find it by its entry here."""
+    return Field(default, json_schema_extra={OWNER: "training.loop.trainer", ELSEWHERE: elsewhere}, **limits)  # type: ignore[dict-item]
+
+
+ADAMW = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit")
+"""The optimizers that are AdamW."""
 
 
 class Section(BaseModel):
@@ -399,25 +427,41 @@ class TrainConfig(Section):
     """Stop with a checkpoint after this many steps, counted from this start, as at a time limit; make resume
     continues."""
 
-    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = leaf("auto", owner="training.loop.trainer")
+    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = training(
+        "auto",
+        Elsewhere("learning_rate", deepspeed="optimizer.params.lr", tools="peak_lr initial_lr max_lr"),
+    )
     """Peak learning rate; auto is 2e-4 with adapters and 1e-5 for full."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
-        leaf("cosine", owner="training.loop.trainer")
+        training("cosine", Elsewhere("lr_scheduler_type"))
     )
     """Learning rate schedule, by its name in transformers."""
 
-    warmup_steps: float = leaf(0.03, owner="training.loop.trainer", ge=0.0)
+    warmup_steps: float = training(0.03, Elsewhere("warmup_steps"), ge=0.0)
     """Warm-up steps; a value below 1 is a share of all steps."""
 
-    weight_decay: float = leaf(0.0, owner="training.loop.trainer", ge=0.0)
+    weight_decay: float = training(0.0, Elsewhere("weight_decay", deepspeed="optimizer.params.weight_decay"), ge=0.0)
     """AdamW's weight decay (not applied to norms and biases)."""
 
-    adam_beta2: float = leaf(0.999, owner="training.loop.trainer", ge=0.0, lt=1.0)
+    adam_beta2: float = training(
+        0.999,
+        Elsewhere("adam_beta2", deepspeed="optimizer.params.betas.1", tools="beta2", optimizers=ADAMW),
+        ge=0.0,
+        lt=1.0,
+    )
     """Decay of AdamW's average of squared gradients; a smaller value forgets sooner, which suits short pre-training
     (0.95)."""
 
-    max_grad_norm: float = leaf(1.0, owner="training.loop.trainer", ge=0.0)
+    max_grad_norm: float = training(
+        1.0,
+        Elsewhere(
+            "max_grad_norm",
+            deepspeed="gradient_clipping",
+            tools="max_norm gradient_clip_val clip_grad_norm clip_grad max_gradient_norm grad_clip",
+        ),
+        ge=0.0,
+    )
     """Clip gradients to this norm; 0 does not clip."""
 
     on_nan: Literal["stop", "skip"] = leaf("stop", owner="training.loop.trainer")
@@ -425,8 +469,8 @@ class TrainConfig(Section):
     optimizer and learning rate stay as they were. stop: end the run. skip: continue with the next step; five in a row
     end the run. In fp16 the loss scaling skips steps by itself."""
 
-    optim: Literal["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"] = leaf(
-        "adamw_torch_fused", owner="training.loop.trainer"
+    optim: Literal["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"] = training(
+        "adamw_torch_fused", Elsewhere("optim")
     )
     """Optimizer, by its name in transformers."""
 
@@ -485,7 +529,7 @@ class TrainConfig(Section):
     early_stopping_patience: Annotated[int, Field(ge=1)] | None = leaf(None, owner="training.loop.trainer")
     """Stop after this many evaluations without improvement; needs load_best_model_at_end."""
 
-    seed: int = leaf(42, owner="training.loop.trainer", ge=0, lt=2**32)
+    seed: int = training(42, Elsewhere("seed", tools="data_seed random_seed global_seed random_state"), ge=0, lt=2**32)
     """Seed for adapters, dropout, data order and splits."""
 
     profile_steps: Annotated[int, Field(ge=1, le=100)] | None = leaf(None, owner="training.measure.profile")

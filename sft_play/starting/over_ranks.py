@@ -14,9 +14,9 @@ from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
-from sft_play.launch.deepspeed.fill import ADAM_BETA1, ADAM_EPS, PlanNumbers, fill
+from sft_play.launch.deepspeed.fill import PlanNumbers, fill
 from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
-from sft_play.launch.deepspeed.run_settings import SHORT_DTYPES, with_batch, with_dtypes
+from sft_play.launch.deepspeed.run_settings import with_batch, with_dtypes
 from sft_play.launch.deepspeed.translate import translate
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.log import one_line
@@ -183,21 +183,7 @@ def _log_deepspeed(lines: Iterable[str]) -> None:
 
 def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:
     """DeepSpeed's config with the plan's numbers filled in; each of them is logged."""
-    numbers = PlanNumbers(
-        micro_batch=plan.counted_batch.micro_batch,  # DeepSpeed takes a fixed number of passes a step
-        grad_accum=plan.counted_batch.grad_accum,
-        data_parallel_ranks=plan.batch.ranks,
-        hidden_size=shape_for(config).hidden_size,
-        max_grad_norm=config.train.max_grad_norm,
-        compute=plan.precision.compute,
-        layout=plan.layout,
-        learning_rate=config.learning_rate,
-        weight_decay=config.train.weight_decay,
-        betas=(ADAM_BETA1, config.train.adam_beta2),
-        eps=ADAM_EPS,
-        reduce=SHORT_DTYPES.get(config.distributed.mixed_precision.reduce),
-        buffer=SHORT_DTYPES.get(config.distributed.mixed_precision.buffer),
-    )
+    numbers = PlanNumbers.of(plan, config, hidden_size=shape_for(config).hidden_size)
     offloads = plan.choice.layout.offloads_states
     obstacles = adam_obstacles() if offloads else ()
     resolved, lines = fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from sft_play.config.schema import RunConfig
+from sft_play.config.training_options import training_options
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed import keys
 from sft_play.launch.deepspeed.layout import STAGES, layout_of, offloads
-from sft_play.launch.deepspeed.run_settings import BATCH_KEYS, DTYPE_KEYS
+from sft_play.launch.deepspeed.run_settings import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES
 from sft_play.launch.deepspeed.tree import AUTO, Config, holder_of, leaves_of, put_at, shown_value, value_at
+from sft_play.planner.plan import Plan
 
-ADAM_BETA1, ADAM_EPS = 0.9, 1e-8
-"""AdamW's values in every run: the defaults of transformers' `TrainingArguments`, which no key changes."""
+ADAM: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
+"""AdamW's values where no training option sets them: the defaults of transformers' `TrainingArguments`."""
 
 BY_HIDDEN_SIZE: dict[str, tuple[Callable[[int], int], str]] = {
     "reduce_bucket_size": (lambda size: size * size, "hidden size squared"),
@@ -33,31 +36,50 @@ formula in words."""
 
 @dataclass(frozen=True)
 class PlanNumbers:
-    """What DeepSpeed needs from a plan. `max_grad_norm` 0: no clipping. `hidden_size` is the model's widest.
-
-    The optimizer's values are for comparison with a file's own `optimizer` block; None: not compared.
-    """
+    """What DeepSpeed needs from a plan. `hidden_size` is the model's widest."""
 
     layout: str
     micro_batch: int
     grad_accum: int
     data_parallel_ranks: int
     hidden_size: int
-    max_grad_norm: float
     compute: Literal["bfloat16", "float16", "float32"]
-    learning_rate: float | None = None
-    weight_decay: float | None = None
-    betas: tuple[float, float] | None = None
-    eps: float | None = None
+    options: Mapping[str, tuple[str, Any]]
+    """The training options by their paths in DeepSpeed's file: key of the run YAML, value."""
     reduce: str | None = None
     """Dtype in which gradients are sent, in DeepSpeed's spelling; None: as computed."""
     buffer: str | None = None
     """Dtype that buffers are cast to; None: unchanged."""
 
+    @classmethod
+    def of(cls, plan: Plan, config: RunConfig, *, hidden_size: int) -> PlanNumbers:
+        """Those of a plan and the run's settings."""
+        mixed, batch = config.distributed.mixed_precision, plan.counted_batch
+        return cls(
+            layout=plan.layout,
+            micro_batch=batch.micro_batch,  # DeepSpeed takes a fixed number of passes a step
+            grad_accum=batch.grad_accum,
+            data_parallel_ranks=plan.batch.ranks,
+            hidden_size=hidden_size,
+            compute=plan.precision.compute,
+            options=options_of(config),
+            reduce=SHORT_DTYPES.get(mixed.reduce),
+            buffer=SHORT_DTYPES.get(mixed.buffer),
+        )
+
     @property
     def effective_batch(self) -> int:
         """Rows per optimizer step, over all ranks."""
         return self.micro_batch * self.grad_accum * self.data_parallel_ranks
+
+
+def options_of(config: RunConfig) -> dict[str, tuple[str, Any]]:
+    """The training options that DeepSpeed's file has, by their paths in it: key of the run YAML, value."""
+    return {
+        option.elsewhere.deepspeed: (option.key, option.value(config))
+        for option in training_options()
+        if option.elsewhere.deepspeed
+    }
 
 
 def fill(
@@ -84,7 +106,15 @@ def fill(
             f"the file asks for {layout}, but the plan is for {numbers.layout}; leave STRATEGY= out, or name another "
             "file"
         )
-    for step in (_fill_batch, _fill_precision, _fill_dtypes, _fill_zero, _fill_optimizer, _fill_scheduler):
+    for step in (
+        _fill_batch,
+        _fill_options,
+        _fill_precision,
+        _fill_dtypes,
+        _fill_zero,
+        _fill_optimizer,
+        _fill_scheduler,
+    ):
         problems += step(resolved, numbers, shown)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
@@ -119,15 +149,23 @@ def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[
                 f"{key}: {present} contradicts the plan's {value} ({product} = {numbers.effective_batch}); "
                 f'set it to "auto", or run with train.{BATCH_KEYS[key]}={present}'
             )
-    norm = config.get("gradient_clipping", AUTO)  # DeepSpeed's engine clips, and by its own number only
-    if norm in (AUTO, None):
-        config["gradient_clipping"] = numbers.max_grad_norm
-        shown.append(f"gradient_clipping → {numbers.max_grad_norm:g} (train.max_grad_norm)")
-    elif float(norm) != float(numbers.max_grad_norm):
-        problems.append(
-            f"gradient_clipping: {norm:g} contradicts train.max_grad_norm: {numbers.max_grad_norm:g}; "
-            f'set it to "auto", or run with train.max_grad_norm={norm:g}'
-        )
+    return problems
+
+
+def _fill_options(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
+    """The training options outside the optimizer's block: DeepSpeed's engine clips by its own number only."""
+    problems = []
+    for path, (ours, value) in numbers.options.items():
+        present = value_at(config, path)
+        if path.startswith("optimizer."):
+            continue
+        if present in (AUTO, None):
+            put_at(config, path, value)
+            shown.append(f"{path} → {value:g} ({ours})")
+        elif not same_numbers(present, value):
+            problems.append(
+                f'{path}: {present:g} contradicts {ours}: {value:g}; set it to "auto", or run with {ours}={present:g}'
+            )
     return problems
 
 
@@ -209,22 +247,17 @@ def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     problems = []
     if str(kind).lower() not in ("adam", "adamw", AUTO):
         problems.append(f"optimizer.type: {shown_value(kind)} is not supported; train.optim of the run YAML chooses")
-    ours = {
-        "lr": (numbers.learning_rate, "train.learning_rate"),
-        "weight_decay": (numbers.weight_decay, "train.weight_decay"),
-        "betas": (numbers.betas, "the run's (train.adam_beta2)"),
-        "eps": (numbers.eps, "the run's"),
-    }
+    ours = _optimizer_params(numbers.options)
     own_values = []
     for key, value in (block.get("params") or {}).items():
-        planned, where = ours.get(key, (None, ""))
         if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
             continue  # it leaves the number to the run, or chooses between implementations of the same update
         if key not in ours:
             problems.append(
                 f"optimizer.params.{key}: {shown_value(value)} cannot be kept: the optimizer is the run YAML's"
             )
-        elif planned is not None and not same_numbers(value, planned):
+        elif not same_numbers(value, ours[key][1]):
+            where, planned = ours[key]
             problems.append(
                 f"optimizer.params.{key}: {shown_value(value)} contradicts {where}: {shown_value(planned)}; "
                 'set it to "auto", or change the run YAML'
@@ -237,6 +270,19 @@ def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     repeated = f" ({', '.join(own_values)})" if own_values else ""
     shown.append(f"optimizer{repeated} left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
     return problems
+
+
+def _optimizer_params(options: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """The run's values of what an optimizer's block may hold: whose they are, value."""
+    params = {name: ("the run's", copy.copy(value)) for name, value in ADAM.items()}
+    for path, (ours, value) in options.items():
+        name, _, place = path.removeprefix("optimizer.params.").partition(".")
+        if place:
+            params[name][1][int(place)] = value
+            params[name] = (f"the run's ({ours})", params[name][1])
+        elif name != path:
+            params[name] = (ours, value)
+    return params
 
 
 def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:

@@ -19,6 +19,7 @@ from transformers.trainer_callback import PrinterCallback
 from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.schema import RunConfig
+from sft_play.config.training_options import training_options
 from sft_play.data.build.mixing import Sources, mix_table
 from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
 from sft_play.data.build.splits import Split
@@ -75,13 +76,7 @@ def training_arguments(
         gradient_accumulation_steps=plan.counted_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
-        learning_rate=config.learning_rate,
-        lr_scheduler_type=train.lr_scheduler_type,
-        warmup_steps=train.warmup_steps,
-        weight_decay=train.weight_decay,
-        adam_beta2=train.adam_beta2,
-        max_grad_norm=train.max_grad_norm,
-        optim=train.optim,
+        **{option.elsewhere.trainer: option.value(config) for option in training_options()},
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
         **_checkpointing(plan.checkpointed_layers > 0, offload=plan.choice.step.offloads),
@@ -92,7 +87,6 @@ def training_arguments(
         **_schedule(config, has_eval=has_eval),
         metric_for_best_model=f"eval_{train.metric_for_best_model}",
         greater_is_better=train.metric_for_best_model == "exact_match",
-        seed=train.seed,
         report_to=[name for name in train.report_to if name != "tensorboard"],  # that is in plan_callbacks
         dataloader_num_workers=train.dataloader_num_workers,
         dataloader_pin_memory=train.dataloader_pin_memory and _pins(plan),

@@ -17,6 +17,7 @@ from transformers import TrainerCallback
 from transformers.integrations import rewrite_logs
 
 from sft_play.config.schema import RunConfig
+from sft_play.config.training_options import training_options
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
@@ -75,14 +76,8 @@ def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | b
         "effective_batch": plan.batch.effective_batch,
         "micro_batch": plan.batch.micro_batch,
         "max_seq_len": plan.max_seq_len,
-        "learning_rate": config.learning_rate,
-        "lr_scheduler_type": config.train.lr_scheduler_type,
-        "warmup_steps": config.train.warmup_steps,
-        "weight_decay": config.train.weight_decay,
-        "adam_beta2": config.train.adam_beta2,
-        "optim": config.train.optim,
         "precision": plan.precision.compute,
-        "seed": config.train.seed,
+        **{option.name: option.value(config) for option in training_options()},
     }
     if config.tuning.mode != "full":
         lora = config.tuning.lora

@@ -26,26 +26,24 @@ LAYOUTS = ("single", "ddp")
 """What Unsloth's processes run: each holds the whole model (unslothai/unsloth#2425, #3248)."""
 _MADE_HERE = ("data.", "runs", "launch.command", "planner.", "trace.", "training.prepare.tokenizer")
 """Prefixes of owners whose options take effect before anything is handed over."""
+_RUN_THERE = ("training.loop.", "training.measure.", "training.run")
+"""Prefixes of owners that Unsloth's process runs too: the loop, its trainer's arguments (`training_options`), and what
+is measured."""
 _SUPPORTED = frozenset(
     {
         "model.name", "model.revision", "model.trust_remote_code",
         "tuning.mode", "tuning.backend", "tuning.backend_fallback",
         "tuning.lora.r", "tuning.lora.alpha", "tuning.lora.dropout", "tuning.lora.target_modules",
         "tuning.lora.use_rslora",
-        "train.epochs", "train.max_steps", "train.stop_after_steps", "train.learning_rate", "train.lr_scheduler_type",
-        "train.warmup_steps", "train.weight_decay", "train.adam_beta2", "train.max_grad_norm", "train.on_nan",
-        "train.optim",
-        "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
-        "train.metric_for_best_model", "train.early_stopping_patience", "train.seed", "train.profile_steps",
-        "train.report_to", "train.group_by_length", "train.batch_by",
-        "train.dataloader_num_workers", "train.dataloader_pin_memory",
-        "eval.steps", "eval.generate_rows", "eval.max_new_tokens", "eval.before_training",
     }
 )  # fmt: skip
-"""Options that are passed to Unsloth's process. One that is neither passed nor takes effect here, and is not at its
-default, is refused, so that no new option is silently ignored."""
+"""Other options that are handed over. One that is none of these, and is not at its default, is refused, so that no new
+option is silently ignored."""
 _UNSUPPORTED = frozenset(
-    {"curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"}
+    {
+        *("curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"),
+        "distributed.profile_communication",
+    }
 )
 """Options that matter during training, whoever owns them."""
 
@@ -152,7 +150,7 @@ def unsupported(config: RunConfig) -> list[str]:
     }
     for path, (value, is_default) in _values(config).items():
         owner = leaves()[path].owner  # the module that reads the option: where it takes effect
-        takes_effect = path in _SUPPORTED or (path not in _UNSUPPORTED and owner.startswith(_MADE_HERE))
+        takes_effect = path in _SUPPORTED or (path not in _UNSUPPORTED and owner.startswith((*_MADE_HERE, *_RUN_THERE)))
         if not is_default and not takes_effect:
             why = f" ({reasons[path]})" if path in reasons else ""
             refused.append(f"{path}={one_line(json.dumps(value))}{why}")

@@ -1,0 +1,140 @@
+"""One table of training options: who adds one to the schema finds it at every reader; hints know what there is."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sft_play.config import leaves as leaves_module
+from sft_play.config import other_tools, schema, unknown_keys
+from sft_play.config.consistency import cross_problems
+from sft_play.config.leaves import homes, leaves
+from sft_play.config.load import config_from_text
+from sft_play.config.schema import ADAMW, Elsewhere, RunConfig, TrainConfig, training
+from sft_play.config.training_options import training_options
+from sft_play.config.yaml_io import Document
+from sft_play.errors import ConfigError
+from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
+
+EPSILON = Elsewhere("adam_epsilon", deepspeed="optimizer.params.eps", tools="adam_eps epsilon", optimizers=ADAMW)
+
+
+class LongerTrain(TrainConfig):
+    """The section with an option more."""
+
+    adam_epsilon: float = training(1e-8, EPSILON, gt=0.0)
+    """Added to the root of AdamW's average of squared gradients."""
+
+
+class LongerRun(RunConfig):
+    """A run with that option."""
+
+    train: LongerTrain = LongerTrain()
+    """Training."""
+
+
+@pytest.fixture
+def longer(monkeypatch):
+    """A run with train.adam_epsilon, while the schema has it."""
+    cached = (leaves_module.leaves, leaves_module.sections, leaves_module.listed, other_tools.table)
+    monkeypatch.setattr(schema, "TrainConfig", LongerTrain)
+    monkeypatch.setattr(leaves_module, "RunConfig", LongerRun)
+    for one in cached:
+        one.cache_clear()
+    yield LongerRun.model_validate_json('{"model": {"name": "a"}, "train": {"adam_epsilon": 1e-6}}')
+    monkeypatch.undo()
+    for one in cached:
+        one.cache_clear()
+
+
+def test_the_trainer_and_unsloths_process_are_given_a_new_option(longer, monkeypatch, tmp_path):
+    from sft_play.runs.folder import RunFolder
+    from sft_play.training.loop.trainer import training_arguments
+    from sft_play.training.prepare import backend
+
+    plan = SimpleNamespace(
+        counted_batch=SimpleNamespace(micro_batch=1, grad_accum=1), eval_batch=1, checkpointed_layers=0,
+        precision=SimpleNamespace(compute="float32"), choice=SimpleNamespace(step=SimpleNamespace(offloads=False)),
+        hardware=SimpleNamespace(device="cpu"),
+    )  # fmt: skip
+    made = training_arguments(longer, plan, RunFolder(tmp_path), has_eval=False)  # type: ignore[arg-type]
+    assert made.adam_epsilon == 1e-6
+    assert not [refused for refused in backend.unsupported(longer) if "adam_epsilon" in refused]
+
+
+def test_deepspeeds_file_agrees_with_a_new_option_or_is_refused(longer):
+    numbers = PlanNumbers("zero2", 1, 1, 1, hidden_size=8, compute="float32", options=options_of(longer))
+    block = {"type": "AdamW", "params": {"eps": 1e-6}}
+    assert "optimizer" not in fill({"optimizer": block}, numbers)[0]
+    with pytest.raises(ConfigError, match=r"eps: 1e-08 contradicts train.adam_epsilon: 1e-06"):
+        fill({"optimizer": {"type": "AdamW", "params": {"eps": 1e-8}}}, numbers)
+
+
+def test_the_bench_and_tensorboard_show_a_new_option(longer, monkeypatch, tmp_path):
+    from benchmarks.steps import order, ours
+    from sft_play.training.measure.board import hparams_of
+
+    facts = ours.training_facts(longer)
+    assert facts["adam_epsilon"] == 1e-6
+    told = {"trainer": facts, "effective_batch": 8, "logging_steps": 1, "compute_dtype": "float32", "on_cpu": True}
+    assert order.trainer_arguments(told, steps=1, micro=1)["adam_epsilon"] == 1e-6
+    plan = SimpleNamespace(
+        layout="single", batch=SimpleNamespace(ranks=1, effective_batch=8, micro_batch=1), max_seq_len=8,
+        precision=SimpleNamespace(compute="float32"),
+    )  # fmt: skip
+    assert hparams_of(longer, plan)["adam_epsilon"] == 1e-6  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["adam_eps", "epsilon", "eps"])
+def test_other_tools_names_lead_to_a_new_option(longer, name):
+    assert unknown_keys.flag_hint(f"--{name}", "1e-6") == "here it is train.adam_epsilon=1e-6"
+
+
+def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
+    train = longer.train.model_copy(update={"optim": "adafactor"})
+    config = longer.model_copy(update={"train": train})
+    told = [problem for problem in cross_problems(config, Document("run.yaml")) if "adam_epsilon" in problem.path]
+    assert [problem.message for problem in told] == [
+        "1e-06 is AdamW's, and train.optim is adafactor; remove one of them"
+    ]
+
+
+def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspeed():
+    from transformers import TrainingArguments
+
+    from sft_play.launch.deepspeed import keys
+
+    assert len(training_options()) == 8
+    for option in training_options():
+        assert option.elsewhere.trainer in TrainingArguments.__dataclass_fields__
+        path = option.elsewhere.deepspeed
+        assert path is None or path.startswith("optimizer.params.") or path in keys.known()[""]
+        assert set(option.elsewhere.optimizers) <= set(ADAMW)
+
+
+# --- hints ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_key_in_a_wrong_place_is_never_told_to_be_removed():
+    """Whatever the table of other tools says of a name: what exists here is moved to its place."""
+    own = {path.rpartition(".")[2]: path for path in leaves() if not path.startswith("plan.")}
+    own = {name: path for name, path in own.items() if len(homes(name)) == 1 and name not in unknown_keys._VAGUE}
+    assert len(own) > 80
+    for name in own:
+        with pytest.raises(ConfigError) as error:
+            config_from_text(f"model: {{name: a}}\nplan: {{{name}: 3}}", name="run.yaml")
+        assert "remove it" not in str(error.value), str(error.value)
+        assert "not supported" not in str(error.value), str(error.value)
+
+
+def test_no_row_of_words_holds_a_name_that_the_table_answers():
+    """A row that says `remove it` of a key that has become an option here, or of its synonyms, is out of date."""
+    ours = {name: option.key for option in training_options() for name in (option.name, *option.other_names)}
+    listed = other_tools.listed_rows()
+    assert len(listed) > 200
+    stale = {key: ours[key] for keys, row in listed for key in keys if key in ours and row.path != ours[key]}
+    assert not stale
+    answered = [keys for keys, row in listed if row.only_words and "remove it" in row.words]
+    removed = [key for keys in answered for key in keys if homes(key) and key not in unknown_keys._VAGUE]
+    assert not removed
