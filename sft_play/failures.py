@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 import psutil
 
-from sft_play import endings
+from sft_play import atomic, endings
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, redact
 
@@ -149,9 +149,7 @@ def write_down(
         extra = {"py_callstack": failure.traceback or shown, "timestamp": str(int(failure.time))}
         answer = {"message": {"message": shown, "extraInfo": extra}, "sft_play": asdict(failure)}
         with contextlib.suppress(OSError):  # a full disk must not hide the error being reported
-            aside = Path(f"{path}.{os.getpid()}")
-            aside.write_text(json.dumps(answer), encoding="utf-8")
-            aside.replace(path)
+            atomic.write(Path(path), json.dumps(answer))
 
 
 def _is_worded(error: BaseException | None, earlier: BaseException | None) -> bool:

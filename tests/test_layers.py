@@ -20,6 +20,7 @@ PACKAGE = ROOT / "sft_play"
 LAYERS = {
     "_version": 0,
     "errors": 0,
+    "atomic": 0,
     "log": 0,
     "endings": 0,
     "cache": 0,
@@ -62,6 +63,7 @@ STARTED = {
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
 LIGHT_PACKAGES = {
     "_version",
+    "atomic",
     "errors",
     "log",
     "endings",

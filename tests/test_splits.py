@@ -330,7 +330,7 @@ class TestCache:
     def test_what_a_killed_build_left_is_removed(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", ROW)
         folder = build(path, recipe, split="train").folder
-        left = folder.rename(folder.with_name(f"{folder.name}.1.part"))
+        left = folder.rename(folder.with_name(f"{folder.name}.part"))
         (left / "000000.kept.arrow").write_bytes(b"half")
         build(path, recipe, split="train")
         assert not left.exists()

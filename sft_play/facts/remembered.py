@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from sft_play import atomic
 from sft_play.cache import cache_dir
 from sft_play.facts.installed import version_of
 
@@ -28,11 +28,8 @@ def place_of(kind: str, folder: Path | None, decides: Mapping[str, Any]) -> Path
 
 
 def keep(path: Path, text: str) -> None:
-    """Write aside and rename: another process may read it meanwhile. A full disk costs the next start its time."""
+    """Write what was measured, whole: another process may read it. A full disk costs the next start its time."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside = path.with_suffix(f".{os.getpid()}.part")
-        aside.write_text(text, encoding="utf-8")
-        aside.replace(path)
+        atomic.write(path, text)
     except OSError as error:
         logger.debug("%s cannot be kept: %s", path, error)

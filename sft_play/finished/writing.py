@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from sft_play import atomic
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import one_line
 from sft_play.runs.disk import refusal
@@ -55,16 +55,9 @@ def built_folder(target: Path) -> Iterator[Path]:
     Raises:
         ConfigError: the disk is full, or nothing can be written there.
     """
-    with writing(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-        try:
-            yield building
-            building.chmod(0o755)  # mkdtemp gives a folder that only its owner can read
-            _put(building, target)
-        except BaseException:
-            shutil.rmtree(building, ignore_errors=True)
-            raise
+    with writing(target), atomic.replacing(target) as building:
+        building.mkdir()
+        yield building
 
 
 def require_space(folder: Path, needed: int, what: str) -> None:
@@ -77,19 +70,3 @@ def require_space(folder: Path, needed: int, what: str) -> None:
         raise ConfigError(
             f"{what} {gib(needed)} GiB and {folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"
         )
-
-
-def _put(building: Path, target: Path) -> None:
-    """Rename a folder to its name; one that has it is removed afterwards."""
-    if not target.exists():
-        building.rename(target)
-        return
-    # a folder cannot be renamed onto one that is not empty; what was there is out of the way only for a moment
-    aside = building.with_name(f"{building.name}.before")
-    target.rename(aside)
-    try:
-        building.rename(target)
-    except BaseException:
-        aside.rename(target)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)

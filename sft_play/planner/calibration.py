@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from sft_play import atomic
 from sft_play.cache import cache_dir, locked
 from sft_play.planner.kernels import CountedKernels, KernelsName
 
@@ -129,10 +130,7 @@ def add(measured: Measured) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock"), waiting="waiting for another run that is writing its measurements"):
             lines = [json.dumps(asdict(run)) for run in _kept([*load(), measured])]
-            # a reader without the lock must never see half a file
-            aside = path.with_suffix(".building")
-            aside.write_text("\n".join(lines) + "\n", encoding="utf-8")
-            aside.replace(path)
+            atomic.write(path, "\n".join(lines) + "\n")  # readers hold no lock
 
 
 def _kept(runs: Sequence[Measured]) -> list[Measured]:

@@ -10,11 +10,11 @@ import errno
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play import atomic
 from sft_play.log import redact, secret_values
 
 
@@ -35,17 +35,7 @@ def write_json(path: Path, value: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """A text file, redacted, written aside and renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder: a rename is atomic only within one file system.
-    descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
-            file.write(redact(text))
-        Path(aside).chmod(0o644)  # mkstemp lets only its user read it
-        Path(aside).replace(path)
-    except BaseException:
-        Path(aside).unlink(missing_ok=True)
-        raise
+    atomic.write(path, redact(text), errors="backslashreplace")
 
 
 def scrub(value: Any, secrets: Sequence[str] | None = None) -> Any:

@@ -10,12 +10,12 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from sft_play import atomic
 from sft_play.cache import cache_dir
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
@@ -126,10 +126,7 @@ def _count(config: RunConfig) -> None:
         return
     note = _note(key)
     with contextlib.suppress(OSError):
-        note.parent.mkdir(parents=True, exist_ok=True)
-        aside = note.with_name(f"{note.name}.{os.getpid()}")
-        aside.write_text(json.dumps(found.as_json()), encoding="utf-8")
-        aside.replace(note)
+        atomic.write(note, json.dumps(found.as_json()))
 
 
 def _limit(config: RunConfig) -> tuple[int, int | None]:

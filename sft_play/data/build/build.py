@@ -12,7 +12,6 @@ import contextlib
 import gc
 import hashlib
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from sft_play import atomic
 from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
@@ -170,11 +170,9 @@ def _load(folder: Path) -> Built | None:
 
 def _make(folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, workers: int | str) -> Built:
     """Write the cache beside its place and rename it; what an interrupted run left is removed."""
-    for unfinished in folder.parent.glob(f"{folder.name}.*.part"):  # nobody is writing it: the caller holds the lock
-        shutil.rmtree(unfinished, ignore_errors=True)
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    aside.mkdir()
-    try:
+    # always the same place: nobody else writes there, since the caller holds the lock
+    with atomic.replacing(folder, aside=folder.with_name(f"{folder.name}.part")) as aside:
+        aside.mkdir()
         files, stats = _rows_of(aside, parts, recipe, split, workers)
         if recipe.documents:
             for name, documents in files.items():
@@ -183,9 +181,6 @@ def _make(folder: Path, parts: Sequence[Part], recipe: Recipe, split: str, worke
                 write_blocks(aside / blocks, paths, recipe.max_seq_len, keeps_short=held_out)
                 files[name] = (blocks,)
         (aside / _META).write_bytes(pickle.dumps((files, stats)))
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return Built(folder, files, stats)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import time
 from pathlib import Path
 
+from sft_play import atomic
 from sft_play.cache import cache_dir
 from sft_play.data.sources.files import AnySource, source_digest
 
@@ -36,8 +36,5 @@ def digest_of(file: Path) -> str:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     if time.time() - state.st_mtime > 2:  # a file that is being written may change within the clock's tick
         with contextlib.suppress(OSError):
-            note.parent.mkdir(parents=True, exist_ok=True)
-            aside = note.with_name(f"{note.name}.{os.getpid()}")  # renamed when it is whole: others may read meanwhile
-            aside.write_text(digest, encoding="ascii")
-            aside.replace(note)
+            atomic.write(note, digest)
     return digest

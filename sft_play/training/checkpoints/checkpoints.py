@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from sft_play import atomic
 from sft_play.errors import TrainingError
 from sft_play.runs.files import flush
 from sft_play.units import MIB
@@ -73,20 +74,10 @@ def commit(
     record = {"files": sizes, "digests": _digests(written, sizes, moved)}
     (written / COMPLETE).write_text(_text(record), encoding="utf-8")
     flush(written)  # a rename can outlive a power cut that what it names does not
-    final, old = folder / written.name, folder / f"{STAGING}-old"
-    shutil.rmtree(old, ignore_errors=True)
-    # by renames only: a kill in between leaves no checkpoint that is half old and half new
-    if final.exists():
-        final.rename(old)
-    try:
-        written.rename(final)
-    except BaseException:
-        if old.exists():
-            old.rename(final)
-        raise
+    final = folder / written.name
+    atomic.put(written, final, before=folder / f"{STAGING}-old")
     with contextlib.suppress(OSError):  # it is whole, and only a power cut could still take its name back
         flush(folder, below=False)
-    shutil.rmtree(old, ignore_errors=True)
     with contextlib.suppress(OSError):
         written.parent.rmdir()
     return final

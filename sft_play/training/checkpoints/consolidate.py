@@ -11,8 +11,6 @@ import contextlib
 import io
 import logging
 import math
-import shutil
-import tempfile
 from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from sft_play import atomic
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.log import one_line
@@ -93,22 +92,17 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     else:
         weights = _weights(source, model)
     logger.info("Checkpoint: %s (%s)", source, _kind(source))
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}."))
-    except OSError as error:
-        raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            building = stack.enter_context(atomic.replacing(target))
+            building.mkdir()
+        except OSError as error:
+            raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
         dtype = None if is_adapter else model_spec.dtype
         write_weights(model, building, native_names=native, state_dict=weights, tensors=tensors, dtype=dtype)
         tokenizer.save_pretrained(building)
         has_learned = checkpoints.step_of(source) > 1  # the first step may have a learning rate of zero
         size = check_saved_weights(building, expected=whole_shapes(model), must_have_learned=has_learned)
-        building.chmod(0o755)
-        building.rename(target)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
     logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
     return target
 

@@ -7,7 +7,6 @@ to the run's own `tb/`, and what was held out to a folder for each split inside 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import rewrite_logs
 
+from sft_play import atomic
 from sft_play.config.schema import RunConfig
 from sft_play.config.training_options import training_options
 from sft_play.log import redact
@@ -201,12 +201,11 @@ def keep_events_until(folders: Iterable[Path], step: int | None) -> set[str]:
         kept = [event for event in events if event.step <= step]
         tags |= {value.tag for event in kept for value in event.summary.value}
         if len(kept) < len(events):
-            aside = path.with_name(f".kept.{os.getpid()}")  # TensorBoard reads every file with tfevents in its name
-            with aside.open("wb") as file:
+            kept_path = path.with_name(".kept")  # TensorBoard reads every file with tfevents in its name
+            with atomic.replacing(path, aside=kept_path) as aside, aside.open("wb") as file:
                 writer = RecordWriter(file)
                 for event in kept:
                     writer.write(event.SerializeToString())
-            aside.replace(path)
     return tags
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sft_play import atomic
 from sft_play.endings import leave_with
 from sft_play.units import MIB
 
@@ -69,14 +70,8 @@ class _Note:
         """Write the stage and new facts; returns all facts."""
         self.stage = stage
         self._facts |= {**facts, "stage": stage}
-        _write(self._path, self._facts)
+        atomic.write(self._path, json.dumps(self._facts))
         return self._facts
-
-
-def _write(path: Path, data: Any) -> None:
-    aside = path.with_suffix(".new")
-    aside.write_text(json.dumps(data), encoding="utf-8")
-    aside.replace(path)
 
 
 def _check(note: _Note, out: Path, kind: str, timeout_s: float) -> int:
@@ -97,7 +92,7 @@ def _check(note: _Note, out: Path, kind: str, timeout_s: float) -> int:
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, note.say("done", wrong=wrong))
     if dist.get_rank() == 0:
-        _write(out / "result.json", {"ranks": of_ranks, "speeds": speeds})
+        atomic.write(out / "result.json", json.dumps({"ranks": of_ranks, "speeds": speeds}))
     dist.barrier()
     return 1 if wrong else 0
 

@@ -1,0 +1,61 @@
+"""Files and folders that are written aside and renamed: whoever reads, and a kill, finds the old one or the new one."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, aside: Path | None = None) -> Iterator[Path]:
+    """The path to write a file or a folder to, which gets the name `path` at the end; removed where the block raises.
+
+    `aside`: that path, on the same file system (None: a new hidden one beside `path`). Where it is always the same, as
+    only one process writes at a time, what a killed one left there is removed first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = aside or path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    remove(aside)
+    try:
+        yield aside
+        put(aside, path)
+    except BaseException:
+        remove(aside)
+        raise
+
+
+def write(path: Path, text: str, *, errors: str = "strict") -> None:
+    """Write a text file in UTF-8; `errors`: as in `open`."""
+    with replacing(path) as aside:
+        aside.write_text(text, encoding="utf-8", errors=errors)
+
+
+def put(written: Path, path: Path, *, before: Path | None = None) -> None:
+    """Rename a file or folder onto `path`.
+
+    A folder cannot be renamed onto one that is not empty: what was there is renamed to `before` (None: beside it, as
+    .NAME.before) for that moment, brought back where the other rename fails, and removed where it does not.
+    """
+    if not path.is_dir():
+        written.rename(path)
+        return
+    before = before or path.with_name(f".{path.name}.before")
+    remove(before)
+    path.rename(before)
+    try:
+        written.rename(path)
+    except BaseException:
+        before.rename(path)
+        raise
+    remove(before)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, as far as that is possible; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
