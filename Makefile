@@ -1,218 +1,78 @@
-# The command face of sft_play: `make` lists the targets; each that needs the environment makes it first.
-
-MAKEFLAGS += --no-print-directory --no-builtin-rules
-.DEFAULT_GOAL := help
-.SUFFIXES:
-
-# `override` here and below so that nobody replaces the Makefile's own by a variable of the same name.
-override SHELL := /bin/sh
-override .SHELLFLAGS := -c
-
-# A variable that is misspelt, another target's, or empty is refused before anything runs: the answer would silently be
-# that of the defaults. So is a target that there is not: for `make tests` make would find a folder and nothing to do.
-# Python words it (sft_play/variables.py has the table); where nothing can be wrong none is started.
-override GIVEN := $(strip $(foreach .v,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(.v)))),$(.v))))
-override quoted = $(foreach .v,$(1),'$(subst ','\'',$(.v))')
-override EVERY := help setup setup-unsloth lock train train-tb train-and-watch tensorboard tb-open tb-stop tb-clean resume train-distributed train-distributed-tb train-deepspeed train-deepspeed-tb launch-command setup-accelerate run-notebook doctor consolidate chat infer serve eval ship merge merge-test export export-test push report compare reproduce runs prune verify-layouts gpu-info gpu-selftest memory-check process style dapt-docx render preview check full-pipeline mask-score plan memory-model-score bench test coverage lint format generate benchmark benchmark-engines benchmark-logging benchmark-threads benchmark-starter bench-data benchmark-speed mutation-score clean
-ifneq ($(GIVEN)$(filter-out $(EVERY),$(MAKECMDGOALS)),)
-override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
-override REFUSED := $(shell for python in .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 \
-  '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py \
-  $(call quoted,$(MAKECMDGOALS)) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) 2>/dev/null && break; done)
-$(if $(REFUSED),$(error $(REFUSED)))
-endif
-
-# Values stay values. Make would expand `$` in a command-line variable when it hands it to a recipe, so that
-# SET='$(shell ...)' ran; here each such variable is frozen to its raw text and reaches the program through the
-# environment alone. No recipe holds the text of a variable that a user can set: it names shell variables.
-# (The loop's `.v` is a name that no environment can have; a loop over `name` would hide a user's `name`.)
-override define FREEZE
-override $(1) := $$(value $(1))
-export $(1)
-endef
-$(foreach .v,$(GIVEN),$(eval $(call FREEZE,$(.v))))
-
-# Shell text, expanded by /bin/sh.
-override PY := $${VENV:-.venv}/bin/python
-override PATHS := PYTHONPATH="$$PWD$${PYTHONPATH:+:$$PYTHONPATH}" && export PYTHONPATH
-# Ctrl-C while Python itself starts would be a traceback of its own: where `env` can hold it back, the program takes it.
-override HOLD := hold= && if env --block-signal=INT true 2>/dev/null; then hold='env --block-signal=INT'; fi
-# SFT_PLAY_MAKE names make's own process and the command's: one whose make is killed ends with it.
-override RUN_PYTHON := $(PATHS) && $(HOLD) && SFT_PLAY_MAKE="$$PPID:$$$$" exec $$hold "$(PY)"
-override PROGRAM := $(RUN_PYTHON) -m sft_play
-# What launches or trains is a script that a person can give to any launcher too.
-override SCRIPT := $(RUN_PYTHON) scripts
-# All tests run in three processes, a file in one of them: a third of their time is waiting for ranks, timeouts and
-# servers, so two cores have work for three. Chosen tests run in one, where a debugger can stop.
-override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.split(os.environ.get("TESTS", "")) or \
-  ["-n3", "--dist=loadfile", "--no-loadscope-reorder"]))
-override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
-
-# The targets for which setup does more than make .venv: those that add an extra (EXTRAS of scripts/setup_env.py).
-override ADDING := setup dapt-docx eval ship serve export export-test test coverage
-
-# Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.
-override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.14, python3.13, python3.12, python3.11). \
-Install Python 3.11 to 3.14, or name one: make setup PYTHON=/path/to/python3
-override define ANY_PYTHON
-for python in .venv/bin/python "$$PYTHON" python3 python3.14 python3.13 python3.12 python3.11; do \
-  if "$$python" -EsSB -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1; then \
-    exec "$$python" -EsSB $(1); \
-  fi; \
-done; echo '$(NO_PYTHON)' >&2; exit 2
-endef
+# The command face of sft_play. A target has one line here, which is its line of `make help`; those that need the
+# environment make it first (`setup`). What a target runs, and what is refused before, is in scripts/make.mk; what measures
+# the project itself is in benchmarks/Makefile.
+include scripts/make.mk
 
 ##@ Setup
 help: ## Show this help
-	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
-	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' Makefile
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
-	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter $(ADDING),$(MAKECMDGOALS)))
 setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, which has pins of its own
-	@$(call ANY_PYTHON,scripts/setup_env.py unsloth)
-lock: ## Renew requirements.lock with the newest versions (torch moves only by TORCH=X.Y.Z)
-	@$(call ANY_PYTHON,scripts/lock.py)
 
 ##@ Data
 process: setup ## Raw files (data/raw) to checked conversations in data/processed, split, with a report
-	@$(PROGRAM) process
 style: setup ## Give processed conversations a system prompt (STYLE="…"), into data/processed_with_style
-	@$(PROGRAM) style
 dapt-docx: setup ## Documents (data/documents: .docx, .pdf, .html, .md, .rst, .txt) to clean text in data/processed_text
-	@$(PROGRAM) dapt-docx
 render: setup ## Write the text that the model will see, one row per example, with its mask as spans (OUT=FILE)
-	@$(PROGRAM) render
 preview: setup ## Show the tokens of examples, the trained part in colour, here and as a page (N=5, ROW=12, OUT=FILE)
-	@$(PROGRAM) preview
 check: setup ## Check config, model, template, data, masks, disk and memory before training; exit code 2 if a run would stop
-	@$(PROGRAM) check
 full-pipeline: setup ## process, style where asked (STYLE="…"), render and check
-	@$(PROGRAM) full-pipeline
 mask-score: setup ## Score the loss masks of chat templates (TEMPLATES=FOLDER TOKENIZER=FOLDER OUT=FILE)
-	@$(PROGRAM) mask-score
 
 ##@ Train
 train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
-	@$(SCRIPT)/train.py
 train-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_HOST, TB_KEEP=1)
-	@$(SCRIPT)/train.py --tensorboard
 train-and-watch: train-tb ## Another name for train-tb
 resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
-	@$(SCRIPT)/resume.py
 
 ##@ Many GPUs
 train-distributed: setup ## Fine-tune over all GPUs, or CPU ranks (STRATEGY=ddp|fsdp|zero2|zero3 NPROC=2 GPUS=0,1)
-	@$(SCRIPT)/train_distributed.py
 train-distributed-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_HOST, TB_KEEP=1)
-	@$(SCRIPT)/train_distributed.py --tensorboard
 train-deepspeed: setup ## The same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says
-	@$(SCRIPT)/train_deepspeed.py
 train-deepspeed-tb: setup ## The same with DeepSpeed, with TensorBoard running
-	@$(SCRIPT)/train_deepspeed.py --tensorboard
 launch-command: setup ## Show the command and variables that start the ranks, and start nothing
-	@$(SCRIPT)/launch_command.py
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
-	@$(PROGRAM) setup-accelerate
 run-notebook: setup ## Run your notebook on several ranks, every cell on each (NOTEBOOK=FILE NPROC=2 GPUS=0,1)
-	@$(SCRIPT)/run_notebook.py
 doctor: setup ## Look for problems before a run: versions, drivers, limits, disk, an all-reduce over every rank
-	@$(PROGRAM) doctor
 consolidate: setup ## Write the last checkpoint of RUN, ZeRO's parts included, as safetensors (OUT=FOLDER)
-	@$(PROGRAM) consolidate
 verify-layouts: setup ## Train the same run under every layout and compare with one process (OUT=FILE, CONFIG=FILE)
-	@$(SCRIPT)/verify_layouts.py
 
 ##@ After training (RUN=NAME, the newest finished run without it)
 chat: setup ## Talk to RUN in the terminal (SYSTEM='You are terse.', TEMPERATURE=0.7; /base switches the adapter off)
-	@$(PROGRAM) chat
 infer: setup ## Answer every prompt of INPUT=FILE with RUN, into OUTPUT=FILE; continues where it stopped
-	@$(PROGRAM) infer
 serve: setup ## Serve RUN over HTTP with OpenAI's API until Ctrl-C (PORT=8000, HOST=127.0.0.1, ENGINE=vllm)
-	@$(PROGRAM) serve
 eval: setup ## Evaluate RUN and its base on held-out rows (SPLIT=val, DATA=FILE, LIMIT=, METRICS=, TASKS=, OUT=FILE)
-	@$(PROGRAM) eval
 ship: setup ## Decide whether to ship RUN: better at its task, nothing else lost, merge equal; exit code 0 or 2 (REPLAY=FILE, LIMIT=300)
-	@$(PROGRAM) ship
 merge: setup ## Merge RUN's adapter into the weights of its base (DTYPE=bf16, OUT=FOLDER, for QLoRA BASE=original)
-	@$(PROGRAM) merge
 merge-test: setup ## Compare RUN's merged model with its adapter on rows of its data (LIMIT=16, OUT=FOLDER)
-	@$(PROGRAM) merge-test
 export: setup ## Write RUN's model for an engine (FORMAT=gguf, ollama or vllm, QUANT=q8_0, LLAMA_CPP=checkout, OUT=FOLDER)
-	@$(PROGRAM) export
 export-test: setup ## Compare RUN's exported GGUF with its adapter: prompts, weights, answers (LIMIT=200, OUT=FOLDER)
-	@$(PROGRAM) export-test
 push: setup ## Upload RUN's adapter or model to the hub, after asking (REPO=user/name, MERGED=1, PUBLIC=1, YES=1)
-	@$(PROGRAM) push
 report: setup ## Write one page about RUN: curves, predicted and measured, answers, how to reproduce it (OUT=FILE)
-	@$(PROGRAM) report
 compare: setup ## Write one page about several runs: what differs, results, curves (RUNS='first second', OUT=FILE)
-	@$(PROGRAM) compare
 reproduce: setup ## Train RUN again from what its folder records, and compare the weights bit for bit (FORCE=1: with this code)
-	@$(PROGRAM) reproduce
 runs: setup ## List all runs: status, last step, best held-out figure, size, age
-	@$(PROGRAM) runs
 prune: setup ## Remove runs, after asking (RUNS='first second', CHECKPOINTS=1 only their checkpoints, YES=1)
-	@$(PROGRAM) prune
 
 ##@ See
 gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch, HARDWARE=2xH200 what a plan assumes)
-	@$(PROGRAM) gpu-info
 gpu-selftest: setup ## Test this machine's GPUs against the plan: kernels, peaks, speeds, layouts; 10 minutes (OUT=FILE)
-	@$(SCRIPT)/gpu_selftest.py
 memory-check: setup ## Show how much memory of each GPU a run uses, and how much was predicted (WATCH=1, RUN=NAME)
-	@$(PROGRAM) memory-check
 tensorboard: setup ## Show the curves of all runs in output.dir (RUN=NAME: of one); stays until tb-stop
-	@$(PROGRAM) tensorboard
 tb-open: setup ## Open that page in a browser, or say its address
-	@$(PROGRAM) tb-open
 tb-stop: setup ## Stop this project's TensorBoards (CONFIG=FILE, RUN=NAME: those of that folder)
-	@$(PROGRAM) tb-stop
 tb-clean: setup ## Remove the event files of finished runs; asks first (YES=1: does not)
-	@$(PROGRAM) tb-clean
 
 ##@ Plan
 plan: setup ## Predict memory and speed, choose layout and batch for CONFIG (HARDWARE=2xH200, TRACE=1, JSON=1)
-	@$(SCRIPT)/plan.py
 memory-model-score: setup ## Score the memory model on measured peaks (PEAKS=FILE.csv OUT=score.json)
-	@$(PROGRAM) memory-model-score
 bench: setup ## Measure real steps of CONFIG, in turns with another trainer's (PEER=trl STEPS= WARMUP= ROUNDS= OUT=FILE)
-	@$(PROGRAM) bench
 
 ##@ Develop
 test: setup ## Run the tests (TESTS="tests/test_x.py -k name" chooses)
-	@$(PATHS) && exec "$(PY)" -c '$(PYTEST)'
 coverage: setup ## Run the tests and report which lines and branches of sft_play they reach (TESTS= chooses)
-	@$(PATHS) && export PYTEST_ADDOPTS="$${TESTS:--n3 --dist=loadfile --no-loadscope-reorder}" && \
-	  "$(PY)" -m coverage erase && { "$(PY)" -m coverage run -m pytest; code=$$?; } && \
-	  "$(PY)" -m coverage combine --quiet && "$(PY)" -m coverage report && exit $$code
 lint: setup ## Check style, format and types (ruff, mypy)
-	@"$(PY)" -m ruff check .
-	@"$(PY)" -m ruff format --check .
-	@"$(PY)" -m mypy
 format: setup ## Sort imports and format the code (ruff)
-	@"$(PY)" -m ruff check --select I --fix .
-	@"$(PY)" -m ruff format .
-generate: setup ## Renew generated files: configs/reference.yaml, configs/run.schema.json, sft_play/starter/data, these variables
-	@$(PROGRAM) generate
-benchmark: setup ## Measure predicted against real peaks (OUT=FILE; SMALL=1 on a CPU)
-	@$(PATHS) && exec "$(PY)" benchmarks/predicted_peak.py
-benchmark-engines: setup ## Predicted against real peaks of each engine with one rank (OUT=FILE; SMALL=1 on a CPU)
-	@$(PATHS) && exec "$(PY)" benchmarks/engines.py
-benchmark-logging: setup ## What logging costs: steps with and without it, in turns (OUT=FILE)
-	@$(PATHS) && exec "$(PY)" benchmarks/logging_cost.py
-benchmark-threads: setup ## How OpenMP's threads should wait: training alone and next to busy processes (OUT=FILE)
-	@$(PATHS) && exec "$(PY)" -m benchmarks.threads
-benchmark-starter: setup ## Exact match of the starter over seeds and threads, and the worst (OUT=FILE)
-	@$(PATHS) && exec "$(PY)" -m benchmarks.starter
-bench-data: setup ## Rows per second and memory of data preparation, compared with TRL's (OUT=FILE ROWS=10000,1000000)
-	@$(PATHS) && exec "$(PY)" -m benchmarks.data
-benchmark-speed: setup ## Predicted against published speeds (PEAKS=FILE.csv OUT=FILE)
-	@$(PATHS) && exec "$(PY)" -m benchmarks.speed
-mutation-score: setup ## The share of injected faults that the tests find (MUTANTS=200 SEED=0 OUT=FILE)
-	@$(PATHS) && exec "$(PY)" -m benchmarks.mutation_score
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
-	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info .coverage .coverage.*
-	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
 
 ##@ Variables (from the command line or the environment)
 #: CONFIG=FILE              the run YAML
@@ -288,11 +148,6 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: TB_PORT=6006             TensorBoard's port
 #: TB_HOST=127.0.0.1        TensorBoard's address
 #: TB_KEEP=1                keep TensorBoard running after the run
-#: SMALL=1                  benchmark, benchmark-engines: small runs, on a CPU too
-#: ROWS=10000,1000000       bench-data: how many rows
-#: TRL_ROWS=10000           bench-data: how many of them TRL prepares
-#: MUTANTS=200              mutation-score: how many changes
-#: SEED=0                   mutation-score: which sample of them
 #: TESTS='ARGUMENTS'        test, coverage: arguments for pytest
 #: TORCH=BUILD              lock, setup, setup-unsloth: the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); for lock its version, X.Y.Z
 #: PYTHON=PATH              the Python (3.11 to 3.14) that .venv is built with
@@ -304,5 +159,3 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: make plan CONFIG=configs/run_starter.yaml HARDWARE=2xH200
 #: make train CONFIG=my.yaml SET='train.epochs=1 model.max_seq_len=1024'
 #: make test TESTS='tests/test_makefile.py -k help'
-
-.PHONY: $(EVERY)

@@ -1,6 +1,7 @@
 """Data preparation beside TRL's own: rows a second and memory, on the same rows, with the same tokenizer.
 
-    make bench-data OUT=data.json ROWS=10000,1000000    # TRL_ROWS=1000000: TRL on all of them too (most of an hour)
+    make -C benchmarks bench-data OUT=data.json ROWS=10000,1000000
+    # with TRL_ROWS=1000000 TRL prepares all of them too (most of an hour)
 
 Real rows (GSM8K's where the shared material is there, else the starter's) are repeated with changes into a file of
 conversations. Four things are measured on it, each in a process of its own that may use two cores:

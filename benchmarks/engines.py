@@ -1,7 +1,7 @@
 """Predicted against measured peak memory of every engine with one rank, through the toolkit's own launch.
 
-    make benchmark-engines OUT=engines.json            # on one GPU: shapes of 1B to 8B with random weights
-    make benchmark-engines OUT=engines.json SMALL=1    # on any CPU: a 2M shape, to see that it runs
+    make -C benchmarks benchmark-engines OUT=engines.json           # on one GPU: shapes of 1B to 8B with random weights
+    make -C benchmarks benchmark-engines OUT=engines.json SMALL=1   # on any CPU: a 2M shape, to see that it runs
 
 A model of random weights is written once per shape, and each row is a run of `sft-play train-distributed --nproc 1`: it
 plans, proves its engine, trains a few steps and writes both figures into its summary. Runs that are in OUT are not

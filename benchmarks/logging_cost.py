@@ -1,6 +1,6 @@
 """What logging costs: the same training steps with everything measured and written, and with nothing, in turns.
 
-    make benchmark-logging OUT=logging.json
+    make -C benchmarks benchmark-logging OUT=logging.json
 
 `on` logs every step to TensorBoard and metrics.jsonl with the monitor's figures; `off` neither measures nor logs. Both
 are one process on the machine that is there; they take turns, and the medians of their seconds per step are compared.

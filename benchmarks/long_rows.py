@@ -1,7 +1,7 @@
 """Published training on rows of one to four million tokens, and what the plan says of it.
 
 TRL's runs on nodes of 8 H100s: every weight trains, one row a step, shared by all GPUs (context parallelism), with
-checkpoints offloaded. `make benchmark-speed` prints them.
+checkpoints offloaded. `make -C benchmarks benchmark-speed` prints them.
 """
 
 from __future__ import annotations

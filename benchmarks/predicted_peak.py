@@ -1,7 +1,7 @@
 """Predicted against measured peak memory and speed of real training steps, one row at a time.
 
-    make benchmark OUT=peaks.json             # on a GPU: 1B to 27B shapes; continues where it stopped
-    make benchmark OUT=peaks.json SMALL=1     # on any CPU: a 2M shape, to see that it runs
+    make -C benchmarks benchmark OUT=peaks.json             # on a GPU: 1B to 27B shapes; continues where it stopped
+    make -C benchmarks benchmark OUT=peaks.json SMALL=1     # on any CPU: a 2M shape, to see that it runs
 
 Every row is predicted first, by the closed form and by the trace, and written; then it is measured in a process of
 its own with this toolkit's trainer on random weights of the published shapes, and written again. Nothing is

@@ -5,7 +5,7 @@ constant of the throughput model was fitted to it (`fitted`) or not (`held out`)
 out. `kernels` is `plain` (PyTorch's and FlashAttention's), `compiled` (torch.compile) or `fused` (Liger, Triton's
 LoRA, Transformer Engine): the plan knows the first two, and takes fused ones for plain. `checkpointing`: all layers,
 none, or the share of them.
-`make benchmark-speed` prints it.
+`make -C benchmarks benchmark-speed` prints it.
 """
 
 from __future__ import annotations

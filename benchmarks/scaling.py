@@ -2,7 +2,7 @@
 
 Each point is one model and method on few GPUs and on more, from one source. The plan's one-GPU speed is set to the
 published one where that is known (through the share of the peak that matrix products reach), so that a ratio judges
-communication and waiting alone. `make benchmark-speed` prints them.
+communication and waiting alone. `make -C benchmarks benchmark-speed` prints them.
 """
 
 from __future__ import annotations

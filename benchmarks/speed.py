@@ -1,7 +1,7 @@
 """The roofline against published speeds of fine-tuning runs, in a table and a JSON file.
 
-    make benchmark-speed PEAKS=published_peaks.csv OUT=speed.json
-    make benchmark-speed       # without them: published_speeds.py, how runs scale (scaling.py), long_rows.py
+    make -C benchmarks benchmark-speed PEAKS=published_peaks.csv OUT=speed.json
+    make -C benchmarks benchmark-speed    # without them: published_speeds.py, scaling.py, long_rows.py
 
 Rows with a speed, tokens per micro-batch and a model whose shape is known are predicted for their GPU and layout.
 Published scripts differ in kernels, versions and data, so the figures are ratios to be looked at by source.

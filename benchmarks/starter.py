@@ -1,6 +1,6 @@
 """The starter's recipe over seeds and numbers of threads: exact match on the 300 held-out commands, and the worst.
 
-    make benchmark-starter OUT=starter.json
+    make -C benchmarks benchmark-starter OUT=starter.json
     python -m benchmarks.starter --seeds 1,2 --threads 1 --out starter.json
 
 For each seed and each number of threads a base is trained from scratch (its random weights and the order of the corpus

@@ -1,6 +1,6 @@
 """How OpenMP's threads should wait: training steps of the starter's base, alone and beside busy processes, in turns.
 
-    make benchmark-threads OUT=threads.json
+    make -C benchmarks benchmark-threads OUT=threads.json
 
 Each setting has a process of its own that takes the same training steps (forward, backward, AdamW; 4 blocks of 128
 tokens) for some seconds when its turn comes and sleeps otherwise. Rounds alternate: every setting alone, every setting

@@ -1,6 +1,6 @@
 """Prints what is wrong with the targets and variables on make's command line, or nothing: the Makefile asks first.
 
-    check_variables.py TARGET… --given NAME… --empty NAME…
+    check_variables.py TARGET… --targets TARGET… --given NAME… --empty NAME…
 
 Standard library only, and nothing newer than Python 3.6, like what it reads.
 """
@@ -15,9 +15,8 @@ from sft_play.variables import refusal
 
 def main(words):
     """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check ran."""
-    given = words.index("--given")
-    empty = words.index("--empty")
-    text = refusal(words[:given], words[given + 1 : empty], words[empty + 1 :])
+    here, given, empty = (words.index(option) for option in ("--targets", "--given", "--empty"))
+    text = refusal(words[:here], words[given + 1 : empty], words[empty + 1 :], words[here + 1 : given])
     if text:
         sys.stdout.write(text + "\n")
     return 0

@@ -28,7 +28,7 @@ OLDEST_PIP = (25, 3)
 
 HEADER = """\
 # The versions that `make setup` installs: one tested set within the ranges of pyproject.toml.
-# Written by `make lock` (scripts/lock.py) on Python {python}. It constrains pip and is not a list to install.
+# Written by `make -C benchmarks lock` (scripts/lock.py) on Python {python}. It constrains pip and is no list to install.
 # torch has no local suffix here, so that PyPI's CUDA build fits as well as a CPU build; the nvidia-*,
 # cuda-* and triton packages that torch itself pins are left out.
 """
@@ -80,7 +80,7 @@ def torch_pin(environ: dict[str, str], old: dict[str, str]) -> str:
         return version
     raise SetupError(
         f"torch should be pinned at {version!r}, which is not a version (TORCH, else the pin in {LOCK.name}).\n"
-        "  Name one: make lock TORCH=2.13.0"
+        "  Name one: make -C benchmarks lock TORCH=2.13.0"
     )
 
 

@@ -140,7 +140,7 @@ def asked_build(environ: Mapping[str, str]) -> str:
     raise BuildError(
         f"TORCH={asked} was asked for, which is {'a version' if version else 'not a build of torch'}.\n"
         f"  make setup takes {', '.join(BUILDS)}, {OF_INDEX} (what your package index has) or auto (what the driver "
-        f"runs); make lock TORCH=X.Y.Z changes the version"
+        f"runs); make -C benchmarks lock TORCH=X.Y.Z changes the version"
     )
 
 

@@ -56,6 +56,8 @@ _ANSWERING = (
 )
 _LAUNCHED = (*LAUNCHING, "resume", "doctor")
 _WATCHED = ("train-tb", "train-and-watch", "train-distributed-tb", "train-deepspeed-tb", "tensorboard", "tb-open")
+MAINTAINING = ("lock", "generate", *_BENCHMARKS)
+"""Targets of benchmarks/Makefile."""
 COMMANDS_OF_MAKE = (
     *("help", "setup", "setup-unsloth", "lock", "test", "coverage", "lint", "format", "clean"),
     *_BENCHMARKS,
@@ -326,25 +328,33 @@ def flag_commands(name: str) -> Tuple[str, ...]:
 _FEW = 4
 
 
-def help_lines() -> List[str]:
-    """What `make help` shows of each variable: an example, the targets that take it where they are few, its meaning."""
+def help_lines(*, maintaining: bool) -> List[str]:
+    """What `make help` shows of each variable: an example, the targets that take it where they are few, its meaning.
+
+    Those that only targets of benchmarks/Makefile take are listed there (`maintaining`), all others in the Makefile.
+    """
     lines = []
     for name, variable in VARIABLES.items():
+        if set(variable.commands).issubset(MAINTAINING) is not maintaining:
+            continue
         few = variable.commands != _ANYWHERE and len(variable.commands) <= _FEW
         takers = f"{', '.join(variable.commands)}: " if few else ""
         lines.append(f"{name + '=' + variable.example:<24} {takers}{variable.help}")
     return lines
 
 
-def refusal(goals: Sequence[str], given: Iterable[str], empty: Iterable[str]) -> Optional[str]:
+def refusal(
+    goals: Sequence[str], given: Iterable[str], empty: Iterable[str], here: Optional[Sequence[str]] = None
+) -> Optional[str]:
     """What is wrong with make's command line, in one line; None where nothing is.
 
     Args:
         goals: the targets that were asked for.
         given: the names of all variables on the command line, of which `empty` have no value.
+        here: the targets of the Makefile that asks; None is every target of both.
     """
     asked = list(goals or ["help"])
-    unknown = [_no_target(goal) for goal in asked if goal not in targets()]
+    unknown = [_no_target(goal) for goal in asked if goal not in (here or targets())]
     if unknown:
         return "; ".join(unknown)
     words = f"make {' '.join(asked)}" if goals else "make without a target"
@@ -359,9 +369,16 @@ def refusal(goals: Sequence[str], given: Iterable[str], empty: Iterable[str]) ->
     return "; ".join(wrong) or None
 
 
+def spoken(target: str) -> str:
+    """How a target is called, from the checkout."""
+    return f"make -C benchmarks {target}" if target in MAINTAINING else f"make {target}"
+
+
 def _no_target(goal: str) -> str:
+    if goal in targets():  # of the other Makefile
+        return f"make {goal}: that target is called as {spoken(goal)}"
     near = nearest(goal, sorted(targets()))
-    hint = f"did you mean make {near}?" if near else "make alone lists them"
+    hint = f"did you mean {spoken(near)}?" if near else "make alone lists them"
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     return f"make {goal}: there is no such target; {hint}"
@@ -402,7 +419,7 @@ SETTINGS = {
 
 def _takers(name: str) -> str:
     """The targets that use a variable, the first of them by name."""
-    named = [f"make {one}" for one in VARIABLES[name].commands]
+    named = [spoken(one) for one in VARIABLES[name].commands]
     return ", ".join(named) if len(named) <= 7 else f"{', '.join(named[:6])} and {len(named) - 6} others"
 
 

@@ -229,7 +229,7 @@ def test_the_table_of_class_defaults_is_transformers_own():
     changed = {kind: dict.fromkeys(fields, 1) for kind, fields in CLASS_DEFAULTS.items()}
     for kind, fields in class_defaults(changed).items():
         assert {key: CLASS_DEFAULTS[kind][key] if key != "partial_rotary_factor" else 1 for key in fields} == fields
-    assert FILE.read_text(encoding="utf-8") == as_text(CLASS_DEFAULTS), "run make generate"
+    assert FILE.read_text(encoding="utf-8") == as_text(CLASS_DEFAULTS), "run make -C benchmarks generate"
 
 
 def test_sizes_by_another_name_are_read_as_transformers_reads_them():

@@ -207,14 +207,13 @@ def test_a_command_ends_when_its_make_alone_gets_a_signal(tmp_path, number):
     (tmp_path / "bin").mkdir()
     python = tmp_path / "bin" / "python"
     program = (
-        "import os, signal; open('pid', 'w').write(str(os.getpid())); "
+        f"import os, signal; open('{tmp_path}/pid', 'w').write(str(os.getpid())); "
         f"signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT]); {WAITS}"  # as sft_play/entry.py does
     )
     python.write_text(f"#!/bin/sh\nexec '{sys.executable}' -c \"{program}\"\n")
     python.chmod(0o755)
     environment = {**os.environ, "VENV": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    words = ["make", "-f", str(ROOT / "Makefile"), "train"]
-    make = subprocess.Popen(words, cwd=tmp_path, env=environment, start_new_session=True)
+    make = subprocess.Popen(["make", "train"], cwd=ROOT, env=environment, start_new_session=True)
     wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     child = int((tmp_path / "pid").read_text())
     wait_for(lambda: _tethered(child))

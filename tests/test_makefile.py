@@ -17,18 +17,19 @@ from sft_play.commands.generate import with_variables
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+RECIPES = (ROOT / "scripts" / "make.mk").read_text(encoding="utf-8")
+MAINTAINING = (ROOT / "benchmarks" / "Makefile").read_text(encoding="utf-8")
 TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 NEED_ENVIRONMENT = [
-    *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "generate", "benchmark"),
-    *("benchmark-speed", "train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
-    *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts", "benchmark-engines"),
-    *("benchmark-logging", "benchmark-threads", "benchmark-starter", "gpu-info", "memory-check", "gpu-selftest"),
-    *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean", "bench-data", "mutation-score"),
+    *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "coverage", "bench"),
+    *("train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
+    *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts"),
+    *("gpu-info", "memory-check", "gpu-selftest"),
+    *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
-    *("coverage", "bench"),
 ]
 PROGRAM = [
-    *("train", "resume", "plan", "memory-model-score", "generate", "train-distributed", "train-distributed-tb"),
+    *("train", "resume", "plan", "memory-model-score", "train-distributed", "train-distributed-tb"),
     *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
     *("verify-layouts", "gpu-info", "memory-check", "gpu-selftest", "bench"),
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
@@ -43,7 +44,7 @@ SCRIPTS = {
 }
 """Targets that launch or train, and what each executes."""
 VARIABLES = list(variables.VARIABLES)
-INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE, re.MULTILINE)
+INTERNAL = re.findall(r"^override (?:define )?([.A-Z_]+)", MAKEFILE + RECIPES, re.MULTILINE)
 
 # MARK becomes the path of a file that must not come into being.
 HOSTILE = {
@@ -146,8 +147,9 @@ def copy(tmp_path):
         shutil.copy(ROOT / name, folder)
     for name in ("scripts", ".ci"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("sft_play", "tests"):
+    for name in ("sft_play", "tests", "benchmarks"):
         (folder / name).mkdir()
+    shutil.copy(ROOT / "benchmarks" / "Makefile", folder / "benchmarks")
     for name in ("__init__.py", "_version.py", "variables.py"):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play")
     return folder
@@ -162,10 +164,37 @@ def taker(name):
 
 
 def test_every_target_has_a_help_line_and_is_phony():
-    assert set(TARGETS) == set(re.findall(r"^([a-z-]+):.* ## \S", MAKEFILE, re.MULTILINE))
-    every = re.search(r"^override EVERY := (.*)$", MAKEFILE, re.MULTILINE)
-    assert sorted(every.group(1).split()) == sorted(TARGETS)
-    assert re.search(r"^\.PHONY: \$\(EVERY\)$", MAKEFILE, re.MULTILINE)
+    for text, words in ((MAKEFILE, []), (MAINTAINING, ["-f", "benchmarks/Makefile"])):
+        targets = re.findall(r"^([a-z-]+):", text, re.MULTILINE)
+        assert targets == re.findall(r"^([a-z-]+):.* ## \S", text, re.MULTILINE)
+        known = make(*words, "-pn", "help").stdout
+        phony = re.search(r"^\.PHONY: (.*)$", known, re.MULTILINE)
+        assert sorted(phony[1].split()) == sorted(targets)
+
+
+def test_the_makefile_is_a_list_of_targets_with_one_line_each():
+    lines = [line for line in MAKEFILE.splitlines() if line and not line.startswith("#")]
+    assert lines[0] == "include scripts/make.mk"
+    assert [line for line in lines[1:] if not re.fullmatch(r"[a-z-]+:( (setup|train-tb))? ## \S.*", line)] == []
+
+
+def test_what_measures_the_project_is_called_from_the_checkout(copy, fake):
+    names = re.findall(r"^([a-z-]+):", MAINTAINING, re.MULTILINE)
+    for name in sorted({*names} - {"help", "setup"}):
+        result = make("-C", "benchmarks", name, "-n", f"VENV={fake.folder}", cwd=copy)
+        assert (result.returncode, result.stderr) == (0, ""), name
+        assert re.search(rf"-m benchmarks\.\w+$|-m sft_play {name}$|scripts/{name}\.py", result.stdout, re.MULTILINE), (
+            name
+        )
+    assert make("-C", "benchmarks", "bench-data", f"VENV={fake.folder}", "ROWS=10", cwd=copy).returncode == 0
+    start = fake.only_start()
+    assert (start["argv"], start["environ"]["ROWS"]) == (["-m", "benchmarks.data"], "10")
+    assert Path(start["cwd"]).samefile(copy)
+    assert "mutation-score" in make("-C", "benchmarks", cwd=copy).stdout
+    # benchmarks/Makefile's own modules are there
+    modules = re.findall(r"\$\(BENCHMARK\)\.(\w+)", MAINTAINING)
+    assert len(modules) == len(set(modules)) == len(names) - 4
+    assert all((ROOT / "benchmarks" / f"{module}.py").is_file() for module in modules)
 
 
 def test_help_shows_every_target_group_and_variable():
@@ -174,24 +203,28 @@ def test_help_shows_every_target_group_and_variable():
         assert re.search(rf"^  {target} +\S", text, re.MULTILINE), target
     for group in ("Setup", "Train", "Plan", "Develop", "Variables", "Examples"):
         assert re.search(rf"^{group}", text, re.MULTILINE), group
+    text += make("-f", "benchmarks/Makefile", "help").stdout
     for variable in VARIABLES:
-        assert re.search(rf"^  {variable}=\S", text, re.MULTILINE), variable
+        assert len(re.findall(rf"^  {variable}=\S", text, re.MULTILINE)) == 1, variable
 
 
 def test_the_readme_names_every_target_and_that_of_benchmarks_those_that_measure():
     readme, measuring = ((ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "benchmarks/README.md"))
     code = re.compile(r"\bmake ([a-z][a-z-]*)|`([a-z][a-z-]*)`")
     named = {name for text in (readme, measuring) for found in code.findall(text) for name in found}
-    assert len(TARGETS) > 60
-    assert set(TARGETS) - named == {"help"}  # `make` alone is help
+    named |= set(re.findall(r"\bmake -C benchmarks ([a-z][a-z-]*)", readme + measuring))
+    maintaining = set(re.findall(r"^([a-z-]+):", MAINTAINING, re.MULTILINE))
+    assert len(TARGETS) > 50
+    assert {*TARGETS, *maintaining} - named == {"help"}  # `make` alone is help
     assert set(re.findall(r"(?:^    |`)make ([a-z][a-z-]*)", readme, re.MULTILINE)) <= set(TARGETS)
 
 
 def test_the_help_of_the_variables_is_that_of_their_table():
-    assert with_variables(MAKEFILE) == MAKEFILE, "run make generate"
-    missing = MAKEFILE.replace("#: PRICE=", "#: PRIZE=")
-    assert missing != MAKEFILE
-    assert with_variables(missing) == MAKEFILE
+    for text, name, maintaining in ((MAKEFILE, "PRICE", False), (MAINTAINING, "MUTANTS", True)):
+        assert with_variables(text, maintaining=maintaining) == text, "run make -C benchmarks generate"
+        missing = text.replace(f"#: {name}=", "#: PRIZE=")
+        assert missing != text
+        assert with_variables(missing, maintaining=maintaining) == text
 
 
 def test_make_alone_is_help(tmp_path):
@@ -235,16 +268,14 @@ def test_a_dry_run_starts_and_builds_nothing(copy, fake):
 
 
 def recipe(target: str) -> str:
-    """What a target runs; that of its prerequisite where it has no recipe of its own."""
-    found = re.search(rf"^{target}: ?(.*?)(?: ##.*)?\n((?:\t.*\n)*)", MAKEFILE, re.MULTILINE)
-    assert found, target
-    return found[2] or "".join(recipe(other) for other in found[1].split())
+    """The last line that a target runs."""
+    return make("-n", target).stdout.splitlines()[-1]
 
 
 def test_every_target_that_launches_or_trains_executes_a_script_of_its_name():
     """A person can give the same file to any launcher; what starts or trains otherwise would be seen here."""
     for target, script in {**SCRIPTS, "train-and-watch": "scripts/train.py"}.items():
-        assert re.fullmatch(rf"\t@\$\(SCRIPT\)/{Path(script).name}( --tensorboard)?\n", recipe(target)), target
+        assert recipe(target).endswith(f" {script}" + " --tensorboard" * (target.endswith("-tb") or "watch" in target))
         assert (ROOT / script).is_file()
     others = {target: recipe(target) for target in set(TARGETS) - set(SCRIPTS) - {"train-and-watch", "help"}}
     assert not [target for target, text in others.items() if re.search(r"sft_play.* (train|resume|launch)", text)]
@@ -261,7 +292,8 @@ def test_no_script_is_without_a_target():
     }
     for name, words in by_hand.items():
         assert words in (ROOT / "scripts" / name).read_text(encoding="utf-8")
-    unused = {name for name in found - set(by_hand) if not re.search(rf"(scripts|\$\(SCRIPT\))/{name}\b", MAKEFILE)}
+    text = RECIPES + MAINTAINING + make("-n", *SCRIPTS).stdout
+    unused = {name for name in found - set(by_hand) if not re.search(rf"\bscripts/{name}\b", text)}
     read_by_setup = {"installer.py", "torch_build.py"}
     setup = (ROOT / "scripts" / "setup_env.py").read_text(encoding="utf-8")
     assert all(f"import {Path(name).stem}\n" in setup for name in read_by_setup)
@@ -295,7 +327,7 @@ def test_a_scripts_folder_is_not_on_the_path(tmp_path):
 
 
 def test_recipes_are_short():
-    recipes = re.findall(r"^[a-z]+:.*\n((?:\t.*\n(?:\t  .*\n)*)+)", MAKEFILE, re.MULTILINE)
+    recipes = re.findall(r"^[a-z$].*:\n((?:\t.*\n(?:\t  .*\n)*)+)", RECIPES, re.MULTILINE)
     assert recipes
     assert max(recipe.count("\n") for recipe in recipes) <= 3
 

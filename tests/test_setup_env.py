@@ -421,7 +421,7 @@ def test_a_torch_that_is_no_build_changes_nothing(ready, monkeypatch, capfd):
     monkeypatch.setattr(setup_env.ensure, "__defaults__", (never,))
     monkeypatch.setenv("TORCH", "2.13.0")
     assert setup_env.main(ready) == 2
-    assert "make lock TORCH=X.Y.Z" in capfd.readouterr().err
+    assert "make -C benchmarks lock TORCH=X.Y.Z" in capfd.readouterr().err
 
 
 def test_uv_installs_the_same_pins_into_the_same_environment(checkout, tmp_path, monkeypatch, capfd):
@@ -671,6 +671,8 @@ def test_the_lock_is_sorted_and_free_of_local_builds_and_of_what_torch_pins():
 def test_no_build_file_names_a_host_or_a_path_of_one_machine():
     for name in (
         "Makefile",
+        "benchmarks/Makefile",
+        "scripts/make.mk",
         "pyproject.toml",
         "requirements.lock",
         "scripts/setup_env.py",
@@ -702,7 +704,7 @@ def test_torch_stays_at_its_pin_unless_it_is_named():
     assert lock.torch_pin({}, {"torch": "2.13.0"}) == "2.13.0"
     assert lock.torch_pin({"TORCH": "2.14.1"}, {"torch": "2.13.0"}) == "2.14.1"
     for environ, old in [({}, {}), ({"TORCH": "new"}, {"torch": "2.13.0"})]:
-        with pytest.raises(SetupError, match="make lock TORCH="):
+        with pytest.raises(SetupError, match="make -C benchmarks lock TORCH="):
             lock.torch_pin(environ, old)
 
 
@@ -763,7 +765,7 @@ def test_a_target_gets_the_extras_that_it_needs_and_setup_hears_of_every_such_ta
         assert [extra for extra, _ in setup_env.needed_extras([target, "setup"], {})] == extras
     assert setup_env.needed_extras(["setup", "train"], {"TASKS": "gsm8k"}) == []
     assert [extra for extra, _ in setup_env.needed_extras(["eval"], {"TASKS": "gsm8k"})] == ["eval", "tasks"]
-    heard = re.search(r"^override ADDING := (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    heard = re.search(r"^override ADDING := (.*)$", (ROOT / "scripts/make.mk").read_text(encoding="utf-8"), re.M)
     assert set(heard[1].split()) == needed | {"setup"}
 
 

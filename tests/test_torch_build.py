@@ -108,7 +108,9 @@ def test_torch_takes_the_name_of_a_build_and_nothing_else():
     for asked in ("", "auto", "index", *BUILDS, "cu132", "rocm7.14"):
         assert torch_build.asked_build({"TORCH": asked}) == asked
     assert torch_build.asked_build({}) == ""
-    with pytest.raises(BuildError, match=r"TORCH=2\.13\.0 was asked for, which is a version[^$]*make lock TORCH="):
+    with pytest.raises(
+        BuildError, match=r"TORCH=2\.13\.0 was asked for, which is a version[^$]*make -C \w+ lock TORCH="
+    ):
         torch_build.asked_build({"TORCH": "2.13.0"})
     for asked in ("cuda", "cu13", "cu1300", "CPU", "rocm", "cpu/../x", "http://x", " cpu"):
         with pytest.raises(BuildError, match="which is not a build of torch"):
@@ -171,6 +173,6 @@ def test_sizes_are_said_in_gib_and_unknown_ones_as_such():
 
 
 def test_the_tables_are_about_the_torch_that_is_pinned():
-    """Where `make lock TORCH=` moves it: renew the builds, their drivers and GPUs, and the sizes, then VERSION."""
+    """Where `lock TORCH=` moves it: renew the builds, their drivers and GPUs, and the sizes, then VERSION."""
     for name in ("requirements.lock", "requirements-unsloth.lock"):
         assert lock.read_pins((ROOT / name).read_text())["torch"] == torch_build.VERSION

@@ -28,14 +28,15 @@ def run(request: Request) -> Answer:
         renewed = import_module("sft_play.trace.meta_shape").class_defaults(class_defaults.CLASS_DEFAULTS)
         (Path.cwd() / table).write_text(class_defaults.as_text(renewed), encoding="utf-8")
         written.append(table)
-    makefile = Path.cwd() / "Makefile"
-    if makefile.is_file():
-        makefile.write_text(with_variables(makefile.read_text(encoding="utf-8")), encoding="utf-8")
-        written.append(Path("Makefile"))
+    for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
+        if makefile.is_file():
+            text = with_variables(makefile.read_text(encoding="utf-8"), maintaining=makefile.parent.name != "")
+            makefile.write_text(text, encoding="utf-8")
+            written.append(makefile)
     return Answer({"ok": True, "written": [str(path) for path in written]}, [f"wrote {path}" for path in written])
 
 
-def with_variables(makefile: str) -> str:
-    """The Makefile with the help of every variable as the table has it."""
-    lines = "".join(f"#: {line}\n" for line in help_lines())
+def with_variables(makefile: str, *, maintaining: bool) -> str:
+    """A Makefile with the help of its variables as the table has it; with `maintaining`, that of benchmarks/."""
+    lines = "".join(f"#: {line}\n" for line in help_lines(maintaining=maintaining))
     return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)

@@ -17,7 +17,7 @@ EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
 
 _HEADER = """\
 # Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
-# `make generate`; a test keeps it current. Only model.name has no default. It is a valid run YAML itself.
+# `make -C benchmarks generate`; a test keeps it current. Only model.name has no default. It is a valid run YAML itself.
 # yaml-language-server: $schema=run.schema.json
 """
 

@@ -114,7 +114,7 @@ def _blackwell_desktop(pairs: Pairs) -> bool:
     return pairs.over_nccl and any(capability[0] == 12 for capability in pairs.capabilities)
 
 
-NEWER_TORCH = "install a torch that brings a newer NCCL (make lock TORCH=X.Y.Z && make setup)"
+NEWER_TORCH = "install a torch that brings a newer NCCL (make -C benchmarks lock TORCH=X.Y.Z && make setup)"
 
 TABLE: tuple[KnownBad, ...] = (
     KnownBad(

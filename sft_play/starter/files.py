@@ -1,4 +1,4 @@
-"""The bundled rows of the starter as files: written by `make generate`, kept current by a test."""
+"""The bundled rows of the starter as files: written by `make -C benchmarks generate`, kept current by a test."""
 
 from __future__ import annotations
 

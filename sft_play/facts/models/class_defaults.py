@@ -1,7 +1,7 @@
 """Defaults that transformers uses for fields that config.json leaves out, by model type: `class_defaults.json`.
 
-`make generate` reads them anew from the installed transformers; a test compares. Only fields that shapes depend on are
-listed; None means that the class has the field and derives its value from others.
+`make -C benchmarks generate` reads them anew from the installed transformers; a test compares. Only fields that shapes
+depend on are listed; None means that the class has the field and derives its value from others.
 """
 
 from __future__ import annotations
