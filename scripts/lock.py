@@ -28,7 +28,7 @@ OLDEST_PIP = (25, 3)
 
 HEADER = """\
 # The versions that `make setup` installs: one tested set within the ranges of pyproject.toml.
-# Written by `make -C benchmarks lock` (scripts/lock.py) on Python {python}. It constrains pip and is no list to install.
+# Written by `make -C benchmarks lock` (scripts/lock.py) on Python {python}. It constrains pip only.
 # torch has no local suffix here, so that PyPI's CUDA build fits as well as a CPU build; the nvidia-*,
 # cuda-* and triton packages that torch itself pins are left out.
 """

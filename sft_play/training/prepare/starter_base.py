@@ -31,7 +31,7 @@ from sft_play.starter.names import BASE_NAME
 logger = logging.getLogger(__name__)
 
 SEED = 2
-"""Seed of the random weights and of the corpus's order; others do about as well (`make -C benchmarks benchmark-starter`)."""
+"""Seed of the random weights and of the corpus's order; others do about as well (benchmarks/starter.py)."""
 INITIALIZER_RANGE = 0.06
 """Wider than Llama's 0.02: a model this small, trained this briefly, learned to copy words only with it."""
 CHAT_TEMPLATE = (
