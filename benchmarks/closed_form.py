@@ -1,4 +1,4 @@
-"""The closed form of the plan against the trace of the real step, on a fixed sample of settings.
+"""The estimate of the plan against the trace of the real step, on a fixed sample of settings.
 
     python -m benchmarks.closed_form --configs FOLDER --out closed_form.json
 
@@ -210,7 +210,7 @@ def _layout(options: Mapping[str, str]) -> Layout:
 
 
 def predicted(setting: Setting, model: Mapping[str, Any]) -> MemoryEstimate:
-    """The closed form's answer for a model's config.json."""
+    """The estimate's answer for a model's config.json."""
     return estimate(setting.config, parse_config(dict(model), name=setting.model), setting.precision, setting.step)
 
 
@@ -272,7 +272,7 @@ def _traced_part(found: TracedPeak) -> dict[str, Any]:
 
 
 def summary(runs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Closed form over trace for each row, and the spread: one GPU and FSDP2 apart."""
+    """Estimate over trace for each row, and the spread: one GPU and FSDP2 apart."""
     ratios = {name: round(run["closed_allocated"] / run["traced_allocated"], 4) for name, run in runs.items()}
     groups: dict[str, list[float]] = {"one_gpu": [], "fsdp2": [], "ddp": []}
     for name, ratio in ratios.items():
@@ -293,7 +293,7 @@ def main() -> int:
     words.add_argument("--out", type=Path, default=Path("closed_form.json"))
     words.add_argument("--trace-again", default="", help="trace rows with this text in their name again too")
     words.add_argument(
-        "--again", action="store_true", help="compute the closed form again where a row is traced already"
+        "--again", action="store_true", help="compute the estimate again where a row is traced already"
     )
     given = words.parse_args()
     done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}

@@ -3,7 +3,7 @@
     make -C benchmarks benchmark OUT=peaks.json             # on a GPU: 1B to 27B shapes; continues where it stopped
     make -C benchmarks benchmark OUT=peaks.json SMALL=1     # on any CPU: a 2M shape, to see that it runs
 
-Every row is predicted first, by the closed form and by the trace, and written; then it is measured in a process of
+Every row is predicted first, by the estimate and by the trace, and written; then it is measured in a process of
 its own with this toolkit's trainer on random weights of the published shapes, and written again. Nothing is
 downloaded. `auto` rows take the micro-batch that the plan chooses, and must not run out of memory; rows with twice
 that size, where the plan said that it does not fit, show whether the plan was too shy.
@@ -118,7 +118,7 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
 
 
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
-    """What closed form and trace say of the row, in bytes."""
+    """What estimate and trace say of the row, in bytes."""
     from sft_play.facts.models.architecture import config_json
     from sft_play.trace.confirm import settings_of
     from sft_play.trace.remembered import cached_trace

@@ -353,7 +353,7 @@ def test_qwen3_next_has_both(monkeypatch):
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("choice", ["auto", "eager", "masters"])
 def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
-    """The trace steps the class with the implementation of the run; the closed form is within 4% of it."""
+    """The trace steps the class with the implementation of the run; the estimate is within 4% of it."""
 
     from sft_play.facts.models.architecture import parse_config
     from sft_play.planner.memory.estimate import estimate

@@ -130,7 +130,7 @@ def test_a_rotation_holds_nothing_and_copies_only_what_does_not_lie_token_by_tok
 
 
 def _both(kind: str, mode: str, *, checkpointing: bool, precision: Precision, kernels: str) -> tuple[int, int]:
-    """Allocated bytes by the closed form and by the trace."""
+    """Allocated bytes by the estimate and by the trace."""
     from sft_play.trace.step import trace_step
 
     model = {"model_type": kind, **SIZES, **MODELS[kind]}

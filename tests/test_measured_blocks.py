@@ -92,7 +92,7 @@ def step_of(shape, **changes):
 
 @pytest.mark.parametrize("mode", ["lora", "qlora", "full"])
 def test_measured_blocks_are_those_of_the_closed_form_where_it_knows_them(mode):
-    """Llama's: 8 of its kind by the closed form, line by line, against the same by running them."""
+    """Llama's: 8 of its kind by the estimate, line by line, against the same by running them."""
     fields = {**WIDE, "model_type": "llama", "num_hidden_layers": 8}
     closed = parse_config(fields, name="m")
     measured = dataclasses.replace(closed, meter=meter_of(fields))

@@ -1,4 +1,4 @@
-"""The closed form of memory: bytes worked by hand, partitions counted on real ranks, and the trace of the real step."""
+"""The estimate of memory: bytes worked by hand, partitions counted on real ranks, and the trace of the real step."""
 
 from __future__ import annotations
 
@@ -301,7 +301,7 @@ def test_what_is_not_held_is_less_than_what_is():
 
 
 def test_the_kept_sample_is_within_three_percent_of_its_traces():
-    """benchmarks/closed_form.json holds the traces; the closed form is computed again here."""
+    """benchmarks/closed_form.json holds the traces; the estimate is computed again here."""
     runs = json.loads((ROOT / "benchmarks" / "closed_form.json").read_text())["runs"]
     found = settings()
     assert set(runs) == set(found)

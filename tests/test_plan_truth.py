@@ -217,7 +217,7 @@ def test_lines_of_a_version_that_recorded_corrected_predictions_teach_nothing(ca
 
 
 def test_a_trace_is_corrected_like_any_prediction():
-    """Traced 10% above the closed form, measured 20% above the trace: 1.32 times the closed form are needed."""
+    """Traced 10% above the estimate, measured 20% above the trace: 1.32 times the estimate are needed."""
     config, machine = usual(), found_machine()
 
     def traced(candidate: Any) -> Traced:

@@ -27,7 +27,7 @@ TERMS = {"weights": 1000, "adapters": 20, "optimizer": 40, "gradients": 80, "act
 
 
 def scored() -> list[Scored]:
-    """The shared rows with a closed form and a measured figure; no trace is made."""
+    """The shared rows with an estimate and a measured figure; no trace is made."""
     found = []
     for run in read_runs(shared("published_peaks.csv")):
         if run.settings is None or not (run.measured_reserved or run.measured_allocated):

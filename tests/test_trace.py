@@ -241,7 +241,7 @@ def test_an_nf4_twin_has_the_bytes_of_a_layer_that_bitsandbytes_quantised(double
     if double_quant:
         tensors += [state.offset, state.state2.absmax, state.state2.code]
     bytes_of = sum(tensor.numel() * tensor.element_size() for tensor in tensors) + 640 * 192 // 2
-    assert not double_quant or nf4_bytes(640 * 192) == bytes_of  # the closed form's
+    assert not double_quant or nf4_bytes(640 * 192) == bytes_of  # the estimate's
     fake = fakes.fake_nf4(nn.Linear(192, 640, bias=False), dataclasses.replace(SMALL, double_quant=double_quant))
     assert sum(one.numel() * one.element_size() for one in (*fake.parameters(), *fake.buffers())) == bytes_of
 

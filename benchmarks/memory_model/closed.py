@@ -1,4 +1,4 @@
-"""The plan's closed form on the step of a published run: what it would have promised without a trace.
+"""The plan's estimate on the step of a published run: what it would have promised without a trace.
 
 Its words are a run's config and a plan's step. What a script did that neither can say is refused with a reason.
 """
@@ -30,11 +30,11 @@ OPTIMIZERS = {
 
 
 class NoClosedForm(Exception):
-    """Settings that the closed form has no words for; the text is the reason."""
+    """Settings that the estimate has no words for; the text is the reason."""
 
 
 def closed_form(settings: StepSettings) -> MemoryEstimate:
-    """The closed form's prediction of these settings, in bytes of one rank.
+    """The estimate's prediction of these settings, in bytes of one rank.
 
     Raises:
         NoClosedForm: the script did what no config of this toolkit can say.
@@ -66,7 +66,7 @@ def _require_known(settings: StepSettings) -> None:
     }
     for reason, holds in reasons.items():
         if holds:
-            raise NoClosedForm(f"the closed form has no words for {reason}")
+            raise NoClosedForm(f"the estimate has no words for {reason}")
 
 
 def _config(settings: StepSettings) -> RunConfig:
@@ -116,7 +116,7 @@ def _step(settings: StepSettings) -> Step:
 def _with_outputs(found: MemoryEstimate, settings: StepSettings, words: int) -> MemoryEstimate:
     """Logits that the script holds through the step, and the fp32 copy that older losses shifted.
 
-    Older losses are whole logits to the closed form, which knows the newest alone.
+    Older losses are whole logits to the estimate, which knows the newest alone.
     """
     if settings.loss == "chunked":
         return found

@@ -1,8 +1,8 @@
-"""Published measured peaks against the tracer and the closed form: the table and JSON of `make memory-model-score`.
+"""Published measured peaks against the tracer and the estimate: the table and JSON of `make memory-model-score`.
 
 An error is predicted / measured - 1. Rows of equal settings are traced once. A row that cannot be traced is counted
-with its reason and takes no part in the errors; so is, apart, one that the closed form has no words for. What the
-closed form promises (its reserved bytes with their margin) is held against what the run reserved.
+with its reason and takes no part in the errors; so is, apart, one that the estimate has no words for. What the
+estimate promises (its reserved bytes with their margin) is held against what the run reserved.
 """
 
 from __future__ import annotations
@@ -47,27 +47,27 @@ WANTED: Mapping[str, Mapping[str, tuple[float, float]]] = {
 
 @dataclass(frozen=True)
 class Scored:
-    """A row that the tracer expresses, or the closed form alone; bytes, None where there is no such figure."""
+    """A row that the tracer expresses, or the estimate alone; bytes, None where there is no such figure."""
 
     run: PublishedRun
     predicted_allocated: int | None
     predicted_reserved: int | None
     closed: MemoryEstimate | None = None
-    """The closed form's prediction; None where it has no words for the settings."""
+    """The estimate's prediction; None where it has no words for the settings."""
 
     @property
     def closed_allocated_error(self) -> float | None:
-        """The closed form's, as below."""
+        """The estimate's, as below."""
         return _error(self.closed.allocated, self.run.measured_allocated) if self.closed else None
 
     @property
     def closed_reserved_error(self) -> float | None:
-        """The closed form's bound on reserved bytes, without its margin, as below."""
+        """The estimate's bound on reserved bytes, without its margin, as below."""
         return _error(self.closed.reserved, self.run.measured_reserved) if self.closed else None
 
     @property
     def promised(self) -> int | None:
-        """Bytes that the closed form says must be free for the allocator: reserved and its margin."""
+        """Bytes that the estimate says must be free for the allocator: reserved and its margin."""
         return self.closed.reserved + self.closed.margin if self.closed else None
 
     @property
@@ -188,7 +188,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Promise:
-    """What the closed form promised to rows whose reserved bytes were measured."""
+    """What the estimate promised to rows whose reserved bytes were measured."""
 
     n: int
     settings: int
@@ -204,7 +204,7 @@ class Promise:
 
     @classmethod
     def of(cls, rows: Iterable[Scored]) -> Promise:
-        """The promise to these rows; those without a closed form or a measured figure take no part."""
+        """The promise to these rows; those without an estimate or a measured figure take no part."""
         known = [row for row in rows if row.closed is not None and row.run.measured_reserved]
         over = sorted((row.promised or 0) / (row.run.measured_reserved or 1) - 1 for row in known)
         cards = [(row, _card(row)) for row in known if _card(row)]
@@ -244,7 +244,7 @@ class ScoreReport:
     groups: Mapping[str, Group] = field(default_factory=dict)
     seconds: float = 0.0
     no_closed_form: Mapping[str, int] = field(default_factory=dict)
-    """Traced rows without a closed form, counted by reason."""
+    """Traced rows without an estimate, counted by reason."""
 
     @property
     def not_expressible(self) -> dict[str, int]:
@@ -298,11 +298,11 @@ class ScoreReport:
         return lines
 
     def _closed_lines(self) -> list[str]:
-        """The closed form beside: errors, and how often a run reserved more than was promised."""
+        """The estimate beside: errors, and how often a run reserved more than was promised."""
         width = max((len(name) for name in self.groups), default=5)
         parts = f"{'n':>4} {'median':>7} {'p95':>7} {'over':>7} {'under':>7}"
         lines = [
-            f"{'closed form':<{width}}  settings  {'allocated':<{len(parts)}}  {'reserved':<{len(parts)}}  too little"
+            f"{'estimate':<{width}}  settings  {'allocated':<{len(parts)}}  {'reserved':<{len(parts)}}  too little"
         ]
         for name, group in self.groups.items():
             promise = group.promise
@@ -316,7 +316,7 @@ class ScoreReport:
         whole = Promise.of(self.rows)
         lines.append(
             f"promised too little: {len(whole.short)} of {whole.n} rows ({whole.settings} settings) reserved more than "
-            f"the closed form and its margin; {len(whole.refused)} of {whole.ran} that ran on a card of known size "
+            f"the estimate and its margin; {len(whole.refused)} of {whole.ran} that ran on a card of known size "
             "would have been refused"
         )
         return lines
@@ -372,13 +372,13 @@ def score(
 
 
 def is_closed_alone(settings: StepSettings) -> bool:
-    """Whether only the closed form can predict it: DeepSpeed ZeRO, and flash attention with sinks (gpt-oss)."""
+    """Whether only the estimate can predict it: DeepSpeed ZeRO, and flash attention with sinks (gpt-oss)."""
     has_sinks = settings.model.get("model_type") == "gpt_oss" and settings.attention != "eager"
     return settings.strategy in ("zero1", "zero2", "zero3") or has_sinks
 
 
 def _closed(settings: StepSettings, unknown: Counter[str]) -> MemoryEstimate | None:
-    """The closed form of these settings; why there is none is counted."""
+    """The estimate of these settings; why there is none is counted."""
     try:
         return closed_form(settings)
     except NoClosedForm as why:

@@ -62,4 +62,4 @@ REPLACED: Mapping[str, Replaced] = {
 }
 """By model_type. Types that the package knows and this table does not are planned with the plain code: those that no
 trace confirms (Qwen3-Next, Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow
-attention and MLP (EXAONE 4, OLMo 2 and 3), which the closed form of a block only approximates."""
+attention and MLP (EXAONE 4, OLMo 2 and 3), which the estimate of a block only approximates."""

@@ -51,7 +51,7 @@ from sft_play.units import GIB
 SHORTEST = 8
 """Tokens of a row that a plan counts at least, as the shortest model.max_seq_len."""
 TRACE_TOLERANCE = 0.03
-"""Difference between closed form and trace from which the plan reports it."""
+"""Difference between estimate and trace from which the plan reports it."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Plan:
     compile_s: float = 0.0
     """Seconds of compiling blocks at the start of the run."""
     activations_from: ActivationsFrom = "blocks"
-    """What the choice's activations are from: the closed form of the class's blocks, its blocks as they were measured,
+    """What the choice's activations are from: the estimate of the class's blocks, its blocks as they were measured,
     or a trace of the whole step."""
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a repetition, starts with.
@@ -385,7 +385,7 @@ def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
     plain_job = dataclasses.replace(job, config=job.config.model_copy(update={"train": train}))
     plain = candidate_of(plain_job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
                          eval_rows=step.eval_batch)  # fmt: skip
-    # a trace may have raised the choice above its own closed form
+    # a trace may have raised the choice above its own estimate
     return dataclasses.replace(counted, plain_bytes=max(plain.memory.required, chosen.memory.required))
 
 
@@ -496,7 +496,7 @@ def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
 def _trace_words(candidate: Candidate, traced: Traced) -> str:
     closed = candidate.memory.allocated
     text = (
-        f"traced: {traced.allocated / GIB:.2f} GiB allocated and {traced.reserved / GIB:.2f} reserved; the closed form "
+        f"traced: {traced.allocated / GIB:.2f} GiB allocated and {traced.reserved / GIB:.2f} reserved; the estimate "
         f"says {closed / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
     )
     if abs(traced.allocated / max(1, closed) - 1) > TRACE_TOLERANCE:

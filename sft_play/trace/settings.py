@@ -126,7 +126,7 @@ class StepSettings:
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
     """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran; zero1 to zero3:
-    DeepSpeed, which is never traced and which the closed form covers."""
+    DeepSpeed, which is never traced and which the estimate covers."""
     world: int = 1
     mixed_precision: DtypeName | None = "bfloat16"
     """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""

@@ -232,7 +232,7 @@ class ModelShape:
     has_fused_attention: bool = True
     """The class can call PyTorch's fused attention."""
     meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
-    """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the closed form knows them."""
+    """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the estimate knows them."""
 
     @cached_property
     def common(self) -> LayerKind:

@@ -1,4 +1,4 @@
-"""The memory of a step on one rank, in closed form, term by term.
+"""The estimate of a step's memory on one rank: autograd over sizes, without tensors and without torch, in milliseconds.
 
 From the whole to its parts: `estimate` takes the largest moment and adds slack, margin and context (`margins`);
 `step_memory` walks through the step. `block` and `lm_head` are what its parts hold and use, `model_states` what stays

@@ -1,4 +1,4 @@
-"""Bytes of a training step's peak, term by term: the closed form for one rank.
+"""Bytes of a training step's peak on one rank, term by term.
 
 A step is a sequence of moments (forward, head, backward, optimizer, evaluation, saving); each has its live bytes, and
 the largest is the peak. What stays between steps comes from `model_states`, what a block and the head hold and use from

@@ -1,4 +1,4 @@
-"""The walk of a step through a class whose blocks are measured, where the closed form does not know them."""
+"""The walk of a step through a class whose blocks are measured, where the estimate does not know them."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Walk:
         return Gathering(model_units, self.shape.layer_order, share, self.step.layout.shard, wider)
 
     def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
-        """Every block's bytes as the closed form has them, and the width of each one's input and of the last one's
+        """Every block's bytes as the estimate has them, and the width of each one's input and of the last one's
         output."""
         blocks: list[BlockBytes] = []
         widths = [self.width]

@@ -1,4 +1,4 @@
-"""The closed form of the communication of an optimizer step: collectives by kind, with their bytes.
+"""The communication of an optimizer step, predicted: collectives by kind, with their bytes.
 
 Checked on CPU ranks with torch's profiler (`distributed.profile_communication`), engine by engine; a run's own count
 stands beside it in its folder. Tensor-parallel communication is not included.

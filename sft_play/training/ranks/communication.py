@@ -92,14 +92,14 @@ class Rank:
 
 @dataclass(frozen=True)
 class Report:
-    """A window's communication per optimizer step, beside the prediction of the plan's closed form."""
+    """A window's communication per optimizer step, beside the prediction of the plan's estimate."""
 
     layout: str
     steps: int
     kinds: Mapping[str, Kind]
     ranks: tuple[Rank, ...]
     planned_bytes: Mapping[str, int]
-    """Whole messages by kind, by the closed form."""
+    """Whole messages by kind, as predicted."""
     planned_sent_bytes: int
     sent_bytes: int
     """What one rank sent, as counted."""
