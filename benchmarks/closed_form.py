@@ -292,9 +292,7 @@ def main() -> int:
     words.add_argument("--configs", type=Path, required=True, help="folder of folders with a config.json")
     words.add_argument("--out", type=Path, default=Path("closed_form.json"))
     words.add_argument("--trace-again", default="", help="trace rows with this text in their name again too")
-    words.add_argument(
-        "--again", action="store_true", help="compute the estimate again where a row is traced already"
-    )
+    words.add_argument("--again", action="store_true", help="compute the estimate again where a row is traced already")
     given = words.parse_args()
     done: dict[str, Any] = json.loads(given.out.read_text())["runs"] if given.out.exists() else {}
     for name, setting in settings().items():
