@@ -1,25 +1,32 @@
-"""`chat` and `infer`: answers of a finished run, in the terminal or for a file of prompts."""
+"""`chat`, `infer` and `serve`: answers of a finished run: in the terminal, for a file of prompts, or over HTTP."""
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 
-from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
+from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr, write_json_line, write_out
 from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.training.prepare.quiet import quiet_libraries
 
+logger = logging.getLogger(__name__)
+
 HELP = {
     "chat": "talk to RUN in the terminal, with the adapter, without it, or both side by side",
     "infer": "answer every prompt of INPUT with RUN's model into OUTPUT, resumed where it stopped",
+    "serve": "answer as RUN's model over HTTP, as OpenAI's API does (PORT=8000, HOST=127.0.0.1), until Ctrl-C",
 }
 _CHAT_TOKENS, _INFER_TOKENS = 512, 256
 
 
 def run(request: Request) -> Answer | int:
-    """Converse, or answer a file."""
+    """Converse, answer a file, or serve."""
+    if request.command == "serve":
+        return _serve(request)
     if request.command == "infer":
         examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
         missing = [example for example, given in examples.items() if given is None]
@@ -74,3 +81,29 @@ def _chat(request: Request, finished: FinishedRun) -> Answer:
         if is_terminal:
             show(f"{next_line('eval', RUN=finished.folder.path)}\n")
     return Answer({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
+
+
+def _serve(request: Request) -> int:
+    """Serve. With JSON=1 (and OUT) its one object is written once the endpoint answers, and the command stays."""
+    from sft_play.finished.answer import serve
+
+    host, port = request.host or serve.DEFAULT_HOST, serve.read_port(request.port)
+    service = serve.service_of(request.engine or serve.ENGINES[0], finished_run(request), host, port)
+    warning = serve.warning_of(host)
+    if warning is not None:
+        logger.warning("%s", warning)
+    with stdout_to_stderr(wanted=request.json):
+        serving = service.start()
+    if request.out is not None:
+        write_out(request.out, serving.as_json())
+    if request.json:
+        write_json_line(serving.as_json())
+    else:
+        logger.info("%s", "\n".join(serving.lines()))
+    with stdout_to_stderr(wanted=request.json):
+        code = service.wait()
+    if service.is_busy:
+        # a daemon thread inside torch while the interpreter is torn down aborts the process (SIGABRT)
+        logging.shutdown()
+        os._exit(code)
+    return code

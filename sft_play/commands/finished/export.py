@@ -1,36 +1,74 @@
-"""`export` and `export-test`: the run's model for another engine, and whether it answers there as it was trained."""
+"""`merge`, `export` and `push`: a finished run's model for other programs, and whether it still is the trained one."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr
+from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
+    from sft_play.finished.export.adapted_model import Base
     from sft_play.finished.export.exported import Format, Quant
 
 HELP = {
+    "merge": "merge RUN's adapter into the 16-bit weights of its base, as a model that loads anywhere",
+    "merge-test": "compare the merged model of RUN with its adapter on rows of the run's data",
     "export": "write RUN's model for an engine: FORMAT=gguf (llama.cpp), ollama or vllm",
     "export-test": "compare the exported GGUF of RUN with the adapter: prompts, weights and greedy answers",
+    "push": "upload RUN's adapter or model, or the merged one (MERGED=1), to REPO on the hub, after asking",
 }
+_DTYPES = ("bf16", "fp16", "fp32")
+_BASES = ("dequantized", "original")
 _FORMATS = ("gguf", "ollama", "vllm")
 _QUANTS = ("f32", "f16", "bf16", "q8_0")
 
 
 def run(request: Request) -> Answer:
-    """Export, or compare; exit code 2 where the exported model is not the trained one."""
+    """Write, compare or upload; exit code 2 where what was written is not the trained model."""
+    if request.command in ("merge", "merge-test"):
+        _check_merge(request)
+    elif request.command in ("export", "export-test"):
+        _check_export(request)
+    finished = finished_run(request)
+    command = {
+        "merge": _merge, "merge-test": _merge_test, "export": _export, "export-test": _export_test, "push": _push,
+    }[request.command]  # fmt: skip
+    with stdout_to_stderr(wanted=request.json):
+        return command(request, finished)
+
+
+def _check_merge(request: Request) -> None:
+    if request.dtype not in (None, *_DTYPES):
+        raise ConfigError(f"DTYPE={request.dtype} is not one of {', '.join(_DTYPES)}")
+    if request.base not in (None, *_BASES):
+        raise ConfigError(f"BASE={request.base} is not one of {', '.join(_BASES)}")
+
+
+def _merge(request: Request, finished: FinishedRun) -> Answer:
+    from sft_play.finished.export.merge import merge_run
+
+    base = cast("Base | None", request.base)
+    with lock(finished.folder):
+        merged = merge_run(finished, dtype=request.dtype, base=base, out=request.out, replace=request.force)
+    return answer_of(merged, to_out=False)
+
+
+def _merge_test(request: Request, finished: FinishedRun) -> Answer:
+    from sft_play.finished.export.check_merge import ROWS, merge_test
+
+    return answer_of(merge_test(finished, path=request.out, rows=request.limit or ROWS), to_out=False)
+
+
+def _check_export(request: Request) -> None:
     if request.command == "export" and request.format not in _FORMATS:
-        given = (
-            f"FORMAT={one_line(request.format)} is not one of"
-            if request.format
-            else "make export needs FORMAT=, one of"
-        )
-        raise ConfigError(f"{given} {', '.join(_FORMATS)}")
+        given = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
+        raise ConfigError(f"{given} one of {', '.join(_FORMATS)}")
     if request.quant not in (None, *_QUANTS):
         raise ConfigError(
             f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}, which the converter writes"
@@ -39,22 +77,37 @@ def run(request: Request) -> Answer:
         raise ConfigError(
             "QUANT= is how a GGUF stores weights; FORMAT=vllm writes none (make merge DTYPE= sets its dtype)"
         )
-    finished = finished_run(request)
-    with stdout_to_stderr(wanted=request.json):
-        if request.command == "export-test":
-            from sft_play.finished.export.check_export import ROWS, export_test
 
-            tested = export_test(finished, path=request.out, rows=request.limit or ROWS, llama_cpp=request.llama_cpp)
-            return answer_of(tested, to_out=False)
-        from sft_play.finished.export.export import export_run
 
-        with lock(finished.folder):
-            exported = export_run(
-                finished,
-                cast("Format", request.format),
-                quant=cast("Quant | None", request.quant),
-                out=request.out,
-                replace=request.force,
-                llama_cpp=request.llama_cpp,
-            )
-        return answer_of(exported, to_out=False)
+def _export(request: Request, finished: FinishedRun) -> Answer:
+    from sft_play.finished.export.export import export_run
+
+    with lock(finished.folder):
+        exported = export_run(
+            finished,
+            cast("Format", request.format),
+            quant=cast("Quant | None", request.quant),
+            out=request.out,
+            replace=request.force,
+            llama_cpp=request.llama_cpp,
+        )
+    return answer_of(exported, to_out=False)
+
+
+def _export_test(request: Request, finished: FinishedRun) -> Answer:
+    from sft_play.finished.export.check_export import ROWS, export_test
+
+    tested = export_test(finished, path=request.out, rows=request.limit or ROWS, llama_cpp=request.llama_cpp)
+    return answer_of(tested, to_out=False)
+
+
+def _push(request: Request, finished: FinishedRun) -> Answer:
+    """Upload what is listed; without a terminal to ask on, YES=1 is needed."""
+    from sft_play.finished.export.push import push, upload_of
+
+    upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
+    listed = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
+    refusal = f"{listed}\nand there is no terminal to ask on: YES=1 uploads them"
+    if not agreed(request, f"{listed}\nUpload?", refusal=refusal):
+        return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
+    return answer_of(push(upload))

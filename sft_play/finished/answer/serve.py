@@ -63,10 +63,7 @@ class Serving:
         """The base URL for clients on this machine."""
         return f"{_origin(self.host, self.port)}/v1"
 
-    @property
-    def ok(self) -> bool:
-        """It answers."""
-        return True
+    ok = True
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""

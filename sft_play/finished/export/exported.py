@@ -51,10 +51,7 @@ class Exported:
     merge: str | None = None
     """What was merged, and whether merge-test passed, in words."""
 
-    @property
-    def ok(self) -> bool:
-        """An export that is returned is whole."""
-        return True
+    ok = True
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
