@@ -124,7 +124,7 @@ DRAWING = ("test_report", "test_compare", "test_trained_story")
 def _undrawn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every run ends with a report, whose charts take a second to draw: elsewhere it is written without them."""
     if request.path.stem not in DRAWING:
-        monkeypatch.setattr("sft_play.finished.report.report.drawn", lambda charts: [])
+        monkeypatch.setattr("sft_play.finished.report.report.draw_charts", lambda charts: [])
 
 
 @pytest.fixture(autouse=True)

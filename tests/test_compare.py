@@ -12,10 +12,11 @@ import pytest
 from sft_play.config.leaves import leaves
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import compare as compare_module
-from sft_play.finished.report.compare import compare, differences, figures_of
+from sft_play.finished.report.charts import charts_of
+from sft_play.finished.report.compare import compare, differences, results_of
 from sft_play.finished.report.curves import Screen
-from sft_play.finished.report.record import find_run, read_record
-from sft_play.finished.report.report_charts import charts_of
+from sft_play.finished.report.record import read_record
+from sft_play.finished.run import find_any
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps
 from tests.test_report import HOSTILE, _Reader
 
@@ -27,7 +28,7 @@ def plan_of(tmp_path_factory, tiny_llama) -> Path:
 
 @pytest.fixture
 def undrawn(monkeypatch) -> None:
-    monkeypatch.setattr(compare_module, "drawn", lambda charts: ["<svg></svg>"] * len(charts))
+    monkeypatch.setattr(compare_module, "draw_charts", lambda charts: ["<svg></svg>"] * len(charts))
 
 
 def changed(resolved: dict, path: str, value: object) -> None:
@@ -88,7 +89,7 @@ def test_the_best_is_marked_by_the_rule_of_its_figure(tmp_path, plan_of, seed):
         after = {"loss": losses[number], "exact_match": matches[number], "rows": 7}
         summary = {**SUMMARY, "after": after, "tokens_per_s": speeds[number] * 1000}
         records.append(read_record(recorded_run(tmp_path / str(number), like=plan_of, summary=summary)))
-    figures = {figure.key: figure for figure in figures_of(records)}
+    figures = {figure.key: figure for figure in results_of(records)}
     for key, values, best in (
         ("loss_after", losses, min(losses)), ("exact_match_after", matches, max(matches)),
         ("tokens_per_s", [speed * 1000 for speed in speeds], max(speeds) * 1000),
@@ -146,10 +147,10 @@ def test_runs_are_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConfigError, match="two runs or more"):
         compare([one], path=page, screen=Screen())
     with pytest.raises(ConfigError, match="names one twice"):
-        compare([one, find_run(tmp_path, str(one.path))], path=page, screen=Screen())
+        compare([one, find_any(tmp_path, str(one.path))], path=page, screen=Screen())
     (tmp_path / "odd").mkdir()
     with pytest.raises(RunFolderError, match="not a run folder"):
-        compare([one, find_run(tmp_path, "one"), find_run(tmp_path, "odd")], path=page, screen=Screen())
+        compare([one, find_any(tmp_path, "one"), find_any(tmp_path, "odd")], path=page, screen=Screen())
     assert not page.exists()
 
 

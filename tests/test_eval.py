@@ -22,7 +22,7 @@ import torch
 from sft_play.errors import ConfigError, DataError
 from sft_play.finished.answer import respond
 from sft_play.finished.evaluate import score
-from sft_play.finished.evaluate.eval_figures import Figure
+from sft_play.finished.evaluate.eval_figures import EvalFigure
 from sft_play.finished.evaluate.evaluation import evaluate_run
 from sft_play.finished.evaluate.metrics import metrics_named, rouge_l, words
 from sft_play.finished.evaluate.score import RowScore, batch_tokens, score_rows
@@ -425,7 +425,7 @@ def test_a_figure_is_better_only_where_its_whole_interval_is():
     for _ in range(300):
         low, high = sorted(draw.choice([-2.0, -1.0, 0.0, 1.0, 2.0]) for _ in range(2))
         is_loss = draw.random() < 0.5
-        figure = Figure("x", 0.0, 0.0, Interval((low + high) / 2, low, high, 0.95), is_loss=is_loss)
+        figure = EvalFigure("x", 0.0, 0.0, Interval((low + high) / 2, low, high, 0.95), is_loss=is_loss)
         expected = "same" if low == high == 0 else "not sure"
         if low > 0 or high < 0:
             expected = "better" if (low > 0) != is_loss else "worse"

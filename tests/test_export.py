@@ -20,15 +20,14 @@ from transformers import AutoTokenizer
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
 from sft_play.finished.answer.prompts import Prompts
-from sft_play.finished.export import llama_cpp, llama_cpp_model
+from sft_play.finished.export import check_export, llama_cpp
 from sft_play.finished.export.check_export import Answering, export_test
 from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, read_fields
+from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, prefixes_space, read_fields, write_pieces
 from sft_play.finished.export.llama_cpp import VERSION, find_converter, unpack
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.export.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
-from sft_play.finished.export.sentencepiece_file import prefixes_space, write_pieces
 from sft_play.finished.load import held_out
 from sft_play.finished.run import find_finished
 from tests import warm
@@ -196,7 +195,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path, monkeypatch):
     converter()
-    monkeypatch.setattr(llama_cpp_model, "is_installed", lambda: False)
+    monkeypatch.setattr(check_export, "has_llama_cpp", lambda: False)
     run = run_of(tmp_path, model("Olmo2"))
     export_run(run, "gguf")
     tested = export_test(run, rows=3)

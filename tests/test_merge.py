@@ -13,8 +13,7 @@ from sft_play.errors import ConfigError, ModelError, RunFolderError
 from sft_play.finished.export import merged_weights, push
 from sft_play.finished.export.check_merge import limit_of, merge_test
 from sft_play.finished.export.export import export_run
-from sft_play.finished.export.merge import merge_run, merged_model, whole_model
-from sft_play.finished.export.merge_record import record_of, told, write_verdict
+from sft_play.finished.export.merge import merge_record, merge_run, merge_words, merged_model, record_test, whole_model
 from sft_play.finished.load import load_as_trained, load_folder
 from sft_play.finished.run import find_finished
 from tests.finished_runs import SMALL, finished_run, make_base
@@ -296,9 +295,9 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     assert dequantized.sizes.relative_rounding == pytest.approx(0.09, abs=0.02)
     assert original.sizes.relative_rounding == dequantized.sizes.relative_rounding
     assert original.lines()[-1] == f"Next: make merge-test RUN={run.folder.path} OUT={original.path}"
-    assert "merge-test has not been run" in str(told(original.path))
+    assert "merge-test has not been run" in str(merge_words(original.path))
     one, other = merge_test(run), merge_test(run, path=original.path)
-    assert (record_of(dequantized.path)["test"]["ok"], record_of(original.path)["test"]["ok"]) == (True, False)
+    assert (merge_record(dequantized.path)["test"]["ok"], merge_record(original.path)["test"]["ok"]) == (True, False)
     assert one.ok
     assert not other.ok
     assert one.divergence < other.divergence
@@ -319,19 +318,19 @@ def test_a_merge_that_is_not_the_trained_model_is_taken_by_nobody(tmp_path, monk
     for ask in asked:
         with pytest.raises(RunFolderError, match=r"merge-test found it .* nats from the adapter"):
             ask()
-    write_verdict(folder, ok=True, divergence=1e-6, limit=1e-4)  # as where NF4 rounds nothing that counts
+    record_test(folder, ok=True, divergence=1e-6, limit=1e-4)  # as where NF4 rounds nothing that counts
     for ask in asked:
         assert ask() == folder
     assert whole_model(run, is_locked=False) == folder
     merge_run(run, replace=True)
-    assert (record_of(folder)["base"], record_of(folder)["test"]) == ("dequantized", None)
+    assert (merge_record(folder)["base"], merge_record(folder)["test"]) == ("dequantized", None)
     for ask in asked:  # what was trained, tested or not
         assert ask() == folder
     exported = export_run(run, "vllm")
     assert "dequantized base" in exported.lines()[0]
     assert "merge-test has not been run" in exported.lines()[0]
-    assert json.loads((exported.path / "export.json").read_text())["merge"] == record_of(folder)
-    assert record_of(exported.path) == record_of(folder)
+    assert json.loads((exported.path / "export.json").read_text())["merge"] == merge_record(folder)
+    assert merge_record(exported.path) == merge_record(folder)
     # the adapter was trained further: the merge is not its any more
     adapter = run.weights / "adapter_model.safetensors"
     save_file({name: tensor * 2 for name, tensor in load_file(adapter).items()}, adapter)

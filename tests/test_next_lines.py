@@ -41,17 +41,17 @@ def evaluate() -> Any:
 def ship(*, reason: str = "") -> Any:
     from sft_play.finished.evaluate.ship import Shipped
     from sft_play.finished.evaluate.ship_rule import (
-        Check,
         Evidence,
         GeneralEvidence,
         MergeEvidence,
+        ShipCheck,
         TaskEvidence,
         Thresholds,
         Verdict,
     )
 
     evidence = Evidence(TaskEvidence("test"), GeneralEvidence(), MergeEvidence("no adapter"))
-    verdict = Verdict((Check("task", not reason, "it is better", reason),))
+    verdict = Verdict((ShipCheck("task", not reason, "it is better", reason),))
     return Shipped(RUN, evidence, Thresholds(), verdict, {"before": None})
 
 
@@ -69,9 +69,9 @@ def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.export.exported import Exported, Written
+    from sft_play.finished.export.exported import Exported, WrittenExport
 
-    written = Written({}, 1, (), file=path / file if file else None)
+    written = WrittenExport({}, 1, (), file=path / file if file else None)
     return Exported(RUN, "gguf" if file else "vllm", path, written, is_adapter=is_adapter, seconds=1)
 
 
@@ -88,16 +88,16 @@ def push() -> Any:
 
 
 def record() -> Any:
-    from sft_play.finished.report.record import Part, Record
+    from sft_play.finished.report.record import Record, RunPart
     from sft_play.runs.folder import RunFolder
 
-    return Record(RunFolder(RUN), "finished", {}, {}, {}, (Part(None, {}, {}, {}, {}, {}),), ())
+    return Record(RunFolder(RUN), "finished", {}, {}, {}, (RunPart(None, {}, {}, {}, {}, {}),), ())
 
 
 def report() -> Any:
-    from sft_play.finished.report.report import Report
+    from sft_play.finished.report.report import RunReport
 
-    return Report(record(), OTHER, (), 0)
+    return RunReport(record(), OTHER, (), 0)
 
 
 def compare() -> Any:
@@ -107,8 +107,7 @@ def compare() -> Any:
 
 
 def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.manage.equal_weights import Compared
-    from sft_play.finished.manage.reproduce import Reproduced
+    from sft_play.finished.manage.reproduce import Compared, Reproduced
 
     return Reproduced(RUN, OTHER, "here", (), Compared(1, tuple(differing)), None, 1)
 

@@ -17,13 +17,12 @@ import pytest
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import charts as charts_module
 from sft_play.finished.report import report as report_module
-from sft_play.finished.report.charts import Chart, Curve, drawn, thinned
+from sft_play.finished.report.charts import Chart, Curve, charts_of, draw_charts, thinned
 from sft_play.finished.report.curves import HEIGHT, Screen, plot_lines, screen_of
-from sft_play.finished.report.record import find_run, read_record
+from sft_play.finished.report.record import duration, read_record, size
 from sft_play.finished.report.report import report, report_at_end, reported
-from sft_play.finished.report.report_charts import charts_of
 from sft_play.finished.report.report_sections import sections_of
-from sft_play.finished.report.run_figures import duration, size
+from sft_play.finished.run import find_any
 from sft_play.runs.folder import RunFolder
 from sft_play.training.measure.evaluate import Figures
 from sft_play.training.measure.exact_match import Answer, Question
@@ -42,7 +41,7 @@ def plan_of(tmp_path_factory, tiny_llama) -> Path:
 @pytest.fixture
 def undrawn(monkeypatch) -> None:
     """Charts are taken as drawn, for tests that do not look at them: drawing takes a second."""
-    monkeypatch.setattr(report_module, "drawn", lambda charts: ["<svg></svg>"] * len(charts))
+    monkeypatch.setattr(report_module, "draw_charts", lambda charts: ["<svg></svg>"] * len(charts))
 
 
 class _Reader(HTMLParser):
@@ -338,7 +337,7 @@ def test_a_chart_that_a_run_cannot_fill_is_left_out(tmp_path):
 
 def test_curves_of_one_name_stay_apart_and_a_name_is_text():
     names = ["a" * 80 + "1", "a" * 80 + "2", HOSTILE]
-    (svg,) = drawn([Chart("x", tuple(Curve(name, [(1, 1.0), (2, 2.0)], n) for n, name in enumerate(names)))])
+    (svg,) = draw_charts([Chart("x", tuple(Curve(name, [(1, 1.0), (2, 2.0)], n) for n, name in enumerate(names)))])
     assert len(set(re.findall(r'stroke="(#\w{6})"', svg)) & set(charts_module.COLOURS[:3])) == 3
     assert "<script" not in svg
     assert "<img" not in svg
@@ -403,18 +402,18 @@ def test_the_screen_is_what_the_stream_is(tty, encoding, environment, colour, is
 
 def test_last_is_the_run_that_finished_last_else_the_one_that_started_last(tmp_path):
     with pytest.raises(RunFolderError, match="there is no run in"):
-        find_run(tmp_path, None)
+        find_any(tmp_path, None)
     for name, status, started, ended in (("a", "failed", 1, 9), ("b", "stopped", 3, 2), ("c", "failed", 2, 8)):
         times = {"started": f"2026-01-0{started}", "ended": f"2026-01-0{ended}"}
         recorded_run(tmp_path / name, manifest={"status": status, **times})
-    assert find_run(tmp_path, "last").path.name == "b"
+    assert find_any(tmp_path, "last").path.name == "b"
     for name, started, ended in (("d", 1, 5), ("e", 4, 4)):
         recorded_run(tmp_path / name, manifest={"started": f"2025-01-0{started}", "ended": f"2025-01-0{ended}"})
-    assert find_run(tmp_path, None).path.name == "d"
-    assert find_run(tmp_path, "c").path == tmp_path / "c"
-    assert find_run(Path("elsewhere"), str(tmp_path / "c")).path == tmp_path / "c"
+    assert find_any(tmp_path, None).path.name == "d"
+    assert find_any(tmp_path, "c").path == tmp_path / "c"
+    assert find_any(Path("elsewhere"), str(tmp_path / "c")).path == tmp_path / "c"
     with pytest.raises(RunFolderError, match="there is no run nobody"):
-        find_run(tmp_path, "nobody")
+        find_any(tmp_path, "nobody")
 
 
 def test_make_report_as_it_is_typed(tmp_path, plan_of, undrawn, command):
@@ -489,7 +488,7 @@ def test_charts_are_drawn_outside_of_the_process_that_trained(tmp_path):
 @pytest.mark.parametrize("values", [(0, 50), (3000, 1000), (9.0, 51.0), (12, 0.1), (1e-5, 1e-3), (2.1, 1.9), (0, 7e5)])
 def test_no_axis_of_a_loss_is_written_in_powers_of_ten(values):
     curve = Curve("training", [(float(step), float(value)) for step, value in enumerate(values)])
-    (svg,) = drawn([Chart("Loss", (curve,), may_be_log=True)])
+    (svg,) = draw_charts([Chart("Loss", (curve,), may_be_log=True)])
     shown = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert len(shown) > 5
     assert not [tick for tick in shown if re.search(r"\de[+-]?\d", tick)]

@@ -274,7 +274,7 @@ def test_the_stop_text_is_not_part_of_the_answer(world, path):
 def test_pieces_of_a_stream_are_cut_at_a_stop_text_wherever_they_are_divided():
     import random
 
-    from sft_play.finished.answer.stop_texts import UntilStop, until_stop
+    from sft_play.finished.answer.openai_requests import UntilStop, until_stop
 
     draw = random.Random(1)
     for _ in range(3000):

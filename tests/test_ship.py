@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sft_play.finished.evaluate.general import VERSION, general_sample
+from sft_play.finished.evaluate.ship import VERSION, general_sample
 from sft_play.finished.evaluate.ship_rule import (
     Evidence,
     GeneralEvidence,
@@ -366,7 +366,7 @@ def world(tmp_path_factory) -> Path:
 
     from sft_play.cli import main
     from sft_play.data.masks.render import Renderer
-    from sft_play.finished.evaluate.general import chat_rows, text_rows
+    from sft_play.finished.evaluate.ship import chat_rows, text_rows
     from tests.models import make_llama
 
     folder = tmp_path_factory.mktemp("ship")

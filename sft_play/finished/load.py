@@ -28,7 +28,7 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
-Measured = TypeVar("Measured")
+T = TypeVar("T")
 
 
 def this_device() -> str:
@@ -106,7 +106,7 @@ def load_before(run: FinishedRun) -> Any:
     return PeftModel.from_pretrained(load_base(run), str(before.folder)).eval()
 
 
-def of_each_model(run: FinishedRun, measure: Callable[[str, Any], Measured]) -> tuple[Measured, Measured]:
+def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
     """What `measure(whose, model)` gives of the model before training and of the trained one, one after the other.
 
     Before: the base, for which a new adapter is switched off; of a run that continued an adapter, the base with that

@@ -92,6 +92,24 @@ def _newest_finished(base: Path) -> RunFolder:
     return max(finished, key=lambda item: (str(item[1].get("ended")), str(item[0].path)))[0]
 
 
+def find_any(base: Path, name: str | None) -> RunFolder:
+    """The run that `name` means, finished or not: a name in the output folder `base`, or a path.
+
+    `last` (or None) is the run that finished last, and where none has finished the one that started last.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    if name not in (None, LAST):
+        return run_named(base, str(name))
+    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
+    if not manifests:
+        raise RunFolderError(f"there is no run in {base}; train one with make train")
+    ended = [item for item in manifests if item[1].get("status") == "finished"]
+    when = "ended" if ended else "started"
+    return max(ended or manifests, key=lambda item: (str(item[1].get(when)), str(item[0].path)))[0]
+
+
 def base_folder(run: FinishedRun) -> Path:
     """The folder with the base's files: the local one, or the hub's, downloaded at the revision that was trained on.
 

@@ -4,7 +4,7 @@ Server, endpoints, streaming and tool calls are transformers'. These parts are r
 refuses a folder with an adapter alone, its 4-bit option computes in fp32 whatever the run trained in, and it renders
 prompts by the template alone, without the settings of the run (`data.system_into_user`, the date that training
 rendered, …); it ignores most options of a request and fails at wrong ones (`openai_requests`), leaves stop texts in
-answers (`stop_texts`), and renders in the event loop, where one long prompt stops every client. Endpoints that load
+answers, and renders in the event loop, where one long prompt stops every client. Endpoints that load
 other models are left out.
 """
 
@@ -40,10 +40,18 @@ from sft_play.data.sources.formats import Chat, first_format, to_example
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
-from sft_play.finished.answer.body_limit import BodyLimit
-from sft_play.finished.answer.openai_requests import ChatRequest, CompletionRequest, ResponseRequest, accepted, refused
+from sft_play.finished.answer.openai_requests import (
+    BodyLimit,
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
+    StopTexts,
+    UntilStop,
+    accepted,
+    refused,
+    until_stop,
+)
 from sft_play.finished.answer.respond import Responder
-from sft_play.finished.answer.stop_texts import StopTexts, UntilStop, until_stop
 
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
 """The endpoints that there are."""

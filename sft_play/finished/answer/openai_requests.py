@@ -1,4 +1,5 @@
-"""What a client may ask of `make serve`: the options of OpenAI's API that are read, each with the values it takes.
+"""What a client may ask of `make serve`: the options of OpenAI's API that are read, each with the values it takes; the
+limit on a request's body; and the stop texts at which its answer ends.
 
 An option that is not read is refused by name, but for the value that asks for nothing (`n=1`, `logprobs=False`): a
 request that is answered is answered as it was asked.
@@ -7,16 +8,24 @@ request that is answered is answered as it was asked.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+import torch
 from fastapi import HTTPException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.responses import JSONResponse
+from transformers import StoppingCriteria
 
 from sft_play.log import one_line
 
 MOST_STOPS, LONGEST_STOP = 4, 256
 """Stop texts of a request (OpenAI's own limit), and characters of one."""
+_DRAINED = 64
+"""Of a body that is too long, this many times the limit is read before the connection is closed: a client sees the
+answer only once it has sent everything."""
+_MARGIN_TOKENS = 16
+"""Tokens beyond the stop text's bytes that are decoded too: special ones have no text, parts of a character neither."""
 _SHOWN = 60
 """Characters of a wrong value that an error shows."""
 
@@ -161,3 +170,98 @@ def _refuse_surrogates(value: Any) -> None:
         raise refused("the request holds half of a surrogate pair (such as \\ud83d alone), which is no text") from None
     except RecursionError:
         raise refused("the request is nested too deeply") from None
+
+
+# --- its body ---------------------------------------------------------------------------------------------------------
+
+
+class BodyLimit:
+    """ASGI middleware: answers 413 to bodies of more than `most` bytes, which are never held in memory."""
+
+    def __init__(self, app: Any, *, most: int) -> None:
+        self._app, self._most = app, most
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        messages, size = [], 0
+        while True:
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size <= self._most:
+                messages.append(message)
+            else:
+                messages.clear()
+            if not message.get("more_body") or size > _DRAINED * self._most:
+                break
+        if size > self._most:
+            said = f"the body has more than {self._most} bytes, the most that this server takes"
+            error = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
+            await JSONResponse({"error": error}, status_code=413)(scope, receive, send)
+            return
+        replay = iter(messages)
+
+        async def received() -> Any:
+            return next(replay, None) or await receive()
+
+        await self._app(scope, received, send)
+
+
+# --- its stop texts ---------------------------------------------------------------------------------------------------
+
+
+def until_stop(text: str, stops: Sequence[str]) -> str:
+    """The text before the stop text that is complete first; all of it where there is none.
+
+    Not the one that begins first: of two that overlap, the answer ends before the longer one could be complete, and
+    where it is cut must not depend on how the text is divided into tokens.
+    """
+    found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+    return text[: min(found)[1]] if found else text
+
+
+class UntilStop:
+    """Pieces of a streamed text, up to the first stop text; what may be the beginning of one is held back."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops, self._held, self._is_over = stops, "", False
+
+    def feed(self, piece: str) -> str:
+        """What can be shown once this piece has come."""
+        if self._is_over:
+            return ""
+        text = self._held + piece
+        shown = until_stop(text, self._stops)
+        self._is_over = len(shown) < len(text)
+        held = 0 if self._is_over else max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - held :] if held else ""
+        return shown[: len(shown) - held]
+
+    def end(self) -> str:
+        """What was held back, since it was no stop text after all."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The most characters at the end of a text with which a stop text begins."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class StopTexts(StoppingCriteria):
+    """Ends generation once the text after the prompt holds a stop text.
+
+    transformers' own `stop_strings` compares each with every entry of the vocabulary first, which takes seconds for a
+    few and minutes for many, and takes the prompt's end for the beginning of one.
+    """
+
+    def __init__(self, tokenizer: Any, stops: Sequence[str], *, prompt_tokens: int) -> None:
+        self._tokenizer, self._stops, self._begin = tokenizer, stops, prompt_tokens
+        self._window = max(len(stop.encode()) for stop in stops) + _MARGIN_TOKENS
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any = None, **_: Any) -> torch.Tensor:
+        tail = input_ids[:, max(self._begin, input_ids.shape[-1] - self._window) :]
+        texts = self._tokenizer.batch_decode(tail, skip_special_tokens=True)
+        found = [any(stop in text for stop in self._stops) for text in texts]
+        return torch.tensor(found, dtype=torch.bool, device=input_ids.device)

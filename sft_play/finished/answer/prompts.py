@@ -31,7 +31,7 @@ _TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n"
 
 
 @dataclass(frozen=True)
-class Asked:
+class PairedPrompt:
     """A prompt: training's ids, and the text that an engine renders; None where the exported template refuses it."""
 
     ids: list[int]
@@ -115,7 +115,7 @@ class Prompts:
             raise TokenizerError(f"{self._model} has no chat template")
         return template.render([dict(message) for message in messages], tools=tools, prompt=prompt)
 
-    def of_rows(self, split: Split, count: int) -> list[Asked]:
+    def of_rows(self, split: Split, count: int) -> list[PairedPrompt]:
         """Prompts of a split's rows, at most `count`, evenly spaced over them."""
         if self.is_text:
             rows = (split.rows[index]["input_ids"] for index in evenly_spaced(len(split.rows), count))
@@ -123,17 +123,17 @@ class Prompts:
         chosen = (split.chats[index] for index in evenly_spaced(len(split.chats), count))
         return [asked for chat in chosen for asked in [self._of_chat(chat)] if asked is not None]
 
-    def of_probes(self) -> list[Asked]:
+    def of_probes(self) -> list[PairedPrompt]:
         """Prompts that are not the run's: conversations with and without a system prompt, or texts."""
         if self.is_text:
             return [self._of_text(text) for text in _TEXTS]
         chats = (Chat("", (*turns, {"role": "assistant", "content": "."}), ()) for turns in probes())
         return [asked for chat in chats for asked in [self._of_chat(chat)] if asked is not None]
 
-    def _of_text(self, text: str) -> Asked:
-        return Asked(list(self._trained(text)["input_ids"]), text)
+    def _of_text(self, text: str) -> PairedPrompt:
+        return PairedPrompt(list(self._trained(text)["input_ids"]), text)
 
-    def _of_chat(self, chat: Chat) -> Asked | None:
+    def _of_chat(self, chat: Chat) -> PairedPrompt | None:
         """None where training would not take it as a prompt either, or an engine cannot."""
         prompt = self._renderer.prompt_ids(chat)
         # an engine is sent text, in which the name of a special token is the token
@@ -145,7 +145,7 @@ class Prompts:
             rendered = self.render(messages, tools=chat.tools)
         except RenderError:
             rendered = None
-        return Asked(prompt[0], rendered, messages, bool(chat.tools))
+        return PairedPrompt(prompt[0], rendered, messages, bool(chat.tools))
 
     def ids_of(self, text: str) -> list[int]:
         """Ids of an engine's text by the folder's tokenizer; a chat template writes BOS itself."""

@@ -19,7 +19,7 @@ LEVEL, RESAMPLES, SEED = 0.95, 10_000, 0
 
 
 @dataclass(frozen=True)
-class Measured:
+class ModelFigures:
     """One model's figures: of each row, and of each question its answer and the metrics' values."""
 
     scores: list[RowScore]
@@ -29,7 +29,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Figure:
+class EvalFigure:
     """A figure of base and trained model, and the interval of its difference."""
 
     name: str
@@ -67,7 +67,9 @@ class Figure:
         ]
 
 
-def figures_of(rows: EvalRows, metrics: Sequence[Metric], base: Measured, tuned: Measured) -> tuple[Figure, ...]:
+def eval_figures(
+    rows: EvalRows, metrics: Sequence[Metric], base: ModelFigures, tuned: ModelFigures
+) -> tuple[EvalFigure, ...]:
     """Loss and token accuracy over trained tokens, then each metric over the answers."""
     # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
     tokens = np.array([one.tokens for one in tuned.scores])
@@ -85,9 +87,9 @@ def figures_of(rows: EvalRows, metrics: Sequence[Metric], base: Measured, tuned:
     return tuple(figures)
 
 
-def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> Figure:
+def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> EvalFigure:
     interval = paired_bootstrap(base, tuned, weights=weights, level=LEVEL, resamples=RESAMPLES, seed=SEED)
-    return Figure(
+    return EvalFigure(
         name, float(np.average(base, weights=weights)), float(np.average(tuned, weights=weights)), interval, **kind
     )
 
@@ -99,7 +101,9 @@ def balance_loss(scores: Sequence[RowScore]) -> float | None:
     return balance / tokens if balance else None
 
 
-def table_lines(figures: Sequence[Figure], perplexity: dict[str, float | None] | None, *, before: str) -> list[str]:
+def figure_table(
+    figures: Sequence[EvalFigure], perplexity: dict[str, float | None] | None, *, before: str
+) -> list[str]:
     """The figures as a table; `before` names the model that was trained. Empty where there are none."""
     if not figures:
         return []

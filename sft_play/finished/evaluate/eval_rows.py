@@ -24,7 +24,7 @@ SplitName = Literal["val", "test"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class AskedRow:
     """A question: the number of its row, and the messages before the answer."""
 
     row: int
@@ -45,7 +45,7 @@ class EvalRows:
     numbers: list[int]
     whole: int
     """Rows of the split, of which LIMIT= takes some."""
-    asked: list[Asked]
+    asked: list[AskedRow]
     seen: int | None
     """Rows of the split whose tokens the run was trained on; None where that is not known."""
 
@@ -130,10 +130,10 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
     return splits.test, None if own is None else splits.test.report.shared.get("train", 0)
 
 
-def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: int) -> list[Asked]:
+def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: int) -> list[AskedRow]:
     """The questions among the chosen rows, by the rule of the run's own exact match: chats that end with an answer and
     whose prompt leaves room for one."""
-    asked: list[Asked] = []
+    asked: list[AskedRow] = []
     places: Sequence[int] = split.chats.rows()
     for number, row in enumerate(places):
         if row not in chosen:
@@ -142,5 +142,5 @@ def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: i
         prompt = renderer.prompt_ids(chat)
         if prompt is not None and len(prompt[0]) + 1 < max_seq_len:  # room for a token and the one that ends it
             shown = str(chat.messages[-2]["content"] or "") if len(chat.messages) > 1 else ""
-            asked.append(Asked(row, Question(prompt[0], shown, prompt[1]), tuple(chat.messages[:-1])))
+            asked.append(AskedRow(row, Question(prompt[0], shown, prompt[1]), tuple(chat.messages[:-1])))
     return asked

@@ -14,13 +14,13 @@ from sft_play.finished.answer.respond import Responder, greedy_answers
 from sft_play.finished.evaluate.eval_figures import (
     RESAMPLES,
     SEED,
-    Figure,
-    Measured,
+    EvalFigure,
+    ModelFigures,
     balance_loss,
+    eval_figures,
     exp_or_inf,
-    figures_of,
+    figure_table,
     finite,
-    table_lines,
 )
 from sft_play.finished.evaluate.eval_rows import EvalRows, eval_rows
 from sft_play.finished.evaluate.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
@@ -51,7 +51,7 @@ class Evaluation:
     run: Path
     rows: EvalRows | None
     tokens: int
-    figures: tuple[Figure, ...]
+    figures: tuple[EvalFigure, ...]
     tasks: tuple[TaskFigures, ...]
     facts: dict[str, Any]
     """Further fields of the summary: what was used, the balance loss, what the run recorded, and `before`: the adapter
@@ -103,7 +103,7 @@ class Evaluation:
         lines = self._rows_lines()
         if self.facts["before"] is not None:
             lines.append(f"Before: {self.facts['before']}, which this run continued")
-        lines += table_lines(self.figures, self.perplexity, before=self.before)
+        lines += figure_table(self.figures, self.perplexity, before=self.before)
         for task in self.tasks:
             lines += task.lines(before=self.before)
         lines += self.worst
@@ -166,7 +166,7 @@ def evaluate_run(
         _require_answers(rows, metrics, wanted)
     length = max_new_tokens or run.config.eval.max_new_tokens
     base, tuned = _both(run, rows, wanted, tasks=chosen_tasks, limit=limit, max_new_tokens=length)
-    figures, continued = figures_of(rows, wanted, base, tuned) if rows else (), continued_by(run)
+    figures, continued = eval_figures(rows, wanted, base, tuned) if rows else (), continued_by(run)
     facts = {
         "by": {"weights": weights_facts(str(run.weights), None)["sha256"], "max_new_tokens": length,
                "resamples": RESAMPLES, "seed": SEED},
@@ -229,10 +229,10 @@ def _both(
     tasks: Tasks | None,
     limit: int | None,
     max_new_tokens: int,
-) -> tuple[Measured, Measured]:
+) -> tuple[ModelFigures, ModelFigures]:
     """Base and trained model."""
 
-    def measured(whose: str, model: Any) -> Measured:
+    def measured(whose: str, model: Any) -> ModelFigures:
         scores, given, responder = [], [], Responder(run, model)
         if rows is not None:
             logger.info("Evaluating the %s: %s rows", whose, f"{len(rows.numbers):,}")
@@ -243,7 +243,7 @@ def _both(
             )
             given = [answer.text for answer in answered]
         results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
-        return Measured(scores, given, _values(rows, metrics, given), results)
+        return ModelFigures(scores, given, _values(rows, metrics, given), results)
 
     return of_each_model(run, measured)
 
@@ -263,7 +263,7 @@ def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[st
 
 
 def _recorded(
-    run: FinishedRun, rows: EvalRows | None, tuned: Measured, metrics: Sequence[Metric]
+    run: FinishedRun, rows: EvalRows | None, tuned: ModelFigures, metrics: Sequence[Metric]
 ) -> dict[str, Any] | None:
     """The figures of the run's own evaluation after training, where it read the same rows."""
     try:
@@ -292,7 +292,7 @@ def _recorded(
     return {"loss": loss, "exact_match": match, "loss_now": now, "same": is_same, "line": line}
 
 
-def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: Measured) -> tuple[str, ...]:
+def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: ModelFigures) -> tuple[str, ...]:
     """The rows that the trained model does worst on: by the first metric, then by loss."""
     mean_nll = {number: one.nll / max(1, one.tokens) for number, one in zip(rows.numbers, tuned.scores, strict=True)}
     if not tuned.values:
@@ -315,7 +315,7 @@ def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: Measured) -> tuple[
     return tuple(lines)
 
 
-def _jsonl(run: FinishedRun, rows: EvalRows, base: Measured, tuned: Measured) -> str:
+def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFigures) -> str:
     """A line for each row: its prompt and reference (or its text), and both models' answers and figures."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 

@@ -19,9 +19,10 @@ import numpy as np
 from sft_play.data.build.arrow_rows import row_digest
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.sources.formats import Chat
+from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.finished.answer.respond import greedy_answers
-from sft_play.finished.evaluate.general import VERSION, chat_rows, general_sample, text_rows
 from sft_play.finished.evaluate.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.evaluate.ship_rule import (
     FORMAT,
@@ -54,6 +55,14 @@ logger = logging.getLogger(__name__)
 ROWS = 300
 """Held-out rows that are read."""
 SHIP_FILE = "ship.json"
+VERSION = "general-1"
+"""Of the general sample; a change of a row is a new one."""
+_GENERAL = Path(__file__).parent / "general"
+"""The general sample: short texts and chats about everything, that show what a fine-tuned model has lost.
+
+Written for this project, none of it taken from a dataset: prose, facts, arithmetic, reasoning, code in 17 languages and
+formats, data, 26 human languages, instructions and letters; and chats from one question to four turns, with and without
+a system prompt."""
 _LONGEST = 512
 """Tokens of a row of the general sample: real tokenizers need fewer; byte-like ones may need more than a model has
 positions."""
@@ -123,7 +132,7 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     }
     with lock(run.folder):
         try:
-            measured = _Measured(run, rows)
+            measured = _ShipRows(run, rows)
             evidence = measured.evidence()
             about["rows_sha256"] = measured.rows_sha256
         except ModelError as error:
@@ -136,7 +145,7 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
     return shipped
 
 
-class _Measured:
+class _ShipRows:
     """Rows as tokens, and their losses with the base and with the trained model."""
 
     def __init__(self, run: FinishedRun, rows: int) -> None:
@@ -244,3 +253,59 @@ def _merge_evidence(run: FinishedRun) -> MergeEvidence:
         return MergeEvidence("failed", reason=one_line(str(error), limit=500))
     kl = compared.divergence if math.isfinite(compared.divergence) else None
     return MergeEvidence("compared", kl, compared.limit, compared.divergence_of_base)
+
+
+# --- the general sample -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GeneralSample:
+    """The texts and the chats (messages), each with its kind; `sha256` is that of both files."""
+
+    texts: tuple[tuple[str, str], ...]
+    chats: tuple[tuple[str, tuple[dict[str, str], ...]], ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class GeneralRows:
+    """Token rows (`input_ids` and `labels` of shape [T]), each with its kind."""
+
+    rows: list[dict[str, list[int]]]
+    kinds: list[str]
+
+
+def general_sample() -> GeneralSample:
+    """The sample that ships with the project."""
+    files = {name: (_GENERAL / f"{name}.jsonl").read_bytes() for name in ("text", "chats")}
+    lines = {name: [json.loads(line) for line in data.decode("utf-8").splitlines()] for name, data in files.items()}
+    return GeneralSample(
+        tuple((row["kind"], row["text"]) for row in lines["text"]),
+        tuple((row["kind"], tuple(row["messages"])) for row in lines["chats"]),
+        hashlib.sha256(files["text"] + files["chats"]).hexdigest(),
+    )
+
+
+def text_rows(sample: GeneralSample, renderer: Renderer, *, longest: int) -> GeneralRows:
+    """The texts as tokens, all of them trained, cut after `longest`; the end-of-text token is not part of a text."""
+    rows = []
+    for ids in renderer.documents([text for _, text in sample.texts]):
+        # predicting that a text ends here says nothing about what the model knows
+        bare = ids[:-1] if ids[-1] == renderer.parts.end_of_text else ids
+        rows.append({"input_ids": bare[:longest], "labels": bare[:longest]})
+    return GeneralRows(rows, [kind for kind, _ in sample.texts])
+
+
+def chat_rows(sample: GeneralSample, renderer: Renderer, *, longest: int) -> tuple[GeneralRows, int]:
+    """The chats as tokens by the chat template, the assistant's turns trained, cut after `longest`; and how many the
+    template cannot render, or have no trained token within the limit."""
+    chats: Sequence[Any] = [
+        Chat(f"chat {at} of {VERSION}", messages) for at, (_, messages) in enumerate(sample.chats, start=1)
+    ]
+    rows, kinds = [], []
+    for (kind, _), row in zip(sample.chats, renderer.render_all(chats), strict=True):
+        if isinstance(row, BadRow) or not any(label != IGNORED for label in row.labels[1:longest]):
+            continue
+        rows.append({"input_ids": row.input_ids[:longest], "labels": row.labels[:longest]})
+        kinds.append(kind)
+    return GeneralRows(rows, kinds), len(chats) - len(rows)

@@ -141,7 +141,7 @@ class Evidence:
 
 
 @dataclass(frozen=True)
-class Check:
+class ShipCheck:
     """One of the three: `ok` is None where it was not judged. `line` says the evidence, `reason` what is wrong."""
 
     name: str
@@ -159,7 +159,7 @@ class Check:
 class Verdict:
     """The three checks."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[ShipCheck, ...]
 
     @property
     def ok(self) -> bool:
@@ -180,8 +180,8 @@ class Verdict:
 def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
     """The verdict: equal evidence and thresholds give an equal one."""
     if evidence.not_loaded:
-        refused = Check("task", ok=False, line="not measured", reason=evidence.not_loaded)
-        others = (Check(name, ok=None, line="not measured") for name in ("general", "merge"))
+        refused = ShipCheck("task", ok=False, line="not measured", reason=evidence.not_loaded)
+        others = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
         return Verdict((refused, *others))
     return Verdict(
         (
@@ -262,13 +262,13 @@ def _standard_error(squares: Any, weight: Any, number: int) -> Any:
     return np.sqrt(squares / max(1, number - 1) / number) / (weight / number)
 
 
-def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> Check:
+def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     losses, number = task.losses, len(task.losses)
     figures: dict[str, Any] = {"split": task.split, "rows": number}
     more = "data.test_path, data.val_path or data.val_fraction gives a run more of them"
 
-    def refused(reason: str, line: str = "not measured") -> Check:
-        return Check("task", ok=False, line=line, reason=reason, figures=figures)
+    def refused(reason: str, line: str = "not measured") -> ShipCheck:
+        return ShipCheck("task", ok=False, line=line, reason=reason, figures=figures)
 
     if not task.split:
         return refused(f"there are no rows that the run was not trained on; {more}")
@@ -310,13 +310,13 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> Check:
         reason = "the gain is within what chance gives" if is_up else "the loss on held-out rows is not better"
         if after >= guessed:
             reason = "the trained model reads the held-out rows no better than by guessing tokens by their frequency"
-    return Check("task", ok=not reason, line=line, reason=reason, figures=figures)
+    return ShipCheck("task", ok=not reason, line=line, reason=reason, figures=figures)
 
 
 # --- general ----------------------------------------------------------------------------------------------------------
 
 
-def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> Check:
+def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> ShipCheck:
     lines, reasons, figures = [], [], {}
     for name, losses, bound in (
         ("text", general.text, thresholds.max_text_rise),
@@ -325,7 +325,7 @@ def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> Check:
         line, reason, figures[name] = _rise(name, losses, bound, thresholds)
         lines.append(line)
         reasons += [reason] if reason else []
-    return Check("general", ok=not reasons, line="; ".join(lines), reason="; ".join(reasons), figures=figures)
+    return ShipCheck("general", ok=not reasons, line="; ".join(lines), reason="; ".join(reasons), figures=figures)
 
 
 def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tuple[str, str, dict[str, Any]]:
@@ -374,20 +374,20 @@ def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tu
 # --- merge ------------------------------------------------------------------------------------------------------------
 
 
-def _judge_merge(merge: MergeEvidence) -> Check:
+def _judge_merge(merge: MergeEvidence) -> ShipCheck:
     figures = {
         "state": merge.state, "kl_merged": merge.kl_merged, "kl_limit": merge.kl_limit, "kl_base": merge.kl_base
     }  # fmt: skip
     if merge.state == "no adapter":
-        return Check("merge", ok=True, line="not needed (all weights were trained)", figures=figures)
+        return ShipCheck("merge", ok=True, line="not needed (all weights were trained)", figures=figures)
     if merge.state == "not needed":
-        return Check("merge", ok=None, line="not tested, since the run is refused already", figures=figures)
+        return ShipCheck("merge", ok=None, line="not tested, since the run is refused already", figures=figures)
     if merge.state == "failed" or merge.kl_limit is None:
-        return Check(
+        return ShipCheck(
             "merge", ok=False, line="not tested", reason=merge.reason or "it was not compared", figures=figures
         )
     kl = math.nan if merge.kl_merged is None else merge.kl_merged
     line = f"KL divergence from the adapter {kl:.2g} nats (limit {merge.kl_limit:.2g})"
     if kl <= merge.kl_limit:
-        return Check("merge", ok=True, line=line, figures=figures)
-    return Check("merge", ok=False, line=line, reason="the merged model is not the adapter's", figures=figures)
+        return ShipCheck("merge", ok=True, line=line, figures=figures)
+    return ShipCheck("merge", ok=False, line=line, reason="the merged model is not the adapter's", figures=figures)

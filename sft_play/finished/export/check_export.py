@@ -21,23 +21,23 @@ from typing import Any
 import torch
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.answer.prompts import Asked, Prompts
+from sft_play.finished.answer.prompts import PairedPrompt, Prompts
 from sft_play.finished.evaluate.divergence import Scored, compared, log_probs, spaced
-from sft_play.finished.export import llama_cpp_model
 from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.exported import EXPORT
 from sft_play.finished.export.gguf_model import (
+    LlamaCppModel,
     NotReadHere,
     Weights,
-    compare_weights,
+    compare_gguf_weights,
     different_settings,
     embedding_rows,
+    has_llama_cpp,
     load_gguf,
     tensor_types,
 )
-from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, Unreadable, read_fields
+from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTokenizer, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
-from sft_play.finished.export.llama_cpp_model import LlamaCppModel
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.saved_configs import stop_tokens
@@ -54,7 +54,7 @@ _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": 
 
 
 @dataclass(frozen=True)
-class Check:
+class ExportCheck:
     """One comparison: `ok` None where it could not be made."""
 
     name: str
@@ -109,7 +109,7 @@ class ExportTest:
     split: str
     """Where the prompts are from: test, val, or test conversations where the run has no held-out rows."""
     prompts: int
-    checks: tuple[Check, ...]
+    checks: tuple[ExportCheck, ...]
     answering: tuple[Answering, ...]
     weights: Weights | None
     divergence_of_base: float | None
@@ -170,7 +170,7 @@ class _Seen:
 class _Material:
     """What every model is given."""
 
-    asked: Sequence[Asked]
+    asked: Sequence[PairedPrompt]
     rows: Sequence[dict[str, list[int]]]
     stop: Sequence[int]
     max_new_tokens: int
@@ -237,7 +237,7 @@ def export_test(
     checks = [*_prompt_checks(run, prompts, material.asked, fields, known), _settings_check(file, fields, model)]
     seen, weights, read_checks = _read_and_answer(file, model, material, types)
     checks += read_checks
-    if llama_cpp_model.is_installed():
+    if has_llama_cpp():
         own, check = _answered_by_llama_cpp(file, material)
         seen, checks = [*seen, own], [*checks, check]
     base_divergence, answering = _beside_trained(run, material, seen, types)
@@ -249,7 +249,7 @@ def export_test(
 
 
 def _material(
-    run: FinishedRun, prompts: Prompts, asked: list[Asked], rows: Sequence[dict[str, list[int]]]
+    run: FinishedRun, prompts: Prompts, asked: list[PairedPrompt], rows: Sequence[dict[str, list[int]]]
 ) -> _Material:
     plan = run.plan()
     most = run.config.eval.max_new_tokens
@@ -260,8 +260,8 @@ def _material(
 
 
 def _prompt_checks(
-    run: FinishedRun, prompts: Prompts, asked: Sequence[Asked], fields: dict[str, Any], known: Any
-) -> list[Check]:
+    run: FinishedRun, prompts: Prompts, asked: Sequence[PairedPrompt], fields: dict[str, Any], known: Any
+) -> list[ExportCheck]:
     """The folder's template and tokenizer, the file's, and the tokens that end an answer."""
     refused = sum(one.rendered is None for one in asked)
     same = sum(one.rendered is not None and prompts.ids_of(one.text) == one.ids for one in asked)
@@ -272,15 +272,15 @@ def _prompt_checks(
         words += (
             f"; training passed chat_template_kwargs={run.config.data.chat_template_kwargs}, and so has every request"
         )
-    checks = [Check("Prompts", same == len(asked) > 0, words)]
+    checks = [ExportCheck("Prompts", same == len(asked) > 0, words)]
     if prompts.template is not None:
         is_own = fields.get("tokenizer.chat_template") == prompts.template
         words = "the file has the chat template trained with"
-        checks.append(Check("Template", is_own, words if is_own else "the file has another chat template"))
+        checks.append(ExportCheck("Template", is_own, words if is_own else "the file has another chat template"))
     try:
         own = GgufTokenizer(fields, known)
-    except Unreadable as error:
-        return [*checks, Check("Tokenizer", True if llama_cpp_model.is_installed() else None, str(error))]
+    except UnreadableTokenizer as error:
+        return [*checks, ExportCheck("Tokenizer", True if has_llama_cpp() else None, str(error))]
     same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
     words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
     stops = stop_tokens(run, prompts.tokenizer, prompts.configured_stops)
@@ -288,29 +288,33 @@ def _prompt_checks(
     ends = (
         "the file ends answers at training's stop tokens" if not lost else f"the file does not end at {', '.join(lost)}"
     )
-    return [*checks, Check("Tokenizer", same == len(asked) > 0, words), Check("Stop tokens", not lost, ends)]
+    return [
+        *checks,
+        ExportCheck("Tokenizer", same == len(asked) > 0, words),
+        ExportCheck("Stop tokens", not lost, ends),
+    ]
 
 
-def _settings_check(file: Path, fields: dict[str, Any], model: Path) -> Check:
+def _settings_check(file: Path, fields: dict[str, Any], model: Path) -> ExportCheck:
     from transformers import AutoConfig
 
     problems = different_settings(file, fields, AutoConfig.from_pretrained(model))
-    return Check("Settings", not problems, "; ".join(problems) or "layers, heads and positions are the model's")
+    return ExportCheck("Settings", not problems, "; ".join(problems) or "layers, heads and positions are the model's")
 
 
 def _read_and_answer(
     file: Path, model: Path, material: _Material, types: set[str]
-) -> tuple[list[_Seen], Weights | None, list[Check]]:
+) -> tuple[list[_Seen], Weights | None, list[ExportCheck]]:
     """The merged model, and the file as transformers reads it: answers of both, and their weights compared."""
     whole = load_folder(model)
     seen = [material.seen_by(whole, "merged")]  # its answers tell the merge's faults from the file's
     try:
         read = load_gguf(file, model, dtype=whole.dtype, rows=embedding_rows(file))
     except NotReadHere as error:
-        is_covered = llama_cpp_model.is_installed()
+        is_covered = has_llama_cpp()
         words = f"{error}; llama.cpp itself is asked" + ("" if is_covered else " where llama-cpp-python is installed")
-        return seen, None, [Check("Weights", True if is_covered else None, words)]
-    weights = compare_weights(read, whole, types, rows=embedding_rows(file))
+        return seen, None, [ExportCheck("Weights", True if is_covered else None, words)]
+    weights = compare_gguf_weights(read, whole, types, rows=embedding_rows(file))
     del whole
     free_memory()
     seen.append(material.seen_by(read, "GGUF", is_file=True))
@@ -321,10 +325,10 @@ def _read_and_answer(
         words += f" after rounding ({weights.rounded} rounded, by {weights.relative_rounding:.2%} of their size)"
     if weights.first:
         words += f"; the first other one is {weights.first}"
-    return seen, weights, [Check("Weights", weights.equal == weights.tensors, words)]
+    return seen, weights, [ExportCheck("Weights", weights.equal == weights.tensors, words)]
 
 
-def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, Check]:
+def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, ExportCheck]:
     longest = max(len(one.ids) for one in material.asked) + material.max_new_tokens
     longest = max([longest, *(len(row["input_ids"]) for row in material.rows)])
     model = LlamaCppModel(file, context=longest + 1)
@@ -334,7 +338,7 @@ def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, Chec
     ]
     words = f"{same} of {len(material.asked)} prompts have training's token ids by llama.cpp itself"
     seen = _Seen("llama.cpp", given, model.log_probs(material.rows), {"float16"}, is_file=True)
-    return seen, Check("Tokenizer of llama.cpp", same == len(material.asked), words)
+    return seen, ExportCheck("Tokenizer of llama.cpp", same == len(material.asked), words)
 
 
 def _beside_trained(
@@ -393,7 +397,7 @@ def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequenc
     return float((logits_V[mine[place]] - logits_V[theirs[place]]).abs())
 
 
-def _answer_check(one: Answering) -> Check:
+def _answer_check(one: Answering) -> ExportCheck:
     words = (
         f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens), KL "
         f"{one.divergence:.2g} nats (limit {one.limit:.2g})"
@@ -401,4 +405,4 @@ def _answer_check(one: Answering) -> Check:
     if one.equal_answers < 1:
         words += f"; where they part, it sees the two tokens at most {one.largest_gap:.2g} apart"
         words += f" (limit {one.gap_limit:.2g})"
-    return Check(f"Answers of {one.name}", one.ok, words)
+    return ExportCheck(f"Answers of {one.name}", one.ok, words)

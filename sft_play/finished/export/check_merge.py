@@ -14,8 +14,7 @@ from typing import Any
 
 from sft_play.errors import RunFolderError
 from sft_play.finished.evaluate.divergence import compared, log_probs, loss, spaced
-from sft_play.finished.export.merge import MERGED
-from sft_play.finished.export.merge_record import write_verdict
+from sft_play.finished.export.merge import MERGED, record_test
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.training.prepare.quiet import quiet_libraries
@@ -128,7 +127,7 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
         base_divergence, largest, same, loss(adapter), loss(merged), base_loss,
         limit=limit_of(dtype, base_divergence),
     )  # fmt: skip
-    write_verdict(target, ok=tested.ok, divergence=divergence, limit=tested.limit)
+    record_test(target, ok=tested.ok, divergence=divergence, limit=tested.limit)
     return tested
 
 

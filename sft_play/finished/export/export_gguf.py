@@ -16,14 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.finished.answer.prompts import CHECKED_ROWS, Asked, Prompts
-from sft_play.finished.export.exported import Format, Quant, Written, shell_word
-from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, Unreadable, read_fields
+from sft_play.finished.answer.prompts import CHECKED_ROWS, PairedPrompt, Prompts
+from sft_play.finished.export.exported import Format, Quant, WrittenExport, shell_word
+from sft_play.finished.export.gguf_tokenizer import (
+    GgufTokenizer,
+    UnreadableTokenizer,
+    is_sentencepiece,
+    prefixes_space,
+    read_fields,
+    write_pieces,
+)
 from sft_play.finished.export.llama_cpp import Converter, convert
 from sft_play.finished.export.modelfile import modelfile_of
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.export.saved_configs import stop_tokens
-from sft_play.finished.export.sentencepiece_file import is_sentencepiece, prefixes_space, write_pieces
 from sft_play.finished.load import held_out
 from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, weight_files
 from sft_play.finished.writing import require_space
@@ -44,7 +50,7 @@ def write_gguf(
     *,
     quant: Quant | None,
     format: Format,
-) -> Written:
+) -> WrittenExport:
     """Convert the folder `model` into `building`, which becomes `target`; with a Modelfile for Ollama.
 
     Raises:
@@ -76,7 +82,7 @@ def write_gguf(
         f"ollama create {own} -f {shell_word(target / 'Modelfile')} && ollama run {own}"
         if format == "ollama" else f"llama-server --jinja -m {shell_word(served)}"
     )  # fmt: skip
-    return Written(
+    return WrittenExport(
         {"run": name, "quant": chosen, "converter": converter.version, "file": file.name}, file.stat().st_size,
         (command,), (*notes, *told), served, chosen, converter.version, str(fields.get("tokenizer.ggml.pre", pre)),
         checked,
@@ -180,7 +186,7 @@ def _check_file(
         raise TokenizerError(f"{converter.version} wrote add_bos_token={written}: prompts would {what} in training")
     try:
         own = GgufTokenizer(fields, read_pre_tokenizers(converter.vocabularies))
-    except Unreadable as error:
+    except UnreadableTokenizer as error:
         return 0, (f"Tokenizer: {error}; make export-test reads it where llama-cpp-python is installed",)
     asked = _some_prompts(run, prompts)
     for one in asked:
@@ -214,7 +220,7 @@ def _engine_notes(prompts: Prompts) -> list[str]:
     return notes
 
 
-def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[Asked]:
+def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[PairedPrompt]:
     """Prompts of the run's own rows, where its data is still there, and of probe conversations."""
     probing = prompts.of_probes()
     try:
@@ -224,7 +230,7 @@ def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[Asked]:
         return probing
 
 
-def _first_difference(one: Asked, ids: Sequence[int], tokenizer: Any) -> str:
+def _first_difference(one: PairedPrompt, ids: Sequence[int], tokenizer: Any) -> str:
     place = next(
         (place for place, (a, b) in enumerate(zip(one.ids, ids, strict=False)) if a != b), min(len(one.ids), len(ids))
     )

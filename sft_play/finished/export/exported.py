@@ -14,16 +14,16 @@ Format = Literal["gguf", "ollama", "vllm"]
 Quant = Literal["f32", "f16", "bf16", "q8_0"]
 EXPORT = "export"
 """The folder in a run folder under which each format has its own."""
-RECORD = "export.json"
+EXPORT_FILE = "export.json"
 """The file beside the export that says what it was made of; a folder without one is not replaced."""
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenExport:
     """What a format's own code wrote into the folder."""
 
     record: dict[str, str]
-    """For `RECORD`."""
+    """For `EXPORT_FILE`."""
     bytes: int
     commands: tuple[str, ...]
     """What serves it."""
@@ -44,7 +44,7 @@ class Exported:
     run: Path
     format: Format
     path: Path
-    written: Written
+    written: WrittenExport
     is_adapter: bool
     """Whether the run's model had to be merged."""
     seconds: float

@@ -1,4 +1,5 @@
-"""The tokenizer inside a GGUF, as llama.cpp reads it: from the file's own entries, by llama.cpp's own rules.
+"""The tokenizer inside a GGUF, as llama.cpp reads it: from the file's own entries, by llama.cpp's own rules; and the
+vocabulary that its converter is given.
 
 Two kinds are read: byte-level BPE (`gpt2`), whose pre-tokenizer llama.cpp's source names, and SentencePiece (`llama`).
 """
@@ -6,20 +7,22 @@ Two kinds are read: byte-level BPE (`gpt2`), whose pre-tokenizer llama.cpp's sou
 from __future__ import annotations
 
 import heapq
+import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ModelError
 from sft_play.finished.export.pre_tokenizers import PreTokenizer
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
-"""Kinds of tokens (`tokenizer.ggml.token_type`) that are taken whole wherever they stand in a text."""
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+"""Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`)."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
 
 
-class Unreadable(ModelError):
+class UnreadableTokenizer(ModelError):
     """The file's tokenizer is of a kind that only llama.cpp itself can read."""
 
 
@@ -29,7 +32,7 @@ class GgufTokenizer:
     `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers by name.
 
     Raises:
-        Unreadable: its kind or its pre-tokenizer is not known here.
+        UnreadableTokenizer: its kind or its pre-tokenizer is not known here.
     """
 
     def __init__(self, fields: Mapping[str, Any], known: Mapping[str, PreTokenizer]) -> None:
@@ -42,7 +45,7 @@ class GgufTokenizer:
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         """Of tokens that are written twice, the last one."""
         types = entry("token_type") or [1] * len(self.tokens)
-        whole = (_UNKNOWN, _CONTROL, _USER_DEFINED)
+        whole = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # wherever they stand in a text
         special = [token for token, kind in zip(self.tokens, types, strict=True) if kind in whole and token]
         # the longest first, where one special token begins with another
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
@@ -59,13 +62,15 @@ class GgufTokenizer:
             self._prefixes_space = bool(entry("add_space_prefix", True))
             self._encode_plain = None
         else:
-            raise Unreadable(f"the GGUF's tokenizer is of the kind {self.kind}, which only llama.cpp itself reads")
+            raise UnreadableTokenizer(
+                f"the GGUF's tokenizer is of the kind {self.kind}, which only llama.cpp itself reads"
+            )
 
     def _byte_level(self, merges: list[str], known: Mapping[str, PreTokenizer]) -> Any:
         from tokenizers import Tokenizer, models
 
         if self.pre not in known:
-            raise Unreadable(f"the GGUF's pre-tokenizer {self.pre} is not in this llama.cpp's own table")
+            raise UnreadableTokenizer(f"the GGUF's pre-tokenizer {self.pre} is not in this llama.cpp's own table")
         pairs = [tuple(merge.split(" ")) for merge in merges]
         backend = Tokenizer(
             models.BPE(
@@ -139,3 +144,57 @@ def read_fields(path: Any) -> dict[str, Any]:
         return {key: field.contents() for key, field in reader.fields.items()}
     except (OSError, ValueError, KeyError, IndexError) as error:
         raise ModelError(f"{path} cannot be read as a GGUF: {error}") from None
+
+
+# --- a vocabulary for the converter -----------------------------------------------------------------------------------
+#
+# transformers 5 writes tokenizer.json alone, and many bases publish nothing else. Of a SentencePiece tokenizer the
+# converter reads `tokenizer.model`; without it, it ends in an error, or gives all pieces one score: another tokenizer.
+# What that file says is in tokenizer.json too: SentencePiece joins the pair with the best score first, and the merges
+# are in that order.
+
+
+def is_sentencepiece(tokenizer: Any) -> bool:
+    """Whether a fast tokenizer is SentencePiece's BPE: bytes only where a character has no piece."""
+    return _model_of(tokenizer).get("byte_fallback") is True
+
+
+def prefixes_space(tokenizer: Any) -> bool:
+    """Whether text gets a space before it, as llama.cpp would put one: after special tokens, with one of which a prompt
+    begins, and not only at the beginning."""
+    first = next(iter(tokenizer.all_special_tokens), "")
+    pieces = tokenizer.convert_ids_to_tokens(tokenizer(f"{first}a", add_special_tokens=False)["input_ids"])
+    return any(piece.startswith(_SPACE) for piece in pieces[1 if first else 0 :])
+
+
+def write_pieces(tokenizer: Any, path: Path) -> None:
+    """Write the vocabulary of a SentencePiece tokenizer in SentencePiece's own format."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model = _model_of(tokenizer)
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(model["merges"]):
+        ranks.setdefault("".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1), rank)
+    added = tokenizer.added_tokens_decoder
+    file = sentencepiece_model_pb2.ModelProto()
+    file.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
+    file.trainer_spec.byte_fallback = True
+    file.normalizer_spec.add_dummy_prefix = prefixes_space(tokenizer)
+    file.normalizer_spec.remove_extra_whitespaces = False
+    for piece, number in sorted(model["vocab"].items(), key=lambda item: item[1]):
+        # characters are in no merge, and nothing is joined to become one: behind all that is joined
+        entry = file.pieces.add(piece=piece, score=-float(ranks.get(piece, len(ranks) + number)))
+        if piece == model.get("unk_token"):
+            entry.type = _UNKNOWN
+        elif number in added:
+            entry.type = _CONTROL if added[number].special else _USER_DEFINED
+        elif len(piece) == 6 and piece.startswith("<0x"):
+            entry.type = _BYTE
+    if not any(entry.type == _UNKNOWN for entry in file.pieces):  # SentencePiece reads no file without one
+        file.pieces[0].type = _UNKNOWN
+    path.write_bytes(file.SerializeToString())
+
+
+def _model_of(tokenizer: Any) -> dict[str, Any]:
+    model: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
+    return model if model.get("type") == "BPE" else {}

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +22,15 @@ import torch
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.adapted_model import AdaptedModel, Base, Sizes
-from sft_play.finished.export.merge_record import is_of, refuse_another_model, write_record
 from sft_play.finished.export.merged_weights import MergedWeights
 from sft_play.finished.export.saved_configs import card_facts, write_configs
 from sft_play.finished.run import FinishedRun, base_folder, next_line, text_only_of
 from sft_play.finished.writing import built_folder, require_space
 from sft_play.planner.memory.saving import FILE_BYTES
+from sft_play.runs.files import read_json, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import write_card
+from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 MERGED = "merged"
 """The folder in a run folder that `make merge` writes."""
+MERGE_FILE = "merge.json"
+"""In that folder, and travelling with it: what it was made of, and whether merge-test passed."""
 SHORT_DTYPES: dict[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -144,7 +148,7 @@ def merge_run(
         stops = write_configs(adapted, folder, building, weights.dtype)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
-        write_record(building, run, base=adapted.base, dtype=short)
+        _write_record(building, run, base=adapted.base, dtype=short)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     return Merged(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
@@ -155,7 +159,7 @@ def merge_run(
 def merged_model(run: FinishedRun) -> Path | None:
     """The run's `merged/`; None where there is none, or one of an earlier adapter."""
     folder = run.folder.path / MERGED
-    return folder if (folder / "config.json").is_file() and is_of(folder, run) else None
+    return folder if (folder / "config.json").is_file() and _is_of(folder, run) else None
 
 
 def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
@@ -197,3 +201,65 @@ def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repl
         )
     if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
         raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
+
+
+# --- what a merge was made of -----------------------------------------------------------------------------------------
+
+
+def _write_record(folder: Path, run: FinishedRun, *, base: str | None, dtype: str) -> None:
+    """Write what the merge in `folder` was made of: of a QLoRA run which weights of the base, and which adapter."""
+    adapter = weights_facts(str(run.weights), None)["sha256"]
+    write_json(folder / MERGE_FILE, {"base": base, "dtype": dtype, "adapter_sha256": adapter, "test": None})
+
+
+def merge_record(folder: Path) -> dict[str, Any]:
+    """The record of a merged model; empty where it has none."""
+    return read_json(folder / MERGE_FILE)
+
+
+def record_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> None:
+    """Add merge-test's verdict to the record; nothing where the folder has none: it may be anybody's model."""
+    if not (folder / MERGE_FILE).is_file():
+        return
+    test = {"ok": ok, "kl_merged": divergence, "kl_limit": limit, "date": datetime.now(UTC).isoformat("T", "seconds")}
+    write_json(folder / MERGE_FILE, {**merge_record(folder), "test": test})
+
+
+def _is_of(folder: Path, run: FinishedRun) -> bool:
+    """Whether the merge is of the adapter that the run has now: it is trained again where the run is resumed."""
+    recorded = merge_record(folder).get("adapter_sha256")
+    if recorded is not None:
+        return bool(recorded == weights_facts(str(run.weights), None)["sha256"])
+    # merged before there were records
+    trained = max(file.stat().st_mtime for file in run.weights.glob("*.safetensors"))
+    return (folder / "config.json").stat().st_mtime >= trained
+
+
+def refuse_another_model(folder: Path, run: FinishedRun) -> None:
+    """Raises RunFolderError where a merge is not what was trained: merge-test says so, or it was made of other weights
+    than the adapter was trained on and merge-test has not been asked."""
+    record = merge_record(folder)
+    test = record.get("test") or {}
+    again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
+    if test and not test.get("ok"):
+        raise RunFolderError(
+            f"{folder} is not the trained model: merge-test found it {test.get('kl_merged', 0):.2g} nats from the "
+            f"adapter (limit {test.get('kl_limit', 0):.2g}); {again} merges into what was trained"
+        )
+    if not test and record.get("base") == "original":
+        tried = next_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
+        raise RunFolderError(
+            f"{folder} was merged into the original weights (BASE=original), and the adapter was trained on NF4 ones: "
+            f"{tried} says whether it is still the trained model; {again} merges into what was trained"
+        )
+
+
+def merge_words(folder: Path) -> str | None:
+    """The record in words; None where there is none."""
+    record = merge_record(folder)
+    if not record:
+        return None
+    test = record.get("test")
+    tested = "merge-test has not been run" if not test else f"merge-test {'passed' if test.get('ok') else 'FAILED'}"
+    into = f" into the {record['base']} base" if record.get("base") else ""
+    return f"Merged{into} ({record.get('dtype')}); {tested}"

@@ -115,7 +115,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     """
     from huggingface_hub import HfApi, get_token
 
-    from sft_play.finished.export.merge_record import told
+    from sft_play.finished.export.merge import merge_words
     from sft_play.training.checkpoints.card import HERE, base_of
 
     name = _checked_name(repo)
@@ -130,7 +130,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
     files, left_out = _chosen(folder)
     files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
-    notes = [line for line in [told(folder)] if is_merged and line]
+    notes = [line for line in [merge_words(folder)] if is_merged and line]
     if "adapter_config.json" in files:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         settings["base_model_name_or_path"] = base.name
@@ -181,8 +181,7 @@ def _checked_name(repo: str | None) -> str:
 def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not is_merged:
         return run.weights
-    from sft_play.finished.export.merge import MERGED, merged_model
-    from sft_play.finished.export.merge_record import refuse_another_model
+    from sft_play.finished.export.merge import MERGED, merged_model, refuse_another_model
 
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shlex
 import signal
@@ -31,12 +32,10 @@ from sft_play.environment import THREADS_VARIABLE, for_another_run
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
-from sft_play.finished.manage.equal_weights import Compared, compare_weights
-from sft_play.finished.manage.run_code import code_of
-from sft_play.finished.run import FinishedRun, base_folder, next_line
+from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_files
 from sft_play.log import one_line
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
-from sft_play.runs.manifest import versions
+from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, versions
 from sft_play.runs.metrics import metric_lines
 from sft_play.runs.names import checked_name
 from sft_play.runs.resuming import given_deepspeed
@@ -345,3 +344,120 @@ def _losses(path: Path) -> dict[tuple[str | None, int], float]:
         return {}
     return {(entry.get("stage"), entry["step"]): float(entry["loss"]) for _, entry in metric_lines(path)
             if "loss" in entry}  # fmt: skip
+
+
+# --- the code of a run ------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def code_of(
+    manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False
+) -> Iterator[tuple[Path, str]]:
+    """The folder that holds the package as the run used it, and where it comes from: this one, or a clone of the
+    recorded commit, which is removed afterwards.
+
+    `by_this_code`: where neither is the recorded code, this one all the same.
+
+    Raises:
+        RunFolderError: neither is the recorded code.
+    """
+    recorded, now = manifest.get("code") or {}, code_facts(package)
+    git = recorded.get("git") or ({} if recorded else manifest.get("git")) or {}
+    commit, digest = git.get("commit"), recorded.get("sha256")
+    at = f"commit {str(commit)[:12]}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
+    if digest == now["sha256"]:
+        yield package.parent, f"{package.parent}, unchanged since the run ({at})"
+        return
+    with contextlib.ExitStack() as held:
+        try:
+            place, words = held.enter_context(_cloned(package, commit, digest, at))
+        except RunFolderError as error:
+            if not by_this_code:
+                raise RunFolderError(f"{error}; FORCE=1 trains by the present code all the same") from None
+            place, words = package.parent, f"{package.parent}, which is not the run's ({at})"
+        yield place, words
+
+
+@contextlib.contextmanager
+def _cloned(package: Path, commit: str | None, digest: str | None, at: str) -> Iterator[tuple[Path, str]]:
+    """A clone of this checkout at a commit, while it is used; raises RunFolderError where that is not the code."""
+    root = git_answer(package, "rev-parse", "--show-toplevel")
+    if commit is None or root is None or git_answer(package, "cat-file", "-e", f"{commit}^{{commit}}") is None:
+        where = f"{root} does not have" if root else f"{package.parent}, which is no checkout, does not have"
+        raise RunFolderError(f"the run was trained by other code than this, which {where}: {at}")
+    with tempfile.TemporaryDirectory(prefix="sft-play-") as folder:
+        clone = Path(folder) / "clone"
+        for words in (["clone", "--quiet", "--shared", "--no-checkout", root, str(clone)],
+                      ["-C", str(clone), "checkout", "--quiet", "--detach", commit]):  # fmt: skip
+            done = subprocess.run(["git", *words], capture_output=True, text=True)
+            if done.returncode:
+                raise RunFolderError(f"commit {commit} of {root} cannot be cloned: {one_line(done.stderr, limit=300)}")
+        theirs = clone / package.relative_to(root)
+        if digest not in (None, code_facts(theirs)["sha256"]):
+            raise RunFolderError(f"the run was trained by other code than this, {at}, and the changes are not recorded")
+        note = "; what was changed in it is not recorded" if digest is None and "changes" in at else ""
+        yield theirs.parent, f"a clone of {root} at commit {commit[:12]}{note}"
+
+
+# --- two folders of weights -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How a tensor differs: by how much at most (infinite where shapes or dtypes do, or one is not a number)."""
+
+    name: str
+    largest: float
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two folders of weights, tensor by tensor in the order of the files."""
+
+    tensors: int
+    differing: tuple[TensorDifference, ...]
+
+
+def compare_weights(one: Path, other: Path) -> Compared:
+    """The tensors of two folders of weights, bit by bit, in the order of the first one's files.
+
+    Raises:
+        ModelError: a file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    differing: list[TensorDifference] = []
+    count = 0
+    with contextlib.ExitStack() as held:
+        try:
+            files = [
+                [held.enter_context(safe_open(file, framework="pt")) for file in weight_files(folder)]
+                for folder in (one, other)
+            ]
+            places = {name: file for file in files[1] for name in file.keys()}  # noqa: SIM118  (no mapping)
+            for file in files[0]:
+                for name in file.offset_keys():
+                    count += 1
+                    place = places.pop(name, None)
+                    if place is None:
+                        differing.append(TensorDifference(name, float("inf")))
+                    elif (difference := _difference(file.get_tensor(name), place.get_tensor(name))) is not None:
+                        differing.append(TensorDifference(name, difference))
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"the weights in {one} or {other} cannot be read: {one_line(str(error))}") from None
+    differing += [TensorDifference(name, float("inf")) for name in sorted(places)]
+    return Compared(count + len(places), tuple(differing))
+
+
+def _difference(one: Any, other: Any) -> float | None:
+    """The largest difference of two tensors; None where they are equal bit for bit."""
+    import torch
+
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return float("inf")
+    # as bytes: a NaN is equal to itself then, and -0.0 is not 0.0
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if torch.equal(*bits):
+        return None
+    largest = float((one.double() - other.double()).abs().max())
+    return float("inf") if math.isnan(largest) else largest

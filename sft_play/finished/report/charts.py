@@ -1,4 +1,4 @@
-"""Curves as SVG: Vega-Lite specifications, drawn by vl-convert in a process of its own.
+"""The curves of a run as SVG: Vega-Lite specifications, drawn by vl-convert in a process of its own.
 
 The specifications are written here as plain data. altair would write the same JSON: importing it and letting it check
 seven charts took 0.9 s more than the 1.3 s of drawing (altair 6.3, vl-convert 1.9, one core of a server's EPYC). The
@@ -13,10 +13,10 @@ import math
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from sft_play.finished.report.record import Points
+from sft_play.finished.report.record import Points, Record
 from sft_play.log import escape_control, one_line, redact
 
 COLOURS = ("#4c8bf5", "#f28e2b", "#3aa655", "#d1495b", "#9467bd", "#17a2b8", "#b58900", "#e377c2", "#7f7f7f", "#8c564b")
@@ -85,7 +85,7 @@ class Chart:
         return f"{self.title} (logarithmic)" if self.is_log else self.title
 
 
-def drawn(charts: Sequence[Chart]) -> list[str]:
+def draw_charts(charts: Sequence[Chart]) -> list[str]:
     """An SVG for each chart.
 
     Raises:
@@ -204,3 +204,78 @@ def _stage_layers(chart: Chart, x: dict[str, Any]) -> list[dict[str, Any]]:
 def _plain(text: str) -> str:
     """A name fit for a chart: one line, without secrets."""
     return one_line(redact(escape_control(text)), limit=60)
+
+
+# --- the charts of a run ----------------------------------------------------------------------------------------------
+
+_SPLITS = (("eval", "validation", 1), ("test", "test", 2))
+"""Prefix in metrics.jsonl, name and colour of the held-out splits."""
+
+
+def charts_of(record: Record) -> list[Chart]:
+    """The curves of a run; a chart that the run cannot fill is left out."""
+    stages = tuple(record.starts) if record.has_stages else ()
+    curve = record.curve
+    first, *others = record.parts
+    has_gpu = any(part.on_gpu for part in (first, *others))
+    held = "memory_allocated_gib" if has_gpu else "memory_resident_gib"
+    speeds = [
+        (start + step, part.summary.get("predicted_tokens_per_s") or 0.0)
+        for part, (_, start) in zip(record.parts, record.starts, strict=True)
+        for step in (1, part.steps)
+    ]
+    listed = [
+        Chart("Loss", (Curve("training", curve("loss")), *_held_out(record, "loss")), may_be_log=True),
+        Chart("Exact match", _held_out(record, "exact_match"), form=".0%", is_share=True),
+        Chart("Loss by source", _by_source(record), may_be_log=True),
+        Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),), form=".2~g", from_zero=True),
+        Chart("Gradient norm", (Curve("gradient norm", curve("grad_norm")),), may_be_log=True),
+        Chart(
+            "Tokens per second",
+            (
+                Curve("measured", curve("tokens_per_s")),
+                Curve("predicted", [point for point in speeds if point[1]], None, dashed=True),
+            ),
+            form="~s", from_zero=True,
+        ),
+        Chart(
+            "Memory of a rank, in GiB",
+            (
+                Curve("peak", curve("memory_peak_gib")),
+                Curve("held", curve(held), 1),
+                Curve("reserved", curve("memory_reserved_gib"), 2),
+                Curve("predicted peak", curve("memory_predicted_gib"), None, dashed=True),
+            ),
+            from_zero=True,
+        ),
+        Chart("Padding", (Curve("padding", _if_it_varies(curve("padding_share"))),), form=".3~%", from_zero=True),
+    ]  # fmt: skip
+    charts = []
+    for chart in listed:
+        # a grey curve is what was predicted, and alone says nothing about the run
+        filled = tuple(one for one in chart.curves if one.points)
+        if any(one.colour is not None for one in filled):
+            charts.append(replace(chart, curves=filled, stages=stages))
+    return charts
+
+
+def _if_it_varies(points: Points) -> Points:
+    """No points where all have one value: rows without padding, which the summary says in a word."""
+    return points if len({value for _, value in points}) > 1 else []
+
+
+def _held_out(record: Record, figure: str) -> tuple[Curve, ...]:
+    return tuple(
+        Curve(name, record.curve(f"{prefix}_{figure}"), colour, marked=True) for prefix, name, colour in _SPLITS
+    )
+
+
+def _by_source(record: Record) -> tuple[Curve, ...]:
+    names = record.names("loss_")
+    training = [Curve(name.removeprefix("loss_"), record.curve(name), place) for place, name in enumerate(names)]
+    held = [
+        Curve(f"{name.removeprefix('eval_loss_')}, validation", record.curve(name),
+              names.index(name.removeprefix("eval_")) if name.removeprefix("eval_") in names else None, marked=True)
+        for name in record.names("eval_loss_")
+    ]  # fmt: skip
+    return (*training, *held)

@@ -10,11 +10,18 @@ from typing import Any
 
 from sft_play.diagnose.text import lines_of, table
 from sft_play.errors import ConfigError
-from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, drawn
+from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, draw_charts
 from sft_play.finished.report.curves import Screen, plot_lines
 from sft_play.finished.report.page import Section, Table, page, write_page
-from sft_play.finished.report.record import Record, read_record, settings_of
-from sft_play.finished.report.run_figures import duration, predicted_and_measured, size, tokens_per_s
+from sft_play.finished.report.record import (
+    Record,
+    duration,
+    predicted_and_measured,
+    read_record,
+    settings_of,
+    size,
+    tokens_per_s,
+)
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
@@ -27,7 +34,7 @@ _ABSENT = "-"
 
 
 @dataclass(frozen=True)
-class Figure:
+class ResultRow:
     """A result of every run: its name, as JSON names it, the values, and how a value is shown."""
 
     key: str
@@ -55,7 +62,7 @@ class Comparison:
     names: tuple[str, ...]
     records: tuple[Record, ...]
     differing: Mapping[str, tuple[Any, ...]]
-    figures: tuple[Figure, ...]
+    figures: tuple[ResultRow, ...]
     notes: tuple[str, ...]
     """What makes figures of these runs not comparable."""
     path: Path
@@ -114,7 +121,7 @@ def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comp
     loss = charts[0] if charts else None
     plot = plot_lines(loss.title, loss.curves, screen, is_log=loss.is_log) if loss else []
     comparison = Comparison(
-        names, records, differing, figures_of(records), tuple(_notes(records)), path, tuple(plot)
+        names, records, differing, results_of(records), tuple(_notes(records)), path, tuple(plot)
     )  # fmt: skip
     write_page(path, _page(comparison, charts))
     return comparison
@@ -190,7 +197,7 @@ def _digest(record: Record, name: str) -> str | None:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def figures_of(records: Sequence[Record]) -> tuple[Figure, ...]:
+def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
     """The results of the runs; what none of them has is left out.
 
     The best held-out figure is marked only where the runs are judged by the same rows, a loss only of one tokenizer.
@@ -200,8 +207,8 @@ def figures_of(records: Sequence[Record]) -> tuple[Figure, ...]:
 
     def row(
         key: str, title: str, value: Callable[[Record], Any], form: Callable[[Any], str], better: Any = None
-    ) -> Figure:
-        return Figure(key, title, tuple(value(record) for record in records), form, better)
+    ) -> ResultRow:
+        return ResultRow(key, title, tuple(value(record) for record in records), form, better)
 
     peaks = [[predicted_and_measured(part) for part in record.parts] for record in records]
     kinds = {kind for parts in peaks for kind, _, _ in parts}
@@ -224,8 +231,8 @@ def figures_of(records: Sequence[Record]) -> tuple[Figure, ...]:
             lambda record: _best(record, "eval_exact_match", max), "{:.1%}".format, better_match),
         row("training_loss", "last training loss", lambda record: _last(record, "loss"), "{:.4f}".format),
         row("tokens_per_s", "tokens/s", tokens_per_s, "{:,.0f}".format, max),
-        Figure("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size),
-        Figure("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size, min),
+        ResultRow("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size),
+        ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size, min),
         row("training_s", "time of all steps", _training_s, duration),
         row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), duration),
     )  # fmt: skip
@@ -288,7 +295,7 @@ def _charts(names: Sequence[str], records: Sequence[Record]) -> list[Chart]:
 def _page(comparison: Comparison, charts: Sequence[Chart]) -> str:
     names, notes = comparison.names, list(comparison.notes)
     try:
-        svgs = drawn(charts)
+        svgs = draw_charts(charts)
     except NotDrawn as error:
         svgs = []
         notes.append(f"the charts are missing: {error}")

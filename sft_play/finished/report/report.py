@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import SftPlayError
-from sft_play.finished.report.charts import NotDrawn, drawn
+from sft_play.finished.report.charts import NotDrawn, charts_of, draw_charts
 from sft_play.finished.report.curves import Screen, plot_lines
 from sft_play.finished.report.page import page, write_page
-from sft_play.finished.report.record import Record, read_record
-from sft_play.finished.report.report_charts import charts_of
+from sft_play.finished.report.record import Record, lead_of, read_record
 from sft_play.finished.report.report_sections import sections_of
-from sft_play.finished.report.run_figures import lead_of
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
@@ -28,7 +26,7 @@ REPORT = "report.html"
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """A report that was written."""
 
     record: Record
@@ -61,7 +59,7 @@ class Report:
         ]
 
 
-def report(record: Record, *, path: Path | None = None, screen: Screen | None = None) -> Report:
+def report(record: Record, *, path: Path | None = None, screen: Screen | None = None) -> RunReport:
     """Write the report of a run.
 
     Args:
@@ -73,7 +71,7 @@ def report(record: Record, *, path: Path | None = None, screen: Screen | None = 
     """
     charts, problem = charts_of(record), None
     try:
-        svgs = drawn(charts)
+        svgs = draw_charts(charts)
     except NotDrawn as error:
         svgs, problem = [], f"The charts are missing: {error}"
         logger.warning("%s", problem)
@@ -84,7 +82,7 @@ def report(record: Record, *, path: Path | None = None, screen: Screen | None = 
     plot: list[str] = []
     if screen is not None and charts and charts[0].title == "Loss":
         plot = plot_lines("Loss", charts[0].curves, screen, is_log=charts[0].is_log)
-    return Report(record, target, tuple(section.title for section in sections), len(svgs), tuple(plot))
+    return RunReport(record, target, tuple(section.title for section in sections), len(svgs), tuple(plot))
 
 
 @contextlib.contextmanager

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from sft_play.diagnose.memory_check import prediction_of
-from sft_play.finished.report.page import Sample, Section, Table
-from sft_play.finished.report.record import Part, Record, settings_of
-from sft_play.finished.report.run_figures import duration, off_by, predicted_and_measured, size
+from sft_play.finished.report.page import AnsweredQuestion, Section, Table
+from sft_play.finished.report.record import Record, RunPart, duration, off_by, predicted_and_measured, settings_of, size
 from sft_play.starter.names import shown_name
 from sft_play.units import GIB
 
@@ -57,7 +56,7 @@ def _against_plan(record: Record) -> Section:
     return Section("Predicted and measured", tables=tables, notes=notes, folded=folded)
 
 
-def _memory_rows(part: Part) -> list[tuple[str, ...]]:
+def _memory_rows(part: RunPart) -> list[tuple[str, ...]]:
     """Peaks of one rank by moment, the highest of all ranks measured."""
     rows: list[tuple[str, ...]] = []
     loading = part.summary.get("loading") or {}
@@ -91,7 +90,7 @@ def _memory_row(label: str, predicted: int | None, measured: int | None, on_gpu:
     return label, size(predicted), size(measured), off_by(predicted, measured)
 
 
-def _speed_rows(part: Part) -> list[tuple[str, ...]]:
+def _speed_rows(part: RunPart) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     known = part.plan.get("speed_known")
     predicted = part.summary.get("predicted_tokens_per_s", part.plan.get("tokens_per_s") if known else None)
@@ -117,7 +116,7 @@ def _speed_rows(part: Part) -> list[tuple[str, ...]]:
     return rows
 
 
-def _terms(part: Part, record: Record) -> list[tuple[str, str]]:
+def _terms(part: RunPart, record: Record) -> list[tuple[str, str]]:
     """What the plan's peak is made of."""
     prediction = prediction_of(record.folder.of_stage(part.name) if part.name else record.folder)
     if prediction is None:
@@ -130,7 +129,7 @@ def _terms(part: Part, record: Record) -> list[tuple[str, str]]:
     ]  # fmt: skip
 
 
-def samples_of(samples: Any) -> list[Sample]:
+def samples_of(samples: Any) -> list[AnsweredQuestion]:
     """The questions of a summary with the answers of both models."""
     if not isinstance(samples, list):
         return []
@@ -141,7 +140,7 @@ def samples_of(samples: Any) -> list[Sample]:
         answers.append(("after", f"{sample.get('after')}", "good" if right else "bad"))
         if not right:
             answers.append(("expected", str(sample.get("expected")), ""))
-        shown.append(Sample(str(sample.get("asked")), answers))
+        shown.append(AnsweredQuestion(str(sample.get("asked")), answers))
     return shown
 
 
