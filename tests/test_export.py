@@ -19,7 +19,6 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.answer.prompts import Prompts
 from sft_play.finished.export import check_export, llama_cpp
 from sft_play.finished.export.check_export import Answering, export_test
 from sft_play.finished.export.check_merge import limit_of
@@ -28,6 +27,7 @@ from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, prefixes_spac
 from sft_play.finished.export.llama_cpp import VERSION, find_converter, unpack
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.export.pre_tokenizers import PreTokenizer, probe_texts, proven_names, read_pre_tokenizers
+from sft_play.finished.export.prompts import Prompts
 from sft_play.finished.load import held_out
 from sft_play.finished.run import find_finished
 from tests import warm

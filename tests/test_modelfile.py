@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import csv
 import random
+from dataclasses import replace
 from datetime import date
 
 import pytest
 
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
-from sft_play.finished.answer.prompts import probes
-from sft_play.finished.export.go_template import evaluate, go_template
-from sft_play.finished.export.modelfile import modelfile
-from sft_play.finished.export.template_parts import NoGoTemplate, Parts, learn
+from sft_play.finished.export.ollama import NoGoTemplate, Parts, go_template, learn, modelfile, ollama_text
+from sft_play.finished.export.prompts import probes
 from sft_play.training.prepare.starter_base import CHAT_TEMPLATE
 from sft_play.training.prepare.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared
+from tests.go_templates import evaluate
 
 SPECIAL = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>")
 
@@ -54,11 +54,12 @@ OWN["system in the last user turn"] = IN_USER.replace("WHERE", "loop.last")
 @pytest.mark.parametrize("name", OWN)
 def test_random_conversations_are_rendered_as_the_chat_template_renders_them(name):
     render = renderer(OWN[name])
-    template = go_template(learn(render, SPECIAL))
+    parts = learn(render, SPECIAL)
+    template = go_template(parts)
     draw = random.Random(3)
     for _ in range(200):
         messages = conversation(draw)
-        assert evaluate(template, messages) == render(messages), messages
+        assert evaluate(template, messages) == ollama_text(parts, messages) == render(messages), messages
 
 
 def test_every_shared_template_is_said_exactly_or_refused():
@@ -77,7 +78,7 @@ def test_every_shared_template_is_said_exactly_or_refused():
         for messages in probes():
             if parts.system is None and messages[0]["role"] == "system":
                 continue
-            assert evaluate(template, messages) == render(messages), path
+            assert evaluate(template, messages) == ollama_text(parts, messages) == render(messages), path
         said += 1
     assert said > 120
     assert refused < 10
@@ -85,9 +86,11 @@ def test_every_shared_template_is_said_exactly_or_refused():
 
 def test_a_bos_that_the_engine_writes_is_left_out_wherever_it_stands():
     render = renderer("{{ bos_token }}" + CHAT_TEMPLATE)
-    template = go_template(learn(render, SPECIAL), bos="<s>")
+    parts = learn(render, SPECIAL)
+    template = go_template(parts, bos="<s>")
     for messages in probes():
         assert "<s>" + evaluate(template, messages) == render(messages)
+        assert ollama_text(parts, messages, bos="<s>") == evaluate(template, messages)
         assert "<s>" in evaluate(go_template(learn(render, SPECIAL)), messages)
 
 
@@ -104,6 +107,7 @@ def test_a_default_system_prompt_becomes_ollamas_own():
     assert 'PARAMETER stop "<|im_end|>"\nPARAMETER num_ctx 64\n' in text
     said = [{"role": "user", "content": "hi"}]
     with_default = [{"role": "system", "content": "Be kind."}, *said]
+    assert ollama_text(parts, said) == ollama_text(parts, with_default)
     assert evaluate(go_template(parts), said) == evaluate(go_template(parts), with_default)
 
 
@@ -150,6 +154,15 @@ def test_the_evaluator_knows_gos_templates(template, text):
 def test_neighbours_of_one_role_are_joined_as_ollama_joins_them():
     messages = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert evaluate("{{ range .Messages }}[{{ .Content }}]{{ end }}", messages) == "[a\n\nb]"
+    parts = Parts("", ("S:", "\n"), "first user turn", ("[", "]"), ("<", ">"), "")
+    for roles in ("uuas", "sussua", "aausu", "us", "ssu", "asas"):
+        turns = [
+            {"role": {"u": "user", "a": "assistant", "s": "system"}[role], "content": str(number)}
+            for number, role in enumerate(roles)
+        ]
+        for place in ("own turn", "first user turn", "last user turn"):
+            placed = replace(parts, system_place=place)
+            assert ollama_text(placed, turns) == evaluate(go_template(placed), turns), (roles, place)
     with pytest.raises(ValueError, match="not known here"):
         evaluate("{{ upper .System }}", messages)
 

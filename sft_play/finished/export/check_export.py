@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.answer.prompts import PairedPrompt, Prompts
 from sft_play.finished.evaluate.divergence import Scored, compared, log_probs, spaced
 from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.exported import EXPORT
@@ -40,6 +39,7 @@ from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTok
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
+from sft_play.finished.export.prompts import PairedPrompt, Prompts
 from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun

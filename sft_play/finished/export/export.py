@@ -12,11 +12,11 @@ from pathlib import Path
 from sft_play.diagnose import engines
 from sft_play.errors import RunFolderError
 from sft_play.facts.models.architecture import local_folder
-from sft_play.finished.answer.prompts import Prompts
 from sft_play.finished.export.export_gguf import write_gguf
 from sft_play.finished.export.exported import EXPORT, EXPORT_FILE, Exported, Format, Quant, WrittenExport, shell_word
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import merge_record, merge_words, whole_model
+from sft_play.finished.export.prompts import Prompts
 from sft_play.finished.export.saved_configs import write_generation_config
 from sft_play.finished.run import FinishedRun, text_only_of
 from sft_play.finished.writing import built_folder

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.finished.answer.prompts import CHECKED_ROWS, PairedPrompt, Prompts
 from sft_play.finished.export.exported import Format, Quant, WrittenExport, shell_word
 from sft_play.finished.export.gguf_tokenizer import (
     GgufTokenizer,
@@ -27,8 +26,9 @@ from sft_play.finished.export.gguf_tokenizer import (
     write_pieces,
 )
 from sft_play.finished.export.llama_cpp import Converter, convert
-from sft_play.finished.export.modelfile import modelfile_of
+from sft_play.finished.export.ollama import modelfile_of
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
+from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts
 from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import held_out
 from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, weight_files

@@ -1,4 +1,4 @@
-"""Go's template language, as far as Ollama's chat templates need it: written from parts, and evaluated."""
+"""Go's template language, as far as Ollama's chat templates need it: what Ollama makes of a conversation."""
 
 from __future__ import annotations
 
@@ -6,38 +6,6 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-from sft_play.finished.export.template_parts import Parts
-
-
-def go_template(parts: Parts, *, bos: str = "") -> str:
-    """The parts as a template for Ollama. `bos`: text that the engine puts before every prompt, left out here."""
-
-    def text(literal: str) -> str:
-        return literal.replace("{{", '{{ "{{" }}')  # Go's way to write braces that begin no action
-
-    start = parts.start.removeprefix(bos)
-    first = text(start)
-    inside = ""
-    if parts.system is not None:
-        opening, closing = parts.system
-        if parts.system_place != "own turn":
-            system = f"{text(opening)}{{{{ $.System }}}}{text(closing)}"
-            # the system prompt is a message too: the first user turn is message 1 then; the last turn has none after it
-            is_here = "le $i 1" if parts.system_place == "first user turn" else "eq (len (slice $.Messages $i)) 1"
-            inside = f"{{{{ if and $.System ({is_here}) }}}}{system}{{{{ end }}}}"
-        else:
-            system = f"{text(opening.removeprefix(bos))}{{{{ .System }}}}{text(closing)}"
-            first = f"{{{{ if .System }}}}{system}{{{{ else }}}}{first}{{{{ end }}}}" if first else (
-                f"{{{{ if .System }}}}{system}{{{{ end }}}}"
-            )  # fmt: skip
-    user = f"{text(parts.user[0])}{inside}{{{{ .Content }}}}{text(parts.user[1])}"
-    assistant = f"{text(parts.assistant[0])}{{{{ .Content }}}}{text(parts.assistant[1])}"
-    index = "$i, $_ := " if inside else ""
-    return (
-        f'{first}{{{{ range {index}.Messages }}}}{{{{ if eq .Role "user" }}}}{user}'
-        f'{{{{ else if eq .Role "assistant" }}}}{assistant}{{{{ end }}}}{{{{ end }}}}{text(parts.answer)}'
-    )
 
 
 def evaluate(template: str, messages: Sequence[Mapping[str, str]]) -> str:
