@@ -271,7 +271,6 @@ ENDED_OTHERWISE = {
     "sft_play.runs.manifest": "git, with a time limit",
     "sft_play.commands.start.setup_accelerate": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
-    "sft_play.finished.manage.reproduce": "git, which clones a checkout of this disk",
     "sft_play.training.unsloth.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
 }
 

@@ -16,10 +16,9 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO
+from pathlib import Path
 
 from sft_play import endings
 from sft_play.cache import cache_dir, locked
@@ -35,9 +34,7 @@ CONVERTER = "convert_hf_to_gguf.py"
 VOCABULARIES = Path("src") / "llama-vocab.cpp"
 """The file that names the pre-tokenizers which llama.cpp knows, with their expressions."""
 _VENDORED = f"llama_cpp_python-{VERSION}/vendor/llama.cpp/"
-_WANTED = ("conversion/", "gguf-py/gguf/", "convert_hf_to_gguf.py", "convert_lora_to_gguf.py", "LICENSE")
-_MOST_BYTES = 64 << 20
-"""Of the unpacked files, which have 3 MB: more is not this package."""
+_WANTED = ("conversion/", "gguf-py/gguf/", CONVERTER, "LICENSE", str(VOCABULARIES))
 _LAST_LINES = 6
 
 # pip builds a source package's metadata by running its build system. This one answers from what is known already, so
@@ -157,44 +154,23 @@ def _digest(path: Path) -> str:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Write the converters of a source package into the folder `target`.
-
-    Only regular files at the expected places are taken; names with `..`, links and devices never are.
+    """Write the converters of the source package, whose digest has been compared, into the folder `target`.
 
     Raises:
-        ConfigError: it is not that package.
+        ConfigError: it cannot be unpacked.
     """
-    left = _MOST_BYTES
     try:
         with tarfile.open(archive) as package:
-            for member, place in _members(package):
-                left -= member.size
-                content = package.extractfile(member)
-                if left < 0 or content is None:
-                    raise ConfigError(f"{archive} is not {PACKAGE} {VERSION}: its converter is too large")
-                _write(content, target / place)
+            for member in package:
+                name = member.name.removeprefix(_VENDORED)
+                content = package.extractfile(member) if name != member.name and name.startswith(_WANTED) else None
+                if content is not None:  # a file
+                    (target / name).parent.mkdir(parents=True, exist_ok=True)
+                    (target / name).write_bytes(content.read())
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ConfigError(f"{archive} cannot be unpacked: {one_line(str(error))}") from None
     if not (target / CONVERTER).is_file():
         raise ConfigError(f"{archive} holds no {CONVERTER} under {_VENDORED}")
-
-
-def _members(package: tarfile.TarFile) -> Iterator[tuple[tarfile.TarInfo, PurePosixPath]]:
-    for member in package:
-        if not member.isreg() or not member.name.startswith(_VENDORED):
-            continue
-        name = member.name.removeprefix(_VENDORED)
-        place = PurePosixPath(name)
-        if place.is_absolute() or ".." in place.parts:
-            continue
-        if name.startswith(_WANTED) or name == str(VOCABULARIES):
-            yield member, place
-
-
-def _write(content: IO[bytes], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        shutil.copyfileobj(content, file)
 
 
 def convert(converter: Converter, model: Path, target: Path, *, quant: str, name: str, vocabulary: str) -> None:

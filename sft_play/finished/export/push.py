@@ -23,19 +23,12 @@ if TYPE_CHECKING:
     from sft_play.training.checkpoints.card import Base
 
 UPLOADED = (
-    *(
-        "*.safetensors",
-        "*.safetensors.index.json",
-        "adapter_config.json",
-        "config.json",
-        "generation_config.json",
-        "merge.json",
-    ),
-    *("merge.json", "README.md", "LICENSE*", "NOTICE*", "*.jinja", "additional_chat_templates/*.jinja", "*.py"),
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "bpe.codes", "dict.txt"),
-    *("*.spm", "emoji.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.yaml"),
-)
+    "*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json",
+    "merge.json", "README.md", "LICENSE*", "NOTICE*", "*.jinja", "additional_chat_templates/*.jinja", "*.py",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
+    "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json", "bpe.codes", "dict.txt",
+    "*.spm", "emoji.json", "preprocessor_config.json", "processor_config.json", "tokenizer_config.yaml",
+)  # fmt: skip
 """Names of files that belong to a model."""
 _CHECKED = ("README.md", "*config*.json", "*.jinja", "*.py", "*.index.json")
 """Those of them whose text is searched for paths and secrets; vocabularies hold words of every kind."""

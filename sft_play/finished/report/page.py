@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
+from sft_play.finished.writing import writing
 from sft_play.log import escape_control, one_line, redact, secret_values
 from sft_play.runs.files import write_text
 
@@ -87,11 +88,7 @@ def _template() -> Any:
 
 def write_page(path: Path, text: str) -> None:
     """Write a page aside and rename it; raises ConfigError where it cannot be written."""
-    try:
-        if path.is_dir():
-            raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as {path / 'report.html'}")
+    if path.is_dir():
+        raise ConfigError(f"OUT={one_line(str(path))} is a folder; name a file, such as {path / 'report.html'}")
+    with writing(path):
         write_text(path, text)
-    except ConfigError:
-        raise
-    except OSError as error:
-        raise ConfigError(f"{one_line(str(path))} cannot be written: {error.strerror}") from None
