@@ -53,6 +53,13 @@ def put(written: Path, path: Path, *, before: Path | None = None) -> None:
     remove(before)
 
 
+def bring_back(path: Path) -> None:
+    """Give a folder its name back where `put` was killed between its two renames."""
+    before = path.with_name(f".{path.name}.before")
+    if before.is_dir() and not path.exists():
+        before.rename(path)
+
+
 def remove(path: Path) -> None:
     """Remove a file or a folder, as far as that is possible; nothing where there is none."""
     if path.is_dir() and not path.is_symlink():

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from sft_play import atomic
 from sft_play.config.yaml_io import parse
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, wrap_model_optimizer
 from sft_play.errors import BackendError, ConfigError, RunFolderError
-from sft_play.own_loop import saving
 from sft_play.own_loop.settings import DEFAULT_CONFIG, Device, DistConfig, asked
 from tests import warm
 from tests.conftest import ROOT
@@ -549,9 +549,9 @@ def test_a_save_that_fails_leaves_the_earlier_one_whole(where, tmp_path, monkeyp
 
 def test_a_swap_that_was_killed_is_ended_by_the_next_save(tmp_path):
     folder = save(tmp_path / "out", 0)
-    folder.rename(tmp_path / ".out.replaced")
+    folder.rename(tmp_path / ".out.before")
     (tmp_path / ".out.building").mkdir()
-    saving._finish(folder)
+    atomic.bring_back(folder)
     assert torch.equal(weights(folder), tiny(0).state_dict()["model.embed_tokens.weight"])
     save(folder, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -17,9 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 
+from sft_play import atomic
 from sft_play.errors import RunFolderError, SftPlayError, TrainingError
 from sft_play.log import one_line
+from sft_play.training.checkpoints.full_state_dict import gathered, saved_with_adapter
+from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes, write_weights
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +60,7 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
             _together(accelerator, lambda: _swap(aside, path) if is_first else None, path, left=_WHOLE)
         finally:
             if is_first:
-                shutil.rmtree(aside, ignore_errors=True)
+                atomic.remove(aside)
     if is_first:
         logger.info("Saved: %s", path)
     return path
@@ -122,8 +126,8 @@ def _told_to_stop() -> Iterator[None]:
 
 
 def _begin(path: Path, aside: Path) -> None:
-    """Finish what a killed save left, check whether the folder may be written, and create the folder beside it."""
-    _finish(path)
+    """Check whether the folder may be written, and create the folder beside it."""
+    atomic.bring_back(path)
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is not a folder; name a new folder, or one that holds a saved model")
     if path.is_dir() and any(path.iterdir()) and not any((path / mark).is_file() for mark in _MARKS):
@@ -132,38 +136,27 @@ def _begin(path: Path, aside: Path) -> None:
             f"{path} exists and holds no saved model ({one_line(some)}), so it is not replaced; name a folder inside it"
         )
     try:
-        shutil.rmtree(aside, ignore_errors=True)
+        atomic.remove(aside)
         aside.mkdir(parents=True)
     except OSError as error:
         raise RunFolderError(f"{path} cannot be written: {error.strerror} ({aside})") from None
 
 
-def _replaced(path: Path) -> Path:
-    return path.with_name(f".{path.name}.replaced")
-
-
 def _swap(aside: Path, path: Path) -> None:
-    """Put the new folder in place of the old one."""
+    """Put the new folder, with the old one's files that are no weights, in place of the old one."""
     if path.is_dir():
-        path.rename(_replaced(path))
+        own = {item.name for item in path.iterdir() if item.name.endswith(_WEIGHTS)}
+        left = own.union(_MARKS, (item.name for item in aside.iterdir()))
+        shutil.copytree(path, aside, symlinks=True, ignore=lambda folder, _: left if folder == str(path) else (),
+                        copy_function=_link, dirs_exist_ok=True)  # fmt: skip
+    atomic.put(aside, path)
+
+
+def _link(source: str, target: str) -> None:
     try:
-        aside.rename(path)
-    finally:
-        _finish(path)
-
-
-def _finish(path: Path) -> None:
-    """Finish a swap that may have been interrupted at any point: the new folder, with the old one's other files."""
-    old = _replaced(path)
-    if not old.is_dir():
-        return  # nothing was being swapped
-    if not path.exists():  # killed between the two renames: the old model comes back
-        old.rename(path)
-        return
-    for item in old.iterdir():
-        if not item.name.endswith(_WEIGHTS) and item.name not in _MARKS and not (path / item.name).exists():
-            item.rename(path / item.name)
-    shutil.rmtree(old, ignore_errors=True)
+        os.link(source, target)
+    except OSError:  # not on every file system
+        shutil.copy2(source, target)
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -174,80 +167,20 @@ def _gathered(accelerator: Any, model: Any, bare: Any, *, keep: bool) -> dict[st
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0
         return dict(weights) if keep else {}
-    wanted = bare.state_dict(keep_vars=True)
-    if hasattr(bare, "peft_config"):
-        wanted = _adapter_tensors(bare, wanted)
-    copies: dict[int, torch.Tensor] = {}  # by identity: tied tensors are gathered once
-    for tensor in wanted.values():
-        if id(tensor) not in copies:
-            whole = _whole(tensor, keep=keep)
-            copies[id(tensor)] = whole.detach().to("cpu", copy=True).contiguous() if keep else torch.empty(0)
-    return {name: copies[id(tensor)] for name, tensor in wanted.items()} if keep else {}
-
-
-def _adapter_tensors(bare: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a PEFT model that belong to its adapters."""
-    from peft import get_peft_model_state_dict
-
-    kept: set[int] = set()
-    for adapter in bare.peft_config:
-        saved = get_peft_model_state_dict(
-            bare, state_dict=tensors, adapter_name=adapter, save_embedding_layers=_saves_embeddings(bare, adapter)
-        )
-        kept |= {id(tensor) for tensor in saved.values()}
-    return {name: tensor for name, tensor in tensors.items() if id(tensor) in kept}
-
-
-def _saves_embeddings(bare: Any, adapter: str) -> bool:
-    """Whether the embeddings belong to the adapter: they train, or the adapter targets them.
-
-    PEFT would find out on the hub whether the vocabulary was resized.
-    """
-    targets = getattr(bare.peft_config[adapter], "target_modules", None) or ()
-    if not isinstance(targets, str) and {"embed_tokens", "lm_head", "wte"} & {
-        str(one).split(".")[-1] for one in targets
-    }:
-        return True
-    ends = [bare.get_input_embeddings(), bare.get_output_embeddings()] if hasattr(bare, "get_input_embeddings") else []
-    return any(weight.requires_grad for end in ends if end is not None for weight in end.parameters(recurse=False))
-
-
-def _whole(tensor: Any, *, keep: bool) -> torch.Tensor:
-    """The full tensor of one that this rank may hold a shard of; all ranks call it."""
-    if hasattr(tensor, "ds_id"):  # ZeRO-3
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor], modifier_rank=None):
-            return tensor.detach().clone() if keep else tensor.detach()[:0]
-    if hasattr(tensor, "full_tensor"):  # FSDP2
-        return tensor.full_tensor()
-    return tensor
+    tensors = saved_with_adapter(bare) if hasattr(bare, "peft_config") else bare.state_dict(keep_vars=True).items()
+    return gathered(tensors, keep=keep)
 
 
 def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: Path) -> None:
     """Write the folder beside the old one, and read it back."""
-    from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
-
     try:
-        if hasattr(bare, "peft_config"):
-            embeddings = any(_saves_embeddings(bare, adapter) for adapter in bare.peft_config)
-            bare.save_pretrained(aside, state_dict=weights, save_embedding_layers=embeddings, is_main_process=True)
-        elif hasattr(bare, "save_pretrained"):
-            bare.save_pretrained(aside, state_dict=weights, is_main_process=True)
+        if hasattr(bare, "save_pretrained"):
+            write_weights(bare, aside, state_dict=weights)
         else:
-            from safetensors.torch import save_file
-
-            save_file(_once(weights), aside / "model.safetensors", metadata={"format": "pt"})
+            own = {id(tensor): name for name, tensor in reversed(weights.items())}  # tied: under the first name alone
+            save_file({name: weights[name] for name in own.values()}, aside / "model.safetensors", {"format": "pt"})
         if tokenizer is not None:
             tokenizer.save_pretrained(aside)
     except OSError as error:
         raise RunFolderError(f"{aside} cannot be written: {error.strerror or error}") from error
     check_saved_weights(aside, expected=whole_shapes(bare) if hasattr(bare, "save_pretrained") else None)
-
-
-def _once(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tied tensors only under their first name, as safetensors requires."""
-    first_names: dict[int, str] = {}
-    for name, tensor in weights.items():
-        first_names.setdefault(id(tensor), name)
-    return {name: weights[name] for name in first_names.values()}

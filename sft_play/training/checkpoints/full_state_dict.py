@@ -7,7 +7,7 @@ FSDP's own files hold the optimizer's states by name; here they are written as o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +144,41 @@ def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
     import deepspeed
 
     return deepspeed.zero.GatheredParameters([parameter], modifier_rank=writer)
+
+
+def gathered(tensors: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, torch.Tensor]:
+    """Whole copies, in host memory, of tensors that ZeRO-3 or FSDP2 may have divided, gathered one at a time.
+
+    Tied ones are gathered once. Empty where not `keep`. All ranks call it.
+    """
+    copies: dict[int, torch.Tensor] = {}
+    names: dict[str, int] = {}
+    for name, tensor in tensors:
+        names[name] = id(tensor)
+        if id(tensor) not in copies:
+            with gathered_by_zero3(tensor):
+                whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+                copies[id(tensor)] = whole.detach().to("cpu", copy=True).contiguous() if keep else torch.empty(0)
+    return {name: copies[number] for name, number in names.items()} if keep else {}
+
+
+def saved_with_adapter(model: Any) -> list[tuple[str, Any]]:
+    """Names and parameters that saving an adapter reads: what trains, and the embeddings, which PEFT saves beside it
+    where rows were added. The base is not gathered: for a 70B model it would be 141 GB at each checkpoint."""
+    tables = [layer.weight for layer in embeddings_of(model)]
+    return [
+        (name, parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        or any(part in name for part in (".lora_", ".modules_to_save."))  # saved even where it does not train
+        or any(parameter is table for table in tables)
+    ]
+
+
+def embeddings_of(model: Any) -> list[Any]:
+    """Input and output embeddings, as far as a model has them."""
+    found = [getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output")]
+    return [layer for layer in found if layer is not None]
 
 
 def adapter_names(model: Any) -> dict[str, str]:

@@ -9,7 +9,7 @@ import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 
-from sft_play.training.checkpoints.full_state_dict import gathered_by_zero3, tied_names
+from sft_play.training.checkpoints.full_state_dict import gathered, saved_with_adapter, tied_names
 from sft_play.training.ranks.distributed import is_first
 from sft_play.training.ranks.engines import zero_stage
 
@@ -69,24 +69,4 @@ def _gathered_adapter(model: Any) -> dict[str, Any]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass may have left the unit whole
-    tensors: dict[str, Any] = {}
-    for name, parameter in saved_with_adapter(model):
-        with gathered_by_zero3(parameter):
-            whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            if is_first():
-                tensors[name] = whole.detach().cpu().clone()
-    return tensors
-
-
-def saved_with_adapter(model: Any) -> list[tuple[str, Any]]:
-    """Names and parameters that saving an adapter reads: what trains, and the embeddings, which PEFT saves beside it
-    where rows were added. The base is not gathered: for a 70B model it would be 141 GB at each checkpoint."""
-    layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    tables = [layer.weight for layer in layers if layer is not None]
-    return [
-        (name, parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-        or any(part in name for part in (".lora_", ".modules_to_save."))  # saved even where it does not train
-        or any(parameter is table for table in tables)
-    ]
+    return gathered(saved_with_adapter(model), keep=is_first())

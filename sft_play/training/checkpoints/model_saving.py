@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from sft_play import atomic
 from sft_play.errors import ModelError
 from sft_play.training.checkpoints import stream
-from sft_play.training.checkpoints.full_state_dict import adapter_names, is_adapter, tied_names
+from sft_play.training.checkpoints.full_state_dict import adapter_names, embeddings_of, is_adapter, tied_names
 
 
 def save_model(
@@ -44,20 +44,11 @@ def save_model(
     Raises:
         ModelError: what was written is empty, not finite, or not what the model holds.
     """
-    building = path.with_name(f".{path.name}.building")
-    shutil.rmtree(building, ignore_errors=True)
-    try:
-        write_weights(
-            model, building, native_names=native_names, state_dict=state_dict, tensors=tensors, dtype=dtype
-        )  # fmt: skip
+    with atomic.replacing(path, aside=path.with_name(f".{path.name}.building")) as building:
+        write_weights(model, building, native_names=native_names, state_dict=state_dict, tensors=tensors, dtype=dtype)
         (building / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(building)
         check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1, moved=moved)
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-    shutil.rmtree(path, ignore_errors=True)
-    building.rename(path)
 
 
 def write_weights(
@@ -71,8 +62,8 @@ def write_weights(
 ) -> None:
     """Write a model's config and weights into a folder; the arguments are those of `save_model`."""
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
-    if _saves_its_embeddings(model):
-        options["save_embedding_layers"] = False
+    if is_adapter(model):
+        options["save_embedding_layers"] = _saves_embeddings(model)
     dtype_of = saved_dtypes(model, dtype)
     shapes = whole_shapes(model)
     given = tensors if tensors is not None or state_dict is None else state_dict.items()
@@ -105,17 +96,20 @@ def set_stop_tokens(folder: Path, stop: Sequence[int], pad: int | None, *, of: P
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _saves_its_embeddings(model: Any) -> bool:
-    """Whether every embedding of a PEFT model is among its `modules_to_save`.
+def _saves_embeddings(model: Any) -> bool | str:
+    """Whether PEFT should save a model's embeddings beside its adapter; "auto" where it has to find out itself.
 
-    PEFT would save a resized one once more, as the wrapper's `original_module` and `modules_to_save` (0.21).
+    Not if all of them are in `modules_to_save`: a resized one would be saved once more, as the wrapper's
+    `original_module` and `modules_to_save` (0.21). Always if one trains without being there.
     """
     from peft.utils import ModulesToSaveWrapper
 
-    if not hasattr(model, "peft_config"):
+    layers = embeddings_of(model)
+    if all(isinstance(layer, ModulesToSaveWrapper) for layer in layers):
         return False
-    layers = [model.get_input_embeddings(), model.get_output_embeddings()]
-    return all(isinstance(layer, ModulesToSaveWrapper) for layer in layers if layer is not None)
+    own = [layer for layer in layers if not isinstance(layer, ModulesToSaveWrapper)]
+    trains = any(weight.requires_grad for layer in own for weight in layer.parameters(recurse=False))
+    return True if trains else "auto"
 
 
 def saved_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.Tensor], torch.dtype]:
