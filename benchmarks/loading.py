@@ -49,7 +49,7 @@ import json, os, time
 from pathlib import Path
 
 if "RANK" in os.environ:
-    from sft_play.training.measure.load_memory import LoadMeter
+    from sft_play.training.measure.peaks import LoadMeter
 
     stop, folder = LoadMeter.stop, Path(__file__).parent
 

@@ -23,11 +23,11 @@ from sft_play import atomic
 from sft_play.config.yaml_io import parse
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, wrap_model_optimizer
 from sft_play.errors import BackendError, ConfigError, RunFolderError
-from sft_play.own_loop.settings import DEFAULT_CONFIG, Device, DistConfig, asked
+from sft_play.own_loop.settings import DEFAULT_CONFIG, ComputeDevice, DistConfig, asked
 from tests import warm
 from tests.conftest import ROOT
 
-CPU, GPU, OLD_GPU = Device(is_gpu=False), Device(is_gpu=True, has_bf16=True), Device(is_gpu=True)
+CPU, GPU, OLD_GPU = ComputeDevice(is_gpu=False), ComputeDevice(is_gpu=True, has_bf16=True), ComputeDevice(is_gpu=True)
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +74,7 @@ UNKNOWN = {
 }
 
 
-def together(values: dict[str, Any], device: Device) -> set[str]:
+def together(values: dict[str, Any], device: ComputeDevice) -> set[str]:
     """The keys that are right alone and wrong together, by hand."""
     full = {**DistConfig().model_dump(), **values}
     found = set()

@@ -159,7 +159,7 @@ def test_weights_that_find_no_place_leave_the_earlier_merge(outputs, tmp_path, c
         path.write_bytes(b"half")
         raise SafetensorError(f"Error while serializing: I/O error: {FULL} (os error {errno.ENOSPC})")
 
-    monkeypatch.setattr("sft_play.training.checkpoints.stream.save_file", no_place)
+    monkeypatch.setattr("sft_play.training.checkpoints.model_saving.save_file", no_place)
     code, said = command("merge", "--run", str(run), "--force")
     assert (code, f"merged cannot be written: {FULL}" in said, "Traceback" in said) == (2, True, False), said
     assert state(run) == before

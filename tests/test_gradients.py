@@ -360,7 +360,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.training.ranks.communication import TOLERANCE, Counted, report
+    from sft_play.training.ranks.communication import TOLERANCE, Counted, communication_report
 
     def counted(rank: int, seconds: float) -> Counted:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
@@ -369,7 +369,7 @@ def test_a_report_of_four_ranks_by_hand():
 
     ranks = [counted(rank, 0.2 + 0.2 * (rank != 2)) for rank in range(4)]
     planned = {"all_reduce": 50, "all_gather": 20}
-    found = report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=90)
+    found = communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=90)
     assert found.kinds["all_reduce"].count == 0.5
     assert found.kinds["all_reduce"].bytes == 50
     assert found.kinds["all_reduce"].sent_bytes == 75  # 2 * 3/4
@@ -379,13 +379,13 @@ def test_a_report_of_four_ranks_by_hand():
     assert found.agrees
     assert [rank.waiting_s for rank in found.ranks] == pytest.approx([0.1, 0.1, 0.0, 0.1])
     assert "rank 2 on here the least: the others wait for it" in found.lines()[1]
-    assert not report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=80).agrees
-    assert report(ranks, Layout("ddp", 4), steps=2, planned={}, moved=0).difference is None
+    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=80).agrees
+    assert communication_report(ranks, Layout("ddp", 4), steps=2, planned={}, moved=0).difference is None
     assert TOLERANCE == 0.05
-    hybrid = report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned=planned, moved=90)
+    hybrid = communication_report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned=planned, moved=90)
     assert hybrid.kinds["all_gather"].bytes == 20  # two ranks of a shard
     assert hybrid.kinds["all_reduce"].sent_bytes == 100  # over two copies
-    mesh = report(ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned=planned, moved=90)
+    mesh = communication_report(ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned=planned, moved=90)
     assert mesh.kinds["all_gather"].bytes == 20  # two ranks of a shard
     assert mesh.kinds["all_gather"].sent_bytes == 10
     assert mesh.kinds["all_reduce"].sent_bytes == 100  # over two tensor-parallel ranks

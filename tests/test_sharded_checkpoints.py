@@ -302,34 +302,32 @@ def test_weights_written_one_by_one_are_what_the_library_reads(tmp_path, tiny_ll
     import torch
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.checkpoints import stream
-    from sft_play.training.checkpoints.model_saving import whole_shapes
+    from sft_play.training.checkpoints.model_saving import keeps_names, whole_shapes, write_one_by_one
 
     model = AutoModelForCausalLM.from_pretrained(tiny_llama)
     shapes = whole_shapes(model)
-    assert stream.keeps_names(model, shapes)
+    assert keeps_names(model, shapes)
     given = {name: tensor for name, tensor in model.state_dict().items() if name in shapes}
     model.save_pretrained(tmp_path, state_dict={})
     options = {"shapes": shapes, "dtype_of": lambda _, tensor: tensor.dtype, "file_bytes": 100_000}
-    stream.write(tmp_path, given.items(), **options)
+    write_one_by_one(tmp_path, given.items(), **options)
     sizes = [file.stat().st_size for file in tmp_path.glob("model-*.safetensors")]
     assert len(sizes) > 1
     assert max(sizes) < 100_000 + 10_000  # no tensor of this model is larger
     read = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(read[name], tensor) for name, tensor in given.items())
     with pytest.raises(ModelError, match="1 tensors were not gathered"):
-        stream.write(tmp_path, list(given.items())[1:], **options)
+        write_one_by_one(tmp_path, list(given.items())[1:], **options)
     name = next(iter(given))
     with pytest.raises(ModelError, match=f"{name} was to be saved with shape"):
-        stream.write(tmp_path, [(name, torch.zeros(3))], **options)
+        write_one_by_one(tmp_path, [(name, torch.zeros(3))], **options)
 
 
 def test_experts_that_are_saved_apart_are_not_written_one_by_one():
     import torch
     from transformers import AutoModelForCausalLM, MixtralConfig
 
-    from sft_play.training.checkpoints import stream
-    from sft_play.training.checkpoints.model_saving import whole_shapes
+    from sft_play.training.checkpoints.model_saving import keeps_names, whole_shapes
 
     config = MixtralConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -337,4 +335,4 @@ def test_experts_that_are_saved_apart_are_not_written_one_by_one():
     )  # fmt: skip
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert not stream.keeps_names(model, whole_shapes(model))
+    assert not keeps_names(model, whole_shapes(model))

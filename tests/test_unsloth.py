@@ -38,7 +38,7 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.prepare import backend
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.unsloth import bridge, handover, unsloth_environment, unsloth_worker
-from sft_play.training.unsloth.unsloth_environment import Answer
+from sft_play.training.unsloth.unsloth_environment import UnslothAnswer
 from tests import warm
 from tests.conftest import ROOT
 from tests.models import uneven_run
@@ -49,7 +49,7 @@ REAL = unsloth_environment.find_python(os.environ)
 needs_real = pytest.mark.skipif(
     REAL is None, reason="no environment with Unsloth here (make setup-unsloth, or UNSLOTH_VENV=)"
 )
-HERE = Answer("cpu", {"unsloth": "2026.10.9"})
+HERE = UnslothAnswer("cpu", {"unsloth": "2026.10.9"})
 
 
 @pytest.fixture
@@ -222,7 +222,7 @@ def test_layouts_nodes_and_launchers_that_it_has_not_are_named(standin, asked, w
                                                      (False, "cpu", True), (False, "cuda", False)])  # fmt: skip
 def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu, device, fine):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(backend, "ask", lambda _: Answer(device, {}))
+    monkeypatch.setattr(backend, "ask", lambda _: UnslothAnswer(device, {}))
     assert (problem(config()) is None) == fine
 
 
@@ -286,7 +286,8 @@ def document(folder: Path, **changes: Any) -> handover.Document:
         "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}}, "plan": {},
         "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None, "splits": {},
         "held_out": "val",
-        "asked": [handover.Asked(prompt_ids=[1], shown="é", answer="a")], "asked_while_training": [], "stop_ids": [2],
+        "asked": [handover.HandedQuestion(prompt_ids=[1], shown="é", answer="a")],
+        "asked_while_training": [], "stop_ids": [2],
         "model": handover.Model(path="m", revision=None, trust_remote_code=False, dtype="float32", four_bit=False,
                                 max_seq_len=8),
         "adapter": handover.Adapter(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q"], use_rslora=False,

@@ -24,8 +24,8 @@ from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
 from sft_play.own_loop.one_process import NoOpAccelerator
-from sft_play.own_loop.settings import DEFAULT_CONFIG, Asked, Device, DistConfig, asked
-from sft_play.training.ranks.deepspeed_comm import init_deepspeed
+from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, ComputeDevice, DistConfig, asked
+from sft_play.training.ranks.distributed import init_deepspeed
 
 logger = logging.getLogger(__name__)
 
@@ -87,15 +87,15 @@ def _without_accelerate(config: Any) -> Any:
     return accelerator
 
 
-def _device() -> Device:
+def _device() -> ComputeDevice:
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
-        return Device(is_gpu=False)
+        return ComputeDevice(is_gpu=False)
     if torch.cuda.is_available():
-        return Device(is_gpu=True, has_bf16=torch.cuda.is_bf16_supported(including_emulation=False))
-    return Device(is_gpu=True, has_bf16=True)
+        return ComputeDevice(is_gpu=True, has_bf16=torch.cuda.is_bf16_supported(including_emulation=False))
+    return ComputeDevice(is_gpu=True, has_bf16=True)
 
 
-def _drop_launcher_settings(wanted: Asked) -> None:
+def _drop_launcher_settings(wanted: CheckedSettings) -> None:
     """Remove the variables of `accelerate launch` that contradict the settings, with a warning; FSDP's stay."""
     wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_of_accelerate(os.environ)
     if wants_deepspeed and wanted.deepspeed is None and wanted.fallback is None:
@@ -124,7 +124,7 @@ def _forget_earlier() -> None:
         GradientState._reset_state()
 
 
-def _new_accelerator(wanted: Asked, *, on_cpu: bool) -> Any:
+def _new_accelerator(wanted: CheckedSettings, *, on_cpu: bool) -> Any:
     """The Accelerator itself, including its process group."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
@@ -175,7 +175,7 @@ def _plugin(config: dict[str, Any]) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def _require_same_settings(accelerator: Any, wanted: Asked) -> None:
+def _require_same_settings(accelerator: Any, wanted: CheckedSettings) -> None:
     """Raises ConfigError on every rank if ranks were given different settings: they would wait for each other."""
     if accelerator.num_processes == 1:
         return

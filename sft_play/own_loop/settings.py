@@ -83,7 +83,7 @@ _OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckedSettings:
     """Consistent settings, and DeepSpeed's configuration in current keys where DeepSpeed runs.
 
     `mixed_precision` is resolved. `fallback` says why accelerate runs though DeepSpeed was asked for; `notes` say what
@@ -99,7 +99,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Device:
+class ComputeDevice:
     """What decides the precision: whether there is a GPU, and whether it supports bfloat16."""
 
     is_gpu: bool
@@ -126,8 +126,8 @@ class _Reading:
 
 
 def asked(
-    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, device: Device, has_deepspeed: bool
-) -> Asked:
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, device: ComputeDevice, has_deepspeed: bool
+) -> CheckedSettings:
     """The settings of a file or a mapping, checked together with the DeepSpeed file that they name.
 
     Raises:
@@ -148,7 +148,7 @@ def asked(
         lines = list(dict.fromkeys(reading.problems))
         raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n  " + "\n  ".join(lines))
     settings = DistConfig(**reading.values)
-    return Asked(settings, reading.document.name, precision, deepspeed, fallback, tuple(reading.notes))
+    return CheckedSettings(settings, reading.document.name, precision, deepspeed, fallback, tuple(reading.notes))
 
 
 # --- where it comes from ----------------------------------------------------------------------------------------------
@@ -251,7 +251,7 @@ def _hint(key: str, value: Any) -> str:
     return ""
 
 
-def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: Device) -> Precision:
+def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: ComputeDevice) -> Precision:
     """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
     wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
     best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"

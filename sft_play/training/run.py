@@ -19,10 +19,9 @@ from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import plan_callbacks
 from sft_play.training.measure.evaluate import EvalSet, eval_set_of, evaluate
-from sft_play.training.measure.finish import finish
-from sft_play.training.measure.load_memory import LoadMeter
 from sft_play.training.measure.measure import BeforeTraining, MemoryMeter, Watch
-from sft_play.training.measure.summary import Result, Trained
+from sft_play.training.measure.peaks import LoadMeter
+from sft_play.training.measure.summary import Result, TrainingResult, finish
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import sdpa
 from sft_play.training.prepare.agreement import digests
@@ -124,7 +123,7 @@ def _train(
     watch: Watch,
     checkpoint: Path | None,
     metrics: Sequence[str],
-) -> Trained:
+) -> TrainingResult:
     """The optimizer steps, with the callbacks that watch them; `metrics` are those that the held-out rows will have."""
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
@@ -159,7 +158,7 @@ def _train(
     peak = watch.memory.peak()
     watch.memory.peaks.end()
     compiled = compiler.facts if compiler is not None else None
-    return Trained(
+    return TrainingResult(
         trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts, compiled,
         steps_before=progress.first_step, skipped_steps=trainer.finite.skipped,
     )  # fmt: skip

@@ -18,9 +18,8 @@ from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.export.adapted_model import AdaptedModel
 from sft_play.finished.run import tensor_shapes
 from sft_play.log import one_line
-from sft_play.training.checkpoints import stream
 from sft_play.training.checkpoints.full_state_dict import tied_names
-from sft_play.training.checkpoints.model_saving import saved_dtypes, write_weights
+from sft_play.training.checkpoints.model_saving import saved_dtypes, write_one_by_one, write_weights
 from sft_play.training.model.model_loading import DTYPES, TEXT_TOWER_KEYS, no_load_report, read_model
 from sft_play.units import gib
 
@@ -73,7 +72,7 @@ class MergedWeights:
         """
         if self.is_streamed:
             shapes, tensors = dict(self._shapes()), self._merged_tensors()
-            stream.write(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
+            write_one_by_one(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)
         else:
             self._write_through_model(folder)
         misfit = self._misfit((name, shape) for name, (_, shape, _) in tensor_shapes(folder).items())

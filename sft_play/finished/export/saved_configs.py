@@ -13,7 +13,7 @@ from sft_play.finished.export.adapted_model import AdaptedModel
 from sft_play.finished.load import renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import read_json
-from sft_play.training.checkpoints.card import Kind, Trained
+from sft_play.training.checkpoints.card import CardFacts, Kind
 from sft_play.training.checkpoints.model_saving import set_stop_tokens
 from sft_play.training.measure.exact_match import Configured, stop_ids
 from sft_play.training.prepare.model_spec import ModelSpec
@@ -21,10 +21,10 @@ from sft_play.training.prepare.model_spec import ModelSpec
 
 def card_facts(
     run: FinishedRun, model_spec: ModelSpec, stop: list[int], *, kind: Kind = "merged", dtype: str = ""
-) -> Trained:
+) -> CardFacts:
     """What the card of a finished run's weights says; `dtype` is a merged model's."""
     summary = read_json(run.folder.path / "summary.json")  # the card has fewer lines without one
-    return Trained(
+    return CardFacts(
         kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
         manifest=run.manifest, summary=summary, stop=stop, dtype=dtype,
     )  # fmt: skip

@@ -49,7 +49,7 @@ class Base:
 
 
 @dataclass(frozen=True)
-class Trained:
+class CardFacts:
     """What a card is about. `stop`: token ids that end an answer. `manifest`, `summary`: the run's."""
 
     kind: Kind
@@ -64,7 +64,7 @@ class Trained:
     """Of a merged model: bf16, fp16, fp32."""
 
 
-def write_card(folder: Path, trained: Trained) -> None:
+def write_card(folder: Path, trained: CardFacts) -> None:
     """Write the card into the folder of the weights."""
     write_text(folder / CARD, card_of(trained, base_of(trained.config)))
 
@@ -82,7 +82,7 @@ def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]
     return stop_ids(config.task_mode, tokenizer, renderer, of_base)
 
 
-def card_of(trained: Trained, base: Base) -> str:
+def card_of(trained: CardFacts, base: Base) -> str:
     """The card's text, with its front matter."""
     config = trained.config
     datasets = sorted(
@@ -130,7 +130,7 @@ def _paths(config: RunConfig) -> list[str]:
     return [path for path in (data.train_path, data.text_path, *(one.path for one in data.sources)) if path]
 
 
-def _tags(trained: Trained) -> list[str]:
+def _tags(trained: CardFacts) -> list[str]:
     mode = trained.config.tuning.mode
     return [] if mode == "full" else ["lora", *(["qlora"] if mode == "qlora" else [])]
 
@@ -199,12 +199,12 @@ def _licence(base: Base) -> str:
 # --- how to use it ----------------------------------------------------------------------------------------------------
 
 
-def usage(trained: Trained, base: Base) -> str:
+def usage(trained: CardFacts, base: Base) -> str:
     """Code that loads the weights as they were trained and answers a prompt."""
     return "\n".join(["```python", *_loading(trained, base), *_asking(trained), "```"])
 
 
-def _loading(trained: Trained, base: Base) -> Iterator[str]:
+def _loading(trained: CardFacts, base: Base) -> Iterator[str]:
     config, spec = trained.config, trained.model_spec
     trust = ["trust_remote_code=True"] if config.model.trust_remote_code else []
     dtype = f"dtype=torch.{trained.plan.precision.load}" if trained.kind == "adapter" else 'dtype="auto"'
@@ -241,7 +241,7 @@ def _loading(trained: Trained, base: Base) -> Iterator[str]:
     yield "model = PeftModel.from_pretrained(model, name).eval()"
 
 
-def _asking(trained: Trained) -> Iterator[str]:
+def _asking(trained: CardFacts) -> Iterator[str]:
     data = trained.config.data
     yield ""
     if trained.config.task_mode == "cpt":
@@ -264,7 +264,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in lines] if rows else []
 
 
-def _results(trained: Trained) -> list[str]:
+def _results(trained: CardFacts) -> list[str]:
     summary, rows = trained.summary, []
     before, after = summary.get("before") or {}, summary.get("after") or {}
     for name, key, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
@@ -277,7 +277,7 @@ def _results(trained: Trained) -> list[str]:
     return [*table, "", "On rows like those of the training; nothing else was measured here."] if table else []
 
 
-def _data(trained: Trained) -> list[str]:
+def _data(trained: CardFacts) -> list[str]:
     """Rows and tokens of each split, as the manifest has them; never a row, a path or a file's name."""
     rows = []
     for name, fact in (trained.manifest.get("data") or {}).items():
@@ -288,7 +288,7 @@ def _data(trained: Trained) -> list[str]:
     return _table(["split", "format", "rows", "tokens", "trained tokens"], rows)
 
 
-def _settings(trained: Trained) -> list[str]:
+def _settings(trained: CardFacts) -> list[str]:
     config, spec = trained.config, trained.model_spec
     train, lora = config.train, config.tuning.lora
     rows = [["method", {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]]]
@@ -313,6 +313,6 @@ def _settings(trained: Trained) -> list[str]:
     return _table(["setting", "value"], rows)
 
 
-def _versions(trained: Trained) -> str:
+def _versions(trained: CardFacts) -> str:
     versions = trained.manifest.get("versions") or {}
     return ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded"

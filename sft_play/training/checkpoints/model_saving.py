@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
+from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play import atomic
 from sft_play.errors import ModelError
-from sft_play.training.checkpoints import stream
+from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.training.checkpoints.full_state_dict import adapter_names, embeddings_of, is_adapter, tied_names
 
 
@@ -23,7 +25,7 @@ def save_model(
     *,
     native_names: bool = False,
     state_dict: dict[str, Any] | None = None,
-    tensors: stream.Tensors | None = None,
+    tensors: Tensors | None = None,
     dtype: torch.dtype | None = None,
     steps: int = 0,
     moved: Callable[[int], None] | None = None,
@@ -35,7 +37,7 @@ def save_model(
             image-text model that it came from could not be loaded as the class that its config names.
         state_dict: the weights, where the model itself holds only a part of them.
         tensors: the same, one after the other: at most one file's worth is in memory where the model's tensors keep
-            their names (`stream.keeps_names`).
+            their names (`keeps_names`).
         dtype: the dtype of whole weights in the files (None: unchanged). The model has it from then on.
         steps: optimizer steps taken; after more than one (the first may have a learning rate of zero) an adapter whose
             every lora_B is still zero has learned nothing.
@@ -57,7 +59,7 @@ def write_weights(
     *,
     native_names: bool = False,
     state_dict: dict[str, Any] | None = None,
-    tensors: stream.Tensors | None = None,
+    tensors: Tensors | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Write a model's config and weights into a folder; the arguments are those of `save_model`."""
@@ -67,9 +69,9 @@ def write_weights(
     dtype_of = saved_dtypes(model, dtype)
     shapes = whole_shapes(model)
     given = tensors if tensors is not None or state_dict is None else state_dict.items()
-    if tensors is not None and (native_names or stream.keeps_names(model, shapes)):
+    if tensors is not None and (native_names or keeps_names(model, shapes)):
         model.save_pretrained(folder, state_dict={}, save_original_format=False)
-        stream.write(folder, tensors, shapes=shapes, dtype_of=dtype_of)
+        write_one_by_one(folder, tensors, shapes=shapes, dtype_of=dtype_of)
     elif given is not None:
         cast = {name: tensor.to(dtype_of(name, tensor)) for name, tensor in given if tensor is not None}
         model.save_pretrained(folder, **options, state_dict=cast)
@@ -205,3 +207,81 @@ def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: d
             f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it with "
             "make resume, or write it out with make consolidate"
         )
+
+
+Tensors = Iterable[tuple[str, torch.Tensor | None]]
+"""Names and whole tensors, None on ranks that only help to gather them."""
+
+
+def keeps_names(model: Any, names: Iterable[str]) -> bool:
+    """Whether transformers saves the model's tensors under the names and shapes that they have in memory.
+
+    Otherwise (experts are saved one by one) it has to be given all of them at once.
+    """
+    empty = {name: torch.empty(0, device="meta") for name in names}
+    try:
+        return set(revert_weight_conversion(model, dict(empty))) == set(empty)
+    except Exception:  # a conversion that fails on empty tensors is a conversion
+        return False
+
+
+def write_one_by_one(
+    folder: Path,
+    tensors: Tensors,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    dtype_of: Callable[[str, torch.Tensor], torch.dtype],
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write tensors as transformers' safetensors files, with an index where there are several.
+
+    Args:
+        shapes: of all tensors to come, by name.
+        dtype_of: the dtype to write a tensor in.
+        file_bytes: most bytes of a file, unless a single tensor has more.
+
+    Raises:
+        ModelError: a tensor is not in `shapes`, has another shape, or is missing at the end.
+    """
+    parts: list[tuple[Path, list[str]]] = []
+    held: dict[str, torch.Tensor] = {}
+    total = 0
+
+    def close() -> None:
+        nonlocal total
+        path = folder / f".part{len(parts)}.safetensors"
+        save_file(held, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors writes files that only their owner may read
+        parts.append((path, list(held)))
+        total += sum(tensor.nbytes for tensor in held.values())
+        held.clear()
+
+    for name, tensor in tensors:
+        if tensor is None or shapes.get(name) != tuple(tensor.shape):
+            shape = None if tensor is None else tuple(tensor.shape)
+            raise ModelError(f"{folder}: {name} was to be saved with shape {shapes.get(name)}, but has {shape}")
+        tensor = tensor.to(dtype_of(name, tensor)).contiguous()
+        if held and sum(other.nbytes for other in held.values()) + tensor.nbytes > file_bytes:
+            close()
+        held[name] = tensor
+    if held:
+        close()
+    lacking = sorted(set(shapes) - {name for _, names in parts for name in names})
+    if lacking:
+        raise ModelError(f"{folder}: {len(lacking)} tensors were not gathered, such as {lacking[0]}")
+    _name_files(folder, parts, total=total, params=sum(math.prod(shape) for shape in shapes.values()))
+
+
+def _name_files(folder: Path, parts: list[tuple[Path, list[str]]], *, total: int, params: int) -> None:
+    """Rename the files to what transformers reads, which has the number of files in it."""
+    if len(parts) == 1:
+        parts[0][0].rename(folder / "model.safetensors")
+        return
+    places: dict[str, str] = {}
+    for number, (path, names) in enumerate(parts, start=1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        path.rename(folder / file)
+        places |= dict.fromkeys(names, file)
+    index = {"metadata": {"total_parameters": params, "total_size": total}, "weight_map": places}
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")

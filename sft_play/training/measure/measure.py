@@ -15,8 +15,7 @@ from sft_play.planner.plan import Plan
 from sft_play.training.job import Job
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalSet, Figures, evaluate_before
-from sft_play.training.measure.load_memory import LoadMemory, LoadMeter
-from sft_play.training.measure.peaks import Highest, Peaks
+from sft_play.training.measure.peaks import Highest, LoadMemory, LoadMeter, Peaks
 from sft_play.training.ranks.engine_check import EngineCheck, check_engine, engine_check_of_one
 from sft_play.training.ranks.heartbeat import Heartbeat
 

@@ -182,7 +182,7 @@ class ProfileWindow(TrainerCallback):
         dist.gather_object(own, counted)
         if counted is None:
             return
-        report = communication.report(
+        report = communication.communication_report(
             counted, plan.choice.layout, steps=steps, planned=plan.speed.collectives, moved=plan.speed.moved_bytes
         )
         path = self._folder / COUNTS

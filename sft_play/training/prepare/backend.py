@@ -19,7 +19,7 @@ from sft_play.errors import BackendError
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
 from sft_play.training.prepare.model_spec import ModelSpec
-from sft_play.training.unsloth.unsloth_environment import Answer, ask, find_python
+from sft_play.training.unsloth.unsloth_environment import UnslothAnswer, ask, find_python
 
 SETUP = "make setup-unsloth builds .venv-unsloth, and UNSLOTH_VENV= names another"
 LAYOUTS = ("single", "ddp")
@@ -186,7 +186,7 @@ def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
     return None
 
 
-def answer_here() -> tuple[Path, Answer]:
+def answer_here() -> tuple[Path, UnslothAnswer]:
     """The environment that `problem_of_unsloth` found, and what Unsloth says about it.
 
     Raises:

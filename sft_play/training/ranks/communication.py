@@ -78,7 +78,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Rank:
+class RankStep:
     """One rank's step. `waiting_s` is how much longer its collectives take than those of the rank that is last to enter
     each; None where ranks did not run the same ones."""
 
@@ -91,13 +91,13 @@ class Rank:
 
 
 @dataclass(frozen=True)
-class Report:
+class CommunicationReport:
     """A window's communication per optimizer step, beside the prediction of the plan's estimate."""
 
     layout: str
     steps: int
     kinds: Mapping[str, Kind]
-    ranks: tuple[Rank, ...]
+    ranks: tuple[RankStep, ...]
     planned_bytes: Mapping[str, int]
     """Whole messages by kind, as predicted."""
     planned_sent_bytes: int
@@ -166,7 +166,9 @@ class Report:
         return [*lines, *(f"Communication: {note}" for note in self.notes)]
 
 
-def report(counted: Sequence[Counted], layout: Layout, *, steps: int, planned: Mapping[str, int], moved: int) -> Report:
+def communication_report(
+    counted: Sequence[Counted], layout: Layout, *, steps: int, planned: Mapping[str, int], moved: int
+) -> CommunicationReport:
     """The counts of all ranks in a window of `steps`, combined; `planned` and `moved` are the plan's bytes of a step by
     kind, and what one rank sends in it."""
     notes = []
@@ -189,12 +191,12 @@ def report(counted: Sequence[Counted], layout: Layout, *, steps: int, planned: M
     if waits is None:
         notes.append("ranks timed different collectives: who waits for whom is not known")
     ranks = tuple(
-        Rank(one.rank, one.host, one.window_s / steps, one.busy_s / steps, one.exposed_s / steps,
+        RankStep(one.rank, one.host, one.window_s / steps, one.busy_s / steps, one.exposed_s / steps,
              None if waits is None else waits[place] / steps)
         for place, one in enumerate(counted)
     )  # fmt: skip
     sent = sum(kind.sent_bytes for kind in kinds.values())
-    return Report(layout.name, steps, kinds, ranks, planned, moved, sent, tuple(notes))
+    return CommunicationReport(layout.name, steps, kinds, ranks, planned, moved, sent, tuple(notes))
 
 
 def group_of(kind: str, layout: Layout) -> int:

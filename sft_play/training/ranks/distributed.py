@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import logging
 import os
 import socket
@@ -14,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
-from sft_play.training.ranks.deepspeed_comm import init_deepspeed
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -202,3 +203,28 @@ def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
 def batch_rank(layout: Layout) -> int:
     """This rank's number among those that get rows, or parts of rows, of their own."""
     return (dist.get_rank() if dist.is_initialized() else 0) // layout.tensor_parallel
+
+
+def init_deepspeed(*, on_cpu: bool) -> None:
+    """Join DeepSpeed's ranks, which torch's process group has where there is one: by gloo on CPUs, else by NCCL.
+
+    On CPUs DeepSpeed's shared-memory collectives stay out: DeepSpeed (0.19) compiles them before it begins, for more
+    than a minute on two cores, and only its inference calls them.
+    """
+    if not on_cpu:
+        from deepspeed import comm
+
+        comm.init_distributed("nccl", auto_mpi_discovery=False)
+        return
+    deepspeed_on_cpu()
+    from deepspeed import comm
+
+    backend: Any = importlib.import_module("deepspeed.comm.torch")  # the attribute of this name is torch itself
+    build = getattr(backend, "build_shm_op", None)  # DeepSpeed's own name; without it, it is compiled
+    if build is not None:
+        backend.build_shm_op = lambda: None
+    try:
+        comm.init_distributed("gloo", auto_mpi_discovery=False)
+    finally:
+        if build is not None:
+            backend.build_shm_op = build

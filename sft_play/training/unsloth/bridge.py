@@ -30,7 +30,7 @@ from sft_play.training.checkpoints.model_saving import check_saved_weights, whol
 from sft_play.training.job import Job
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, stop_ids
-from sft_play.training.measure.finish import describe
+from sft_play.training.measure.summary import describe
 from sft_play.training.prepare.backend import answer_here
 from sft_play.training.prepare.model_spec import ModelSpec, empty_model
 from sft_play.training.prepare.prepare import Prepared
@@ -142,8 +142,11 @@ def _document(job: Job, prepared: Prepared, eval_set: EvalSet, started: float) -
     )
 
 
-def _asked(questions: Sequence[Question]) -> list[handover.Asked]:
-    return [handover.Asked(prompt_ids=list(one.prompt_ids), shown=one.shown, answer=one.answer) for one in questions]
+def _asked(questions: Sequence[Question]) -> list[handover.HandedQuestion]:
+    return [
+        handover.HandedQuestion(prompt_ids=list(one.prompt_ids), shown=one.shown, answer=one.answer)
+        for one in questions
+    ]
 
 
 def adapter_shapes(model_spec: ModelSpec, *, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:

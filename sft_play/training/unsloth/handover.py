@@ -59,7 +59,7 @@ class Adapter(_Part):
     tensors: dict[str, list[int]]
 
 
-class Asked(_Part):
+class HandedQuestion(_Part):
     """A question of the exact match: the prompt as token ids, as shown, and the reference answer."""
 
     prompt_ids: list[int]
@@ -84,8 +84,8 @@ class Document(_Part):
     own_template: str | None
     splits: dict[str, Rows]
     held_out: str
-    asked: list[Asked]
-    asked_while_training: list[Asked]
+    asked: list[HandedQuestion]
+    asked_while_training: list[HandedQuestion]
     stop_ids: list[int]
     model: Model
     adapter: Adapter

@@ -35,7 +35,7 @@ PROBE_S = 300.0
 
 
 @dataclass(frozen=True)
-class Answer:
+class UnslothAnswer:
     """What Unsloth's environment reports: the device that Unsloth chose (cuda, hip, xpu, cpu), and versions."""
 
     device: str
@@ -86,7 +86,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return kept
 
 
-def ask(python: Path) -> Answer:
+def ask(python: Path) -> UnslothAnswer:
     """What the environment of this Python reports after importing Unsloth; asked once in a process.
 
     Raises:
@@ -97,7 +97,7 @@ def ask(python: Path) -> Answer:
 
 
 @functools.cache
-def _ask(python: Path, _: str | None) -> Answer:
+def _ask(python: Path, _: str | None) -> UnslothAnswer:
     with tempfile.TemporaryDirectory() as aside:
         try:
             process = subprocess.run(
@@ -121,4 +121,4 @@ def _ask(python: Path, _: str | None) -> Answer:
     answer: dict[str, Any] = json.loads(answers[-1])
     if "error" in answer:
         raise BackendError(f"{python} cannot run Unsloth: {one_line(str(answer['error']), limit=400)}")
-    return Answer(str(answer["device"]), dict(answer["versions"]))
+    return UnslothAnswer(str(answer["device"]), dict(answer["versions"]))
