@@ -501,7 +501,7 @@ def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
 def test_a_run_loads_no_command_on_data():
     """What trains counts and splits rows; process, style, preview, check and what writes files are commands on top."""
     code = (
-        "import sys; import sft_play.data.build.splits, sft_play.data.marks, sft_play.data.build.packing; "
+        "import sys; import sft_play.data.build.splits, sft_play.data.checks, sft_play.data.build.packing; "
         "names = ('process', 'style', 'preview', 'checks', 'written'); "
         "sys.exit(' '.join(name for name in names if f'sft_play.data.{name}' in sys.modules) or None)"
     )

@@ -1,16 +1,22 @@
-"""What a survey of the data means for a run: each finding ok, a warning or a problem, with what to do about it."""
+"""What a survey of the data means for a run: each finding ok, a warning or a problem, with what to do about it.
+
+`make check` says it of all rows, a run's log of its first ones.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import rows_text
-from sft_play.data.build.survey import Survey
+from sft_play.data.build.survey import TEMPLATE, RowMaker, Survey, survey_rows
+from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import METHODS
 from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
+from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import BadRow
 from sft_play.findings import Finding, failed, passed, skipped, warned
@@ -63,35 +69,30 @@ def _bad(
 def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
     """Rows with the same content: within a file, and between training and held-out files."""
     findings = []
-    repeated = [survey for survey in surveys.values() if survey.duplicates]
-    for survey in repeated:
-        assert survey.first_duplicate is not None
-        first, again = survey.first_duplicate
-        share = survey.duplicates / max(1, survey.rows)
-        findings.append(
-            warned(
-                "duplicates",
-                f"{rows_text(survey.duplicates)} of {survey.source} ({share:.1%}) with the content of an earlier one, "
-                f"such as row {again:,} with that of row {first:,}",
-                "keep one of each: make process SET=data.process.drop_duplicates=true",
+    for survey in surveys.values():
+        count, (first, again) = survey.repeats()
+        if count:
+            findings.append(
+                warned(
+                    "duplicates",
+                    f"{rows_text(count)} of {survey.source} ({count / max(1, survey.rows):.1%}) with the content of an "
+                    f"earlier one, such as row {again:,} with that of row {first:,}",
+                    "keep one of each: make process SET=data.process.drop_duplicates=true",
+                )
             )
-        )
-    if not repeated:
+    if not findings:
         findings.append(passed("duplicates", "no row is twice in its file"))
     files = [survey for survey in surveys.values() if survey.split != "text"]
     pairs = [pair for pair in itertools.combinations(files, 2) if pair[0].split != pair[1].split]
     leaks = []
     for one, other in pairs:
-        shared = one.digests.keys() & other.digests.keys()
-        if shared:
-            # the earliest row's, so that the message is the same each time
-            digest = min(shared, key=one.digests.__getitem__)
-            rows = f"row {one.digests[digest]:,} of {one.source} and row {other.digests[digest]:,} of {other.source}"
+        count, (row, same) = one.shared_with(other)
+        if count:
             leaks.append(
                 warned(
                     "leaks",
-                    f"{len(shared):,} contents are in {one.split} and in {other.split}, such as {rows}: figures on "
-                    f"{other.split} flatter the model",
+                    f"{count:,} contents are in {one.split} and in {other.split}, such as row {row:,} of {one.source} "
+                    f"and row {same:,} of {other.source}: figures on {other.split} flatter the model",
                     "leave them out of one: make process SET=data.process.drop_leaks=true",
                 )
             )
@@ -252,3 +253,82 @@ def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str
         f"{names.get(key, key)} {share:.1%}{' (this run)' if key == own else ''}" for key, share in shares.items()
     ]
     return [passed("padding", f"of the tokens in batches of {micro_batch}: {', '.join(listed)}")]
+
+
+# Roles and marks
+
+
+def judge_roles(survey: Survey) -> list[Finding]:
+    """Trained tokens of each role."""
+    if not survey.role_rows:
+        return []
+    order = sorted(survey.roles, key=lambda role: (role == TEMPLATE, -survey.roles[role][0]))
+    shares = ", ".join(f"{role} {survey.roles[role][1]:,} of {survey.roles[role][0]:,}" for role in order)
+    of = "" if survey.role_rows == survey.kept else f", counted in {survey.role_rows:,} of {survey.kept:,} rows"
+    return [passed("tokens by role", f"trained in {survey.split}: {shares}{of}")]
+
+
+def judge_marks(survey: Survey, tokenizer: Any, *, adds_bos: bool) -> list[Finding]:
+    """BOS on all rows or none, trained parts that end with a special token, padding that is not trained."""
+    if not survey.kept or survey.texts:
+        return []
+    name = tokenizer.bos_token
+    if survey.with_bos not in (0, survey.kept):
+        bos = warned(
+            "BOS",
+            f"{survey.with_bos:,} of {survey.kept:,} rows of {survey.split} begin with {name}, the others do not",
+            "give data.chat_template a template that writes it always or never",
+        )
+    elif adds_bos and not survey.with_bos:
+        bos = warned(
+            "BOS",
+            f"the tokenizer puts {name} before a text, and the chat template writes none: rows begin without it",
+            "fine if the model was trained like that; otherwise give data.chat_template one that writes it",
+        )
+    else:
+        every = f"every row of {survey.split} begins with one {name}"
+        bos = passed("BOS", every if survey.with_bos else "none, as the tokenizer has it")
+    return [bos, _end(survey, tokenizer), _pad(survey, tokenizer)]
+
+
+def _end(survey: Survey, tokenizer: Any) -> Finding:
+    names = [str(tokenizer.convert_ids_to_tokens(number)) for number, _ in survey.ends.most_common(3)]
+    if survey.open_ends:
+        return warned(
+            "end of turn",
+            f"{survey.open_ends:,} of {survey.kept:,} rows of {survey.split} have an answer that ends with no special "
+            f"token (the first: {one_line(survey.first_open_end)}): the model does not learn to stop there",
+            "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
+            "assistant's turn with a token",
+        )
+    eos = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
+    added = ", ".join(f"{one_line(end)} after {rows:,} rows" for end, rows in survey.added_ends.most_common(3))
+    if added:
+        added = f"; the chat template does not end a last turn: {added} is added, as a next turn would begin"
+    return passed("end of turn", f"every trained answer ends with {' or '.join(names)}, which is trained{eos}{added}")
+
+
+def _pad(survey: Survey, tokenizer: Any) -> Finding:
+    if survey.pad_trained:
+        return warned(
+            "padding token",
+            f"{survey.pad_trained:,} rows of {survey.split} train {tokenizer.pad_token}, which also pads; padding is "
+            "masked by length, so it is still learned",
+            "fine if the template ends turns with it",
+        )
+    same = ", which is also the end token" if tokenizer.pad_token_id == tokenizer.eos_token_id else ""
+    return passed("padding token", f"{tokenizer.pad_token}{same}; padding is masked by length, never by its id")
+
+
+FIRST_ROWS = 200
+"""Rows that the first lines of a run's log describe."""
+
+
+def first_lines(path: AnySource, renderer: Renderer, tokenizer: Any, *, task_mode: str) -> list[str]:
+    """The masks of the training file's first rows: trained tokens by role, BOS, end of turn, padding."""
+    maker = RowMaker(renderer, task_mode=task_mode)
+    is_text = task_mode == "cpt"
+    survey = survey_rows(path, renderer.data, "train", maker=maker, text_wanted=is_text, rows=FIRST_ROWS)
+    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    checks = [*judge_roles(survey), *judge_marks(survey, tokenizer, adds_bos=adds_bos)]
+    return [f"First {survey.rows} rows: {check.name}: {check.found}" for check in checks]

@@ -69,10 +69,3 @@ def prepare_hub(config: RunConfig) -> None:
     if config.model.name != BASE_NAME:
         with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
             offline_without_hub(config.model.name)
-
-
-def split_of(part: str) -> str:
-    """The split that a part of `DataPaths.files` belongs to."""
-    if part.startswith("source "):
-        return "val" if part.endswith(" (val)") else "train"
-    return part

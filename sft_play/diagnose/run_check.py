@@ -15,15 +15,15 @@ from typing import Any
 from sft_play.cache import cache_dir
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
-from sft_play.data import checks, marks
-from sft_play.data.build.survey import RowMaker, Survey, Surveyor
+from sft_play.data import checks
+from sft_play.data.build.survey import RowMaker, Survey, survey_rows
 from sft_play.data.preview import Shown, example_line
-from sft_play.data.sources.files import AnySource, data_paths, find_source
+from sft_play.data.sources.files import AnySource, data_paths, find_source, split_of
 from sft_play.data.token_pieces import TokenBytes, pieces_of
 from sft_play.diagnose import doctor, engines
 from sft_play.diagnose.check_report import Report
 from sft_play.diagnose.doctor import Planned
-from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub, split_of, tokenizer_of
+from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub, tokenizer_of
 from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder
@@ -170,10 +170,10 @@ class _Checks:
             yield failed("data files", str(error), "name files that exist")
             files = _existing_files(config.data)
         surveys: dict[str, Survey] = {}
-        surveyor = Surveyor(config.data, tokenizer=self._tokenizer, maker=self._maker)
+        named = {part for part, _ in files}
         for part, path in files:
             try:
-                surveys[part] = surveyor.survey(path, split_of(part), text_wanted=config.task_mode == "cpt")
+                surveys[part] = self._survey(part, path, has_val="val" in named or f"{part} (val)" in named)
             except SftPlayError as error:
                 yield failed(f"rows: {part}", str(error), "fix the file, or give another one")
                 continue
@@ -190,6 +190,17 @@ class _Checks:
         elif surveys:
             yield skipped("masks", "not without a tokenizer and a template; see there")
 
+    def _survey(self, part: str, path: AnySource, *, has_val: bool) -> Survey:
+        """Every row of a file, counted; with a tokenizer from the cache of rows, which a run would read."""
+        config, maker = self._config, self._maker
+        if maker is None:
+            is_text = config.task_mode == "cpt" or part == "text"
+            return survey_rows(path, config.data, split_of(part), text_wanted=is_text)
+        from sft_play.data.build.splits import survey_source
+
+        tokenizer = maker.renderer.parts
+        return survey_source(config, path, part, tokenizer, max_seq_len=maker.max_seq_len, has_val=has_val)
+
     def _masks(self, surveys: dict[str, Survey]) -> Iterator[Finding]:
         config, maker = self._config, self._maker
         assert maker is not None
@@ -199,11 +210,11 @@ class _Checks:
             yield from checks.judge_masks(survey, config.data)
             yield from checks.judge_texts(survey, config.data)
         for survey in chats[:1]:
-            yield from marks.judge_roles(survey)
+            yield from checks.judge_roles(survey)
             # a template that writes BOS, with a tokenizer that adds one, gives an engine's prompts two
             plain = self._tokenizer("x")["input_ids"]
             adds_bos = bool(plain) and plain[0] == self._tokenizer.bos_token_id
-            yield from marks.judge_marks(survey, self._tokenizer, adds_bos=adds_bos)
+            yield from checks.judge_marks(survey, self._tokenizer, adds_bos=adds_bos)
             yield from self._example(survey)
         for survey in chats:
             yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)

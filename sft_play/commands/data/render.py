@@ -11,9 +11,9 @@ from sft_play.commands.data.rows import first_stage, refuse_source
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.data.rendered import RenderedFile, refuse_bad, render_file
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import data_paths, split_of
 from sft_play.data.written import OutputFolder
-from sft_play.diagnose.row_tools import SPLITS, prepare_hub, split_of, tools_of
+from sft_play.diagnose.row_tools import SPLITS, prepare_hub, tools_of
 from sft_play.errors import DataError
 
 HELP = {"render": "write the text that the model will see, one row per example, with its mask as spans"}

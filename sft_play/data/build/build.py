@@ -3,7 +3,7 @@
 A cache is keyed by everything that decides a row's tokens: the content of the files, the tokenizer with its template,
 the options that matter, and this code. It is written aside and renamed when it is complete; another rank or run that
 needs it meanwhile waits for the lock. The counts of its rows, bad ones included, are kept beside it: `splits.py`
-decides at every start whether a run may continue with them.
+decides at every start whether a run may continue with them, and `make check` says what they mean.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pickle
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
 from sft_play.data.build.file_digests import digest_of
 from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
+from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, RowOutcome, Survey, no_document
 from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
 from sft_play.data.masks.render import Draft, Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.examples import characters, example_of
 from sft_play.data.sources.files import AnySource, Part, data_files, read_part
-from sft_play.data.sources.formats import Example, Format, Text, content_share, first_format
+from sft_play.data.sources.formats import Chat, Example, Format, Text, content_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.heap import give_back
@@ -67,6 +68,7 @@ class Recipe:
     documents: bool = False
     held_share: float = 0.0
     keeps_chats: bool = False
+    task_mode: str = "sft"
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,11 @@ class Built:
     def digests(self, name: str) -> Any:
         """Eight bytes for the tokens of each row, or each document: uint64 of shape [rows], sorted, no two alike."""
         return np.load(self.folder / _DIGESTS.format(name))
+
+    def survey(self) -> Survey:
+        """The counts of all rows, those that are split off too."""
+        survey: Survey = pickle.loads((self.folder / _SURVEY).read_bytes())
+        return survey
 
     def dataset(self, name: str) -> Any:
         """The rows as a mapped `datasets.Dataset`; None where there are none."""
@@ -129,7 +136,7 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
         "options": options,
         "limit": recipe.max_seq_len,
         "date": str(recipe.today) if recipe.tokenizer.writes_date and not recipe.data.template_date else "",
-        "kind": [split, recipe.documents, recipe.held_share, recipe.keeps_chats],
+        "kind": [split, recipe.documents, recipe.held_share, recipe.keeps_chats, recipe.task_mode],
         "source": str(source),
         "content": [[part.name, part.kind, _content(part)] for part in parts],
     }
@@ -153,6 +160,7 @@ def _content(part: Part) -> str:
 
 
 _META = "meta.pickle"
+_SURVEY = "survey.pickle"
 _DIGESTS = "{}.digests.npy"
 _WAITING = "Data: another process is preparing the same rows; waiting for it"
 
@@ -200,6 +208,9 @@ def _rows_of(
         pieces = pieces_of(part, count=count, total_bytes=total)
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
     count = min(count, len(jobs))
+    if count > 1:
+        share = max(ROLE_ROWS // len(jobs), FEWEST_ROLE_ROWS)
+        jobs = [replace(job, role_rows=share) for job in jobs]
     news = News(f"Data {split}", "prepared")
     if count > 1:
         results = together(jobs, _Maker, recipe, count=count, done=lambda result: news.add(result.stats[KEPT].rows))
@@ -208,12 +219,15 @@ def _rows_of(
         results = (maker(job, news=news) for job in jobs)
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
     digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
-    stats = _no_rows(recipe)
+    stats, survey = _no_rows(recipe), _no_survey(recipe)
     for result in results:
+        survey.add(result.survey)
         for name, file in result.files.items():
             files[name].append(file)
             digests[name].append(result.digests[name])
             stats[name].add(result.stats[name])
+    survey.format = ", ".join(dict.fromkeys(job.shape.name for job in jobs if job.shape)) or survey.format
+    (folder / _SURVEY).write_bytes(pickle.dumps(survey))
     formats = ", ".join(name for name, _ in stats[KEPT].formats.most_common())
     for name, side in stats.items():
         every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
@@ -229,20 +243,26 @@ def _no_rows(recipe: Recipe) -> _Stats:
     return {name: RowStats(cost=LimitCost(recipe.data.truncate)) for name in (KEPT, HELD)}
 
 
+def _no_survey(recipe: Recipe) -> Survey:
+    return Survey(cost=LimitCost(recipe.data.truncate))
+
+
 @dataclass(frozen=True)
 class _Job:
-    """A piece of a file, its format, and where its rows go."""
+    """A piece of a file, its format, and where its rows go; tokens are counted by role in about `role_rows` rows."""
 
     number: int
     part: Part
     shape: Format | None
     folder: str
+    role_rows: int = ROLE_ROWS
 
 
 @dataclass(frozen=True)
 class _Result:
     files: dict[str, str]
     stats: _Stats
+    survey: Survey
     digests: dict[str, Any]
 
 
@@ -258,7 +278,8 @@ class _Maker:
 
     def __call__(self, job: _Job, *, news: News | None = None) -> _Result:
         """The rows of a piece, written into its files."""
-        stats = _no_rows(self._recipe)
+        stats, survey = _no_rows(self._recipe), _no_survey(self._recipe)
+        counter = RowCounter(self._renderer, role_rows=job.role_rows)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_garbage_collection_paused())
             writers = {
@@ -266,15 +287,20 @@ class _Maker:
                 name: stack.enter_context(self._writer(job, name))
                 for name in ((KEPT, HELD) if self._recipe.held_share else (KEPT,))
             }
-            for batch in self._batches(job, stats):
-                self._write(batch, stats[batch.name], writers[batch.name])
+            for batch in self._batches(job, stats, survey):
+                if self._recipe.documents:
+                    rows, examples = self._documents(batch, stats[batch.name], survey)
+                else:
+                    rows, examples = self._rows(batch, stats[batch.name], survey, counter)
+                writers[batch.name].write(rows, examples)
                 gc.collect(0)
-                give_back(max(map(characters, batch.examples), default=0))
+                give_back(max((characters(example) for _, example in batch.examples), default=0))
                 if news is not None:
                     news.add(len(batch.examples))
         return _Result(
             {name: writer.path.name for name, writer in writers.items()},
             stats,
+            survey,
             {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
         )
 
@@ -284,14 +310,14 @@ class _Maker:
         keeps_chats = recipe.keeps_chats and is_held_out and not recipe.documents
         return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
 
-    def _batches(self, job: _Job, stats: _Stats) -> Iterator[_Batch]:
+    def _batches(self, job: _Job, stats: _Stats, survey: Survey) -> Iterator[_Batch]:
         """The piece's examples in batches: one is tokenised while the next is read and rendered."""
         before: _Batch | None = None
         # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
         with ThreadPoolExecutor(1) as tokenizer:
-            for examples in _in_batches(self._examples(job, stats[KEPT])):
+            for examples in _in_batches(self._examples(job, stats[KEPT], survey)):
                 for name, share in self._by_side(examples).items():
-                    for example in share:
+                    for _, example in share:
                         stats[name].count_example(example)
                     batch = self._submit(name, share, tokenizer)
                     if before is not None:
@@ -300,60 +326,71 @@ class _Maker:
             if before is not None:
                 yield before
 
-    def _submit(self, name: str, examples: Sequence[Example], tokenizer: ThreadPoolExecutor) -> _Batch:
+    def _submit(self, name: str, examples: Sequence[_Numbered], tokenizer: ThreadPoolExecutor) -> _Batch:
         """A batch that is rendered and handed to the tokenizer's thread."""
         renderer = self._renderer
         if self._recipe.documents:
-            texts = [example for example in examples if isinstance(example, Text)]
-            return _Batch(name, texts, [], tokenizer.submit(renderer.documents, [text.text for text in texts]))
-        expanded = [one for example in examples for one in renderer.expand(example)]
-        drafts = renderer.drafts(expanded)
+            texts = [example.text for _, example in examples if isinstance(example, Text)]
+            return _Batch(name, examples, [], tokenizer.submit(renderer.documents, texts))
+        expanded = [(number, one) for number, example in examples for one in renderer.expand(example)]
+        drafts = renderer.drafts([example for _, example in expanded])
         return _Batch(name, expanded, drafts, tokenizer.submit(renderer.encodings, drafts))
 
-    def _examples(self, job: _Job, stats: RowStats) -> Iterator[Example]:
-        """The piece's examples; bad rows are only counted."""
+    def _examples(self, job: _Job, stats: RowStats, survey: Survey) -> Iterator[_Numbered]:
+        """The piece's examples with the numbers of their rows; bad rows are only counted."""
         data = self._recipe.data
-        for raw in read_part(job.part):
-            stats.rows += 1
+        for number, raw in enumerate(read_part(job.part), start=1):
+            stats.rows = survey.rows = number
             example = example_of(raw, job.shape, data)
             if isinstance(example, BadRow):
                 stats.count_bad(example)
-            else:
-                if job.shape is not None:
-                    stats.formats[job.shape.name] += 1
-                yield example if self._recipe.documents else self._renderer.as_chat(example)
+                survey.count_bad(example)
+                continue
+            if job.shape is not None:
+                stats.formats[job.shape.name] += 1
+            if not self._recipe.documents:
+                example = self._renderer.as_chat(example)
+            survey.count_content(example, number)
+            yield number, example
 
-    def _by_side(self, batch: Sequence[Example]) -> dict[str, list[Example]]:
+    def _by_side(self, batch: Sequence[_Numbered]) -> dict[str, list[_Numbered]]:
         """A batch divided into what is kept and what is split off."""
         share = self._recipe.held_share
         if not share:
             return {KEPT: list(batch)}
-        sides: dict[str, list[Example]] = {KEPT: [], HELD: []}
-        for example in batch:
-            sides[HELD if content_share(example) < share else KEPT].append(example)
+        sides: dict[str, list[_Numbered]] = {KEPT: [], HELD: []}
+        for number, example in batch:
+            sides[HELD if content_share(example) < share else KEPT].append((number, example))
         return sides
 
-    def _write(self, batch: _Batch, stats: RowStats, writer: RowWriter) -> None:
-        """Wait for a batch's tokens; count and write its rows."""
-        tokens = batch.tokens.result()
-        if self._recipe.documents:
-            documents = [TokenRow(one.where, ids, []) for one, ids in zip(batch.examples, tokens, strict=True)]
-            stats.kept += len(documents)
-            texts = (one.text for one in batch.examples if isinstance(one, Text))
-            stats.special_rows += sum(self._renderer.specials.count(text) > 0 for text in texts)
-            stats.tokens += sum(len(row.input_ids) for row in documents)
-            writer.write(documents, batch.examples)
-            return
-        rows = []
-        examples = []
-        for example, whole in zip(batch.examples, self._renderer.tokenised(batch.drafts, tokens), strict=True):
+    def _documents(self, batch: _Batch, stats: RowStats, survey: Survey) -> _Written:
+        """A batch's documents as rows, counted; chats among them are none."""
+        texts = [example for _, example in batch.examples if isinstance(example, Text)]
+        for _, example in batch.examples:
+            if isinstance(example, Chat):
+                survey.count_unmasked(BadRow(example.where, no_document(self._recipe.task_mode)))
+        rows = [TokenRow(one.where, ids, []) for one, ids in zip(texts, batch.tokens.result(), strict=True)]
+        stats.special_rows += sum(self._renderer.specials.count(one.text) > 0 for one in texts)
+        for counts in (stats, survey):
+            counts.kept += len(rows)
+            counts.tokens += sum(len(row.input_ids) for row in rows)
+        return rows, texts
+
+    def _rows(self, batch: _Batch, stats: RowStats, survey: Survey, counter: RowCounter) -> _Written:
+        """A batch's rows within max_seq_len, counted, with their examples."""
+        rows: list[TokenRow] = []
+        examples: list[Example] = []
+        made = self._renderer.tokenised(batch.drafts, batch.tokens.result())
+        for (number, example), whole in zip(batch.examples, made, strict=True):
             if isinstance(whole, BadRow):
                 stats.count_bad(whole)
+                counter.count(survey, RowOutcome(number, example, None, whole))
                 continue
+            row = self._renderer.cut(whole)
+            counter.count(survey, RowOutcome(number, example, whole, row))
             # rows that fit keep all at any limit that could be proposed: only the others are worth counting
             if len(whole.labels) > self._recipe.max_seq_len:
                 stats.cost.add(len(whole.labels), trained_runs(whole.labels))
-            row = self._renderer.cut(whole)
             if isinstance(row, BadRow):  # for its length alone
                 stats.count_too_long(whole, row)
                 continue
@@ -361,7 +398,12 @@ class _Maker:
             stats.count_kept(row)
             rows.append(row)
             examples.append(example)
-        writer.write(rows, examples)
+        return rows, examples
+
+
+_Numbered = tuple[int, Example]
+"""An example with the number of its row in the piece, from 1."""
+_Written = tuple[Sequence[TokenRow], Sequence[Example]]
 
 
 @dataclass(frozen=True)
@@ -369,21 +411,21 @@ class _Batch:
     """Examples in the tokenizer's thread: those of documents have no drafts, and lists of ids as tokens."""
 
     name: str
-    examples: Sequence[Example]
+    examples: Sequence[_Numbered]
     drafts: Sequence[Draft | BadRow]
     tokens: Future[list[Any]]
 
 
-def _in_batches(examples: Iterable[Example]) -> Iterator[list[Example]]:
+def _in_batches(examples: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
     """Up to BATCH_ROWS examples at once, fewer where they are long."""
-    batch: list[Example] = []
+    batch: list[_Numbered] = []
     chars = 0
-    for example in examples:
+    for number, example in examples:
         size = characters(example)
         if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
             yield batch
             batch, chars = [], 0
-        batch.append(example)
+        batch.append((number, example))
         chars += size
     if batch:
         yield batch

@@ -23,11 +23,12 @@ from sft_play.data.build.arrow_rows import chat_of
 from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
 from sft_play.data.build.stats import RowStats
+from sft_play.data.build.survey import Survey
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
-from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part
+from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
 from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import BadRow
@@ -132,6 +133,20 @@ def build_splits(
     return _Builder(config, parts, max_seq_len, positions, today or date.today()).build(paths)
 
 
+def survey_source(
+    config: RunConfig, source: AnySource, part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
+) -> Survey:
+    """The counts of every row of a part of `DataPaths.files`: of the rows that a run with this config trains on, which
+    are built now where they are not in the cache.
+
+    Raises:
+        DataError: a file cannot be read, its columns are those of no format, or the cache cannot be written.
+    """
+    check_columns(config.data)
+    builder = _Builder(config, TokenizerParts.of(tokenizer), max_seq_len, None, date.today())
+    return builder.survey(source, part, has_val=has_val)
+
+
 class _Builder:
     def __init__(
         self, config: RunConfig, tokenizer: TokenizerParts, max_seq_len: int, positions: int | None, today: date
@@ -168,16 +183,30 @@ class _Builder:
             train, val = self._mixed(train, val, paths.text)
         return Splits(train, val, self._finished(test) if test else None, (*paths.notes, *self._notes))
 
-    def _recipe(self, *, documents: bool, held_share: float, keeps_chats: bool) -> Recipe:
-        return Recipe(
+    def survey(self, source: AnySource, part: str, *, has_val: bool) -> Survey:
+        """The counts of a part of `DataPaths.files`; `has_val` says that validation rows are given for it."""
+        share = 0.0
+        if part == "text":
+            share = self._config.data.val_fraction or (HELD_TEXT_FRACTION if has_val else 0.0)
+        elif split_of(part) == "train" and not has_val:
+            share = self._config.data.val_fraction
+        split = "train" if part == "text" else split_of(part)
+        survey = self._built(source, split, documents=self._is_text or part == "text", held_share=share).survey()
+        survey.source, survey.split = str(source), split_of(part)
+        return survey
+
+    def _built(self, source: AnySource, split: str, *, documents: bool, held_share: float) -> Built:
+        recipe = Recipe(
             self._tokenizer,
             self._config.data,
             self._max_seq_len,
             self._today,
             documents=documents,
             held_share=held_share,
-            keeps_chats=keeps_chats,
+            keeps_chats=split != "train" or held_share > 0,  # needed where answers are generated
+            task_mode=self._config.task_mode,
         )
+        return build(source, recipe, split=split, workers=self._config.data.workers)
 
     def _source(
         self, source: AnySource, split: str, *, documents: bool, held_share: float = 0.0
@@ -185,9 +214,7 @@ class _Builder:
         """The rows of a source, and those split off it."""
         if documents and held_share and (few := self._few_documents(source, split)) is not None:
             return self._ends_split_off(few, source, held_share)
-        keeps = split != "train" or held_share > 0  # conversations are needed where answers are generated
-        recipe = self._recipe(documents=documents, held_share=held_share, keeps_chats=keeps)
-        built = build(source, recipe, split=split, workers=self._config.data.workers)
+        built = self._built(source, split, documents=documents, held_share=held_share)
         kept = _of_cache(built, KEPT, str(source))
         if not kept.report.rows:
             raise DataError(f"{source} has no rows")
@@ -380,8 +407,7 @@ class _Builder:
 
     def _ends_split_off(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[Split, Split | None]:
         """The beginnings of a few long documents, and their ends for validation."""
-        recipe = self._recipe(documents=True, held_share=0.0, keeps_chats=False)
-        renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=self._max_seq_len, today=self._today)
+        renderer = Renderer(self._tokenizer, self._config.data, max_seq_len=self._max_seq_len, today=self._today)
         cuts = [int(len(text.text) * (1 - share)) for text in texts]
         pieces = {
             KEPT: [text.text[:cut] for text, cut in zip(texts, cuts, strict=True)],

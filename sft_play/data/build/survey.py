@@ -1,30 +1,28 @@
-"""Every row of a data file as it will be trained, counted: for `make check` and the first lines of a run's log.
+"""What is counted of every row of a source while its rows are built: for `make check` and the first lines of a log.
 
 Of each row only a digest and a length are kept.
 """
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import itertools
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from typing import Any
+
+import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import LimitCost, RowStats, add_up, trained_runs
-from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
+from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
-from sft_play.data.sources.examples import ExampleReader, characters, example_of
-from sft_play.data.sources.files import AnySource, Part, data_files, read_part
-from sft_play.data.sources.formats import Chat, Example, Format, check_columns, content_digest, first_format
+from sft_play.data.sources.examples import ExampleReader, characters
+from sft_play.data.sources.files import AnySource
+from sft_play.data.sources.formats import Chat, Example, content_digest
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import BadRow
 from sft_play.heap import give_back
@@ -68,21 +66,19 @@ def tokens_by_role(
     return counts
 
 
-# The whole file
+# Counts
 
 
 @dataclass
 class Survey(RowStats):
-    """The counts of one split's rows, and their contents, lengths and ends of turns, which training does not need."""
+    """The counts of a source's rows, and their contents, lengths and ends of turns, which training does not need."""
 
     split: str = ""
     unmasked: Counter[str] = field(default_factory=Counter)
     """Rows that can be read and get no exact mask, by reason."""
     first_unmasked: list[BadRow] = field(default_factory=list)
-    digests: dict[bytes, int] = field(default_factory=dict)
-    """Row number (from 1) of the first row with a content, by sixteen bytes of its digest."""
-    duplicates: int = 0
-    first_duplicate: tuple[int, int] | None = None
+    contents: array[int] = field(default_factory=lambda: array("Q"))
+    """Eight bytes of the digest of each row's content; 0 for a row that cannot be read."""
     special_in_text: int = 0
     """Special tokens that texts spell."""
     first_special: str = ""
@@ -112,13 +108,14 @@ class Survey(RowStats):
             self.first_unmasked.append(row)
 
     def count_content(self, example: Example, number: int) -> None:
-        """Count an example, and whether an earlier row has the same content."""
-        # 16 of 32 bytes: a million rows are 16 MB, and no two contents share them by chance
-        first = self.digests.setdefault(content_digest(example)[:16], number)
-        if first != number:
-            self.duplicates += 1
-            self.first_duplicate = self.first_duplicate or (first, number)
+        """Count an example, the row of this number."""
+        self._fill(number - 1)
+        # 8 of 32 bytes: a million rows are 8 MB, and no two contents share them by chance
+        self.contents.append(int.from_bytes(content_digest(example)[:8], "big"))
         self.count_example(example)
+
+    def _fill(self, rows: int) -> None:
+        self.contents.extend(itertools.repeat(0, rows - len(self.contents)))
 
     def count_rendered(self, whole: TokenRow) -> None:
         """Count how a row was rendered, and the special tokens that its texts spell."""
@@ -129,26 +126,114 @@ class Survey(RowStats):
             self.special_documents += whole.method == "document"
 
     def add(self, other: RowStats) -> None:
-        """Add the rows of a later piece of the same split, whose rows are numbered from 1 too."""
+        """Add the rows of a later piece of the same source, whose rows are numbered from 1 too."""
         assert isinstance(other, Survey)
-        before = self.rows
-        repeats = [self.first_duplicate] if self.first_duplicate else []
-        if other.first_duplicate:
-            first, again = other.first_duplicate
-            repeats.append((first + before, again + before))
-        for digest, number in other.digests.items():
-            first = self.digests.setdefault(digest, number + before)
-            if first != number + before:
-                self.duplicates += 1
-                repeats.append((first, number + before))
-        # pieces are added in the order of the file, so the earliest repeat may be of this piece or across the two
-        self.first_duplicate = min(repeats, key=lambda repeat: repeat[1], default=None)
+        self._fill(self.rows)
         if self.first is None and other.first is not None:
             number, whole = other.first
-            self.first = (number + before, whole)
-        add_up(self, other, but=("digests", "first", "first_duplicate", "roles"))
+            self.first = (number + self.rows, whole)
+        add_up(self, other, but=("first", "roles"))
         for role, counted in other.roles.items():
             self.roles[role] = [sum(pair) for pair in zip(self.roles.get(role, (0, 0)), counted, strict=True)]
+
+    def repeats(self) -> tuple[int, tuple[int, int]]:
+        """How many rows have the content of an earlier one, and the numbers of the first such pair; (0, 0) for none."""
+        numbers, contents = self._readable()
+        _, first, which = np.unique(contents, return_index=True, return_inverse=True)
+        earlier = first[which]
+        again = np.flatnonzero(earlier != np.arange(len(contents)))
+        if not len(again):
+            return 0, (0, 0)
+        return len(again), (int(numbers[earlier[again[0]]]), int(numbers[again[0]]))
+
+    def shared_with(self, other: Survey) -> tuple[int, tuple[int, int]]:
+        """How many contents are in both, and the numbers of two rows with the earliest of them; (0, 0) for none."""
+        (mine, contents), (theirs, others) = self._readable(), other._readable()
+        both, here, there = np.intersect1d(contents, others, return_indices=True)  # the first row with each content
+        if not len(both):
+            return 0, (0, 0)
+        earliest = int(np.argmin(here))
+        return len(both), (int(mine[here[earliest]]), int(theirs[there[earliest]]))
+
+    def _readable(self) -> tuple[Any, Any]:
+        """Numbers of the rows that can be read, and their contents: of shape [rows]."""
+        contents = np.array(self.contents, np.uint64)
+        places = np.flatnonzero(contents)
+        return places + 1, contents[places]
+
+
+class RowCounter:
+    """Counts rows as they are made with one tokenizer; tokens by role in about `role_rows` of them."""
+
+    def __init__(self, renderer: Renderer, *, role_rows: int = ROLE_ROWS) -> None:
+        self._renderer, self._role_rows = renderer, role_rows
+        parts, backend = renderer.parts, renderer.encoder.backend
+        pad = dict(parts.special_map).get("pad_token")
+        # a tokenizer without a pad token of its own pads with eos
+        self._pad = None if pad is None or pad == parts.eos else backend.token_to_id(pad)
+        added = (number for number, _, _ in parts.added)
+        self._special = frozenset(added) | frozenset(map(backend.token_to_id, parts.special))
+
+    def count(self, survey: Survey, outcome: RowOutcome) -> None:
+        """Count a row that was rendered, or could not be."""
+        whole, row = outcome.whole, outcome.row
+        if whole is None:
+            assert isinstance(row, BadRow)
+            survey.count_unmasked(row)
+            return
+        runs = trained_runs(whole.labels)
+        survey.cost.add(len(whole.labels), runs)
+        survey.count_rendered(whole)
+        if isinstance(row, BadRow):  # for its length alone: that of another reason has no whole row
+            survey.count_too_long(whole, row)
+            return
+        survey.first = survey.first or (outcome.number, whole)
+        survey.count_kept(row)
+        survey.lengths.append(len(row.input_ids))
+        bos = self._renderer.parts.bos_id
+        survey.with_bos += bos is not None and bool(whole.input_ids) and whole.input_ids[0] == bos
+        survey.pad_trained += self._pad is not None and self._pad in row.labels
+        self._count_ends(survey, whole, runs)
+        if isinstance(outcome.example, Chat):
+            self._count_roles(survey, outcome.example, whole)
+
+    def _count_ends(self, survey: Survey, whole: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
+        """Whether each trained part ends with a special token, a line break behind it aside."""
+        is_open = False
+        for begin, end in runs:
+            last = reversed(whole.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
+            special = next((number for number in last if number in self._special), None)
+            if special is None:
+                is_open = True
+            else:
+                survey.ends[special] += 1
+        if whole.added_end:
+            survey.added_ends[whole.added_end.strip()] += 1
+        if is_open and whole.method != "document":
+            survey.open_ends += 1
+            survey.first_open_end = survey.first_open_end or whole.where
+
+    def _count_roles(self, survey: Survey, chat: Chat, whole: TokenRow) -> None:
+        """Tokens by role, in a sample of the rows: tokenising them again with offsets takes time."""
+        counted = survey.role_rows
+        if counted >= self._role_rows or (counted >= 100 and survey.kept % (counted // 10)):
+            return
+        encoded = self._renderer.encoded(whole.text)
+        if encoded.ids != list(whole.input_ids):
+            return  # a text that spells a special token is tokenised differently
+        survey.role_rows += 1
+        for role, (tokens, trained) in tokens_by_role(chat, whole.text, whole.labels, encoded.offsets).items():
+            entry = survey.roles.setdefault(role, [0, 0])
+            entry[0] += tokens
+            entry[1] += trained
+
+
+# Rows, one batch after the other
+
+
+def no_document(task_mode: str) -> str:
+    """Why a chat is no document."""
+    return f"task_mode is {task_mode}, which takes plain text here, and the row is a chat"
 
 
 @dataclass(frozen=True)
@@ -195,8 +280,8 @@ class RowMaker:
         rows = []
         for number, example in expanded:
             if joined and isinstance(example, Chat):
-                reason = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
-                rows.append(RowOutcome(number, example, None, BadRow(example.where, reason)))
+                row = BadRow(example.where, no_document(self.task_mode))
+                rows.append(RowOutcome(number, example, None, row))
                 continue
             whole = next(rendered)
             if isinstance(whole, BadRow):
@@ -228,209 +313,40 @@ def row_outcomes(
     give_back(longest)
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Ids of a tokenizer's special tokens; None where it has no such token."""
+def survey_rows(
+    source: AnySource,
+    data: DataConfig,
+    split: str,
+    *,
+    maker: RowMaker | None = None,
+    text_wanted: bool = False,
+    rows: int | None = None,
+) -> Survey:
+    """The rows of a source counted in this process, all or the first `rows`; without a `maker` they are only read.
 
-    bos: int | None
-    pad: int | None
-    eos: int | None
-    special: frozenset[int]
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> Marks:
-        """The special tokens of a transformers tokenizer."""
-        special = frozenset(getattr(tokenizer, "added_tokens_decoder", {})) | frozenset(tokenizer.all_special_ids)
-        return cls(tokenizer.bos_token_id, tokenizer.pad_token_id, tokenizer.eos_token_id, special)
-
-
-@dataclass(frozen=True)
-class Inquiry:
-    """What a survey needs to count rows, in a form that can be sent to another process.
-
-    Without `marks` there is no tokenizer, and rows are only read. `document`: the plain text of `task_mode: cpt_mixed`.
-    Tokens are counted by role in about `role_rows` rows.
+    Raises:
+        DataError: the whole file cannot be read, or its columns are those of no format.
     """
+    survey = Survey(str(source), split=split, cost=LimitCost(data.truncate))
+    reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
 
-    split: str
-    data: DataConfig
-    task_mode: str
-    document: bool
-    marks: Marks | None = None
-    tokenizer: TokenizerParts | None = None
-    max_seq_len: int = 0
-    today: date | None = None
-    role_rows: int = ROLE_ROWS
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """A piece of a file, and the file's format."""
-
-    part: Part
-    shape: Format | None
-
-
-class Surveyor:
-    """Surveys splits with one tokenizer; without a `maker` rows are only read."""
-
-    def __init__(self, data: DataConfig, *, tokenizer: Any = None, maker: RowMaker | None = None) -> None:
-        self._data, self._maker = data, maker
-        self._marks = Marks.of(tokenizer) if tokenizer is not None and maker is not None else None
-
-    def survey(self, path: AnySource, split: str, *, text_wanted: bool = False, rows: int | None = None) -> Survey:
-        """Every row of a file, read, rendered and counted, or the first `rows`; `split` is train, val, test, or text.
-
-        Large files are read by several processes (data.workers), unless only the first rows are asked for.
-
-        Raises:
-            DataError: the whole file cannot be read, or its columns are those of no format.
-        """
-        file_split, wants_text = ("train", True) if split == "text" else (split, text_wanted)
-        survey = Survey(str(path), split=split, cost=LimitCost(self._data.truncate))
-        if rows is None and self._in_pieces(data_files(path, split=file_split, text_wanted=wants_text), survey):
-            return survey
-        reader = ExampleReader(path, self._data, split=file_split, text_wanted=wants_text)
-        _Counting(self._inquiry(split), self._maker).count(itertools.islice(reader.numbered(), rows), survey)
-        survey.format, survey.rows = reader.format, reader.rows
-        return survey
-
-    def _in_pieces(self, parts: Sequence[Part], survey: Survey) -> bool:
-        """Survey files in several processes if that is faster; returns whether it was done."""
-        check_columns(self._data)
-        total = bytes_of(parts)
-        count = how_many(self._data.workers, total)
-        if count == 1:
-            return False
-        pieces: list[_Piece] = []
-        for part in parts:
-            # by the file's first rows, which a process that is given a later piece does not see
-            shape = first_format(read_part(part), self._data)[1]
-            pieces += [_Piece(piece, shape) for piece in pieces_of(part, count=count, total_bytes=total)]
-        count = min(count, len(pieces))
-        if count <= 1:
-            return False
-        inquiry = self._inquiry(survey.split, role_rows=max(ROLE_ROWS // len(pieces), FEWEST_ROLE_ROWS))
-        news = News(f"Check {survey.split}", "looked at")
-        for counted in together(pieces, _Counting, inquiry, count=count, done=lambda counted: news.add(counted.rows)):
-            survey.add(counted)
-        survey.format = ", ".join(dict.fromkeys(piece.shape.name for piece in pieces if piece.shape)) or "unknown"
-        return True
-
-    def _inquiry(self, split: str, *, role_rows: int = ROLE_ROWS) -> Inquiry:
-        plain = Inquiry(split, self._data, "", split == "text", role_rows=role_rows)
-        if self._maker is None:
-            return plain
-        renderer = self._maker.renderer
-        return dataclasses.replace(
-            plain,
-            task_mode=self._maker.task_mode,
-            marks=self._marks,
-            tokenizer=renderer.parts,
-            max_seq_len=renderer.max_seq_len,
-            today=renderer.today,
-        )
-
-
-class _Counting:
-    """Counts rows for an inquiry; each process has one."""
-
-    def __init__(self, inquiry: Inquiry, maker: RowMaker | None = None) -> None:
-        self._inquiry, self._maker = inquiry, maker
-        if maker is None and inquiry.tokenizer is not None:
-            renderer = Renderer(inquiry.tokenizer, inquiry.data, max_seq_len=inquiry.max_seq_len, today=inquiry.today)
-            self._maker = RowMaker(renderer, task_mode=inquiry.task_mode)
-
-    def __call__(self, piece: _Piece) -> Survey:
-        """The survey of a piece alone."""
-        data = self._inquiry.data
-        survey = Survey(split=self._inquiry.split, cost=LimitCost(data.truncate))
-
-        def rows() -> Iterator[tuple[int, Example | BadRow]]:
-            for row in read_part(piece.part):
-                survey.rows += 1
-                yield survey.rows, example_of(row, piece.shape, data)
-
-        self.count(rows(), survey)
-        return survey
-
-    def count(self, rows: Iterable[tuple[int, Example | BadRow]], survey: Survey) -> None:
-        """Count numbered rows in `survey`."""
-        examples = self._examples(rows, survey)
-        if self._maker is None:
-            collections.deque(examples, maxlen=0)  # only counted
-            return
-        for outcome in row_outcomes(examples, self._maker, document=self._inquiry.document):
-            assert isinstance(outcome, RowOutcome)
-            self._count_outcome(survey, outcome)
-
-    def _examples(self, rows: Iterable[tuple[int, Example | BadRow]], survey: Survey) -> Iterator[tuple[int, Example]]:
-        """The examples among the rows; what needs no tokens is counted."""
-        for number, example in rows:
+    def examples() -> Iterator[tuple[int, Example]]:
+        for number, example in itertools.islice(reader.numbered(), rows):
             if isinstance(example, BadRow):
                 survey.count_bad(example)
-            else:
-                if self._maker is not None and not self._maker.joins(document=self._inquiry.document):
-                    example = self._maker.renderer.as_chat(example)
-                survey.count_content(example, number)
-                yield number, example
+                continue
+            if maker is not None and not maker.joins(document=split == "text"):
+                example = maker.renderer.as_chat(example)
+            survey.count_content(example, number)
+            yield number, example
 
-    def _count_outcome(self, survey: Survey, outcome: RowOutcome) -> None:
-        """Count a row that was rendered, or could not be."""
-        whole, row = outcome.whole, outcome.row
-        if whole is None:
-            assert isinstance(row, BadRow)
-            survey.count_unmasked(row)
-            return
-        runs = trained_runs(whole.labels)
-        survey.cost.add(len(whole.labels), runs)
-        survey.count_rendered(whole)
-        if isinstance(row, BadRow):  # for its length alone: that of another reason has no whole row
-            survey.count_too_long(whole, row)
-            return
-        survey.first = survey.first or (outcome.number, whole)
-        survey.count_kept(row)
-        survey.lengths.append(len(row.input_ids))
-        marks = self._inquiry.marks
-        assert marks is not None
-        survey.with_bos += marks.bos is not None and bool(whole.input_ids) and whole.input_ids[0] == marks.bos
-        if marks.pad is not None and marks.pad != marks.eos:  # a tokenizer without a pad token of its own pads with eos
-            survey.pad_trained += marks.pad in row.labels
-        self._count_ends(survey, whole, runs)
-        if isinstance(outcome.example, Chat):
-            self._count_roles(survey, outcome.example, whole)
-
-    def _count_ends(self, survey: Survey, whole: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
-        """Whether each trained part ends with a special token, a line break behind it aside."""
-        assert self._inquiry.marks is not None
-        ends = self._inquiry.marks.special
-        is_open = False
-        for begin, end in runs:
-            last = reversed(whole.labels[max(begin, end - 2) : end])  # the last two: `<|im_end|>` and a line break
-            special = next((number for number in last if number in ends), None)
-            if special is None:
-                is_open = True
-            else:
-                survey.ends[special] += 1
-        if whole.added_end:
-            survey.added_ends[whole.added_end.strip()] += 1
-        if is_open and whole.method != "document":
-            survey.open_ends += 1
-            survey.first_open_end = survey.first_open_end or whole.where
-
-    def _count_roles(self, survey: Survey, chat: Chat, whole: TokenRow) -> None:
-        """Tokens by role, in a sample of the rows: tokenising them again with offsets takes time."""
-        assert self._maker is not None
-        if survey.role_rows >= self._inquiry.role_rows or (
-            survey.role_rows >= 100 and survey.kept % (survey.role_rows // 10)
-        ):
-            return
-        encoded = self._maker.renderer.encoded(whole.text)
-        if encoded.ids != list(whole.input_ids):
-            return  # a text that spells a special token is tokenised differently
-        survey.role_rows += 1
-        counts = tokens_by_role(chat, whole.text, whole.labels, encoded.offsets)
-        for role, (tokens, trained) in counts.items():
-            entry = survey.roles.setdefault(role, [0, 0])
-            entry[0] += tokens
-            entry[1] += trained
+    if maker is None:
+        for _ in examples():
+            pass
+    else:
+        counter = RowCounter(maker.renderer)
+        for outcome in row_outcomes(examples(), maker, document=split == "text"):
+            assert isinstance(outcome, RowOutcome)
+            counter.count(survey, outcome)
+    survey.format, survey.rows = reader.format, reader.rows
+    return survey

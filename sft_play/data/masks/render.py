@@ -70,8 +70,8 @@ class Renderer:
         self.data = data or DataConfig()
         self.max_seq_len = max_seq_len
         self.today = date.fromisoformat(self.data.template_date) if self.data.template_date else today or date.today()
-        self._encoder = encoder or Encoder(self.parts)
-        self._backend = self._encoder.backend
+        self.encoder = encoder or Encoder(self.parts)
+        self._backend = self.encoder.backend
         self._added = frozenset(number for number, _, _ in self.parts.added)
         self._bos = self.parts.bos_id
         self._turns: dict[bool, Turns | TokenizerError] = {}
@@ -209,7 +209,7 @@ class Renderer:
         """
         # texts with hidden special tokens need another copy of the tokenizer, one by one (`_tokenised`)
         plain = [draft for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
-        by_words = [self._encoder.masked(draft.text, draft.spans) for draft in plain]
+        by_words = [self.encoder.masked(draft.text, draft.spans) for draft in plain]
         others = [draft.text for draft, masked in zip(plain, by_words, strict=True) if masked is None]
         encodings = iter(self._backend.encode_batch(others, add_special_tokens=False))
         return [next(encodings) if masked is None else masked for masked in by_words]
@@ -386,7 +386,7 @@ class Renderer:
         masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
         merged = masked.inside
         if merged:
-            splitting = self.specials.splitting if draft.special else self._encoder.splitting
+            splitting = self.specials.splitting if draft.special else self.encoder.splitting
             split = splitting.masked(encoded, spans)
             if split is None and self.data.on_inexact_mask == "fail":
                 return BadRow(draft.where, "a token crosses the edge of an answer", encoding.tokens[masked.at])

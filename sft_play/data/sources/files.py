@@ -104,6 +104,13 @@ class Part:
         return Path(self.name).expanduser()
 
 
+def split_of(part: str) -> str:
+    """The split that a part of `DataPaths.files` belongs to."""
+    if part.startswith("source "):
+        return "val" if part.endswith(" (val)") else "train"
+    return part
+
+
 def data_paths(data: DataConfig) -> DataPaths:
     """The files that a run reads, all of them there.
 
