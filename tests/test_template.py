@@ -198,7 +198,6 @@ def test_a_filter_that_asks_nobody_is_stopped_where_it_is(platform, monkeypatch)
     """In any thread: the server renders in one of its own. Elsewhere than on Linux no thread's clock can be read."""
     monkeypatch.setattr("sft_play.data.masks.watchdog.sys", SimpleNamespace(platform=platform))
     monkeypatch.setattr("sft_play.data.masks.template.MAX_SECONDS", 0.05)
-    monkeypatch.setattr("sft_play.data.masks.template.GRACE_S", 0.0)
     monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.05)
     # long enough for a watch that has just begun a whole second's wait
     made, found = template("{% for i in range(9) %}{{ ('x ' * 500000) | wordwrap(1) }}{% endfor %}"), []
@@ -265,8 +264,8 @@ def test_what_ends_in_time_is_not_stopped_later(monkeypatch):
 
 
 def test_a_slow_template_is_stopped_by_the_clock(monkeypatch):
-    monkeypatch.setattr("sft_play.data.masks.template_limits.MAX_SECONDS", 0.2)
-    made = template("{% set big = 'x' * 20000000 %}{% for i in range(99999) %}{% set y = big | upper %}{% endfor %}")
+    monkeypatch.setattr("sft_play.data.masks.template.MAX_SECONDS", 0.2)
+    made = template("{% for i in range(1400) %}{% for j in range(1400) %}{% set y = 'x' ~ i %}{% endfor %}{% endfor %}")
     with pytest.raises(Endless, match="more than 0 seconds"):
         made.render(CHAT)
 
@@ -285,94 +284,3 @@ def test_large_rows_and_many_tools_are_within_the_limits():
     )
     tools = [{"function": {"name": f"f{n}", "parameters": {"a": {"type": "string"}}}} for n in range(2_000)]
     assert len(made.render(rows, tools=tools)) > 10 * len(long)
-
-
-# Looks into texts.
-
-MARKED = ({"role": "user", "content": " zQ9xhelloZ "}, {"role": "assistant", "content": "zQ9xfineZ"})
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{{ messages[0].content }}{{ messages[-1]['content'] | trim }}{{ messages[0].content.strip() }}",
-        "{{ messages | length }}{{ messages[1:] | length }}{{ (messages | first).content }}",
-        "{% for m in messages %}{% if m.role == 'user' and m['role'] != 'x' %}{{ m.content | tojson }}"
-        "{% endif %}{% endfor %}",
-        "{% if messages[0].content %}x{% endif %}{{ messages[0].content or 'none' }}",
-        "{% if messages[0].content | length > 0 and messages[0].content | trim | length == 0 %}x{% endif %}",
-        "{% if messages[0].content == '' or messages[0].content is none %}x{% endif %}",
-        "{% if messages[0].content is string %}x{% endif %}",
-        "{% if '</think>' in messages[1].content %}x{% endif %}",
-        "{{ messages[1].content.split('</think>')[-1].lstrip('\n') }}",
-        "{{ messages[1].content.replace('<think>', '') }}{{ messages[1].content | replace('<think>', '') }}",
-        "{% if messages[1].content.startswith('<think>') %}x{% endif %}",
-        "{% if not messages[1].content.endswith('</think>') %}x{% endif %}",
-        "{% macro show(text) %}{{ text ~ '!' }}{% endmacro %}{{ show(messages[0].content) }}",
-        "{% set ns = namespace(text='') %}{% set ns.text = 'a' + messages[0].content %}{{ ns.text | upper }}",
-        "{{ '%s: %s' % ('user', messages[0].content) }}{{ '{}'.format(messages[0].content) }}",
-        "{{ messages | map(attribute='content') | join(', ') }}{{ dict(a=messages[0].content) | tojson }}",
-        "{% if 'content' in messages[0] and messages[0].get('name', '') == '' %}x{% endif %}",
-        "{% for m in messages | selectattr('role', 'equalto', 'user') %}{{ loop.index }}{% endfor %}",
-        "{{ raise_exception('no') if messages[0].role == 'tool' }}",
-        "{% generation %}{{ messages[1].content }}{% endgeneration %}",
-    ],
-)
-def test_writing_texts_and_looking_for_known_ones_is_no_look_into_them(source):
-    assert not template(source).looks_into("zQ9x", MARKED)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "{% if messages[0].content | length > 20 %}x{% endif %}",
-        "{% if messages[0].content | length %}x{% endif %}",
-        "{{ messages[0].content[0] }}",
-        "{{ messages[0].content[:3] }}",
-        "{% if messages[0].content == 'hello' %}x{% endif %}",
-        "{% if 'hello' == messages[0].content %}x{% endif %}",
-        "{% if 'hi' in messages[0].content %}x{% endif %}",
-        "{% if messages[0].content in 'hello' %}x{% endif %}",
-        "{% if '<think>' in messages[0].content | lower %}x{% endif %}",
-        "{% if '<think>' in 'a' ~ messages[0].content %}x{% endif %}",
-        "{% if messages[0].content == messages[1].content %}x{% endif %}",
-        "{% if messages[0] == messages[1] %}x{% endif %}",
-        "{% if messages[0] in messages[1:] %}x{% endif %}",
-        "{% if 1 < messages[0].content | int < 3 %}x{% endif %}",
-        "{{ messages[0].content.split()[0] }}",
-        "{{ messages[0].content | wordcount }}",
-        "{{ messages[0].content | truncate(3) }}",
-        "{{ messages[0].content.find('e') }}",
-        "{{ messages[0].content | trim('h') }}",
-        "{{ messages[0].content.strip('h') }}",
-        "{{ messages[0].content.replace('h', '') }}",
-        "{{ {'hello': 1}.get(messages[0].content) }}",
-        "{{ {'hello': 1}[messages[0].content] }}",
-        "{% for c in messages[0].content %}x{% endfor %}",
-        "{{ messages | map(attribute='content') | map('length') | list }}",
-        "{{ messages | sort(attribute='content') }}",
-        "{{ messages | selectattr('content', 'equalto', 'hello') | list }}",
-        "{% if messages[0].content is upper %}x{% endif %}",
-        "{% if messages[0].content is eq 'hello' %}x{% endif %}",
-        "{% set text %}{{ messages[0].content }}{% endset %}{% if text | length > 3 %}x{% endif %}",
-        "{% macro f(t) %}{% if t[0] == 'h' %}x{% endif %}{% endmacro %}{{ f(messages[0].content) }}",
-        "{% for m in messages %}{% if loop.changed(m.content) %}x{% endif %}{% endfor %}",
-        "{{ messages[0].content % () }}",
-    ],
-)
-def test_a_look_into_a_text_is_seen(source):
-    assert template(source).looks_into("zQ9x", MARKED)
-
-
-def test_a_look_into_the_prompt_alone_is_seen_there():
-    made = template("{% if add_generation_prompt and messages[0].content | length > 3 %}x{% endif %}")
-    assert not made.looks_into("zQ9x", MARKED)
-    assert made.looks_into("zQ9x", MARKED[:1], prompt=True)
-
-
-def test_watching_renders_the_same():
-    source = "{% for m in messages if m.role != 'x' %}{{ m.content[1:-1] ~ (m.content | length > 3) }}{% endfor %}"
-    made = template(source)
-    before = made.render(MARKED)
-    made.looks_into("zQ9x", MARKED)
-    assert made.render(MARKED) == before == "zQ9xhelloZTrueQ9xfineTrue"

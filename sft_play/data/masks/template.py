@@ -12,11 +12,9 @@ from contextlib import contextmanager
 from datetime import date
 from typing import Any
 
-import jinja2
 from jinja2 import meta, nodes
 
-from sft_play.data.masks.template_limits import MAX_CHARS, MAX_SECONDS, Budget, LimitedEnvironment, TooMuch
-from sft_play.data.masks.template_watch import WatchingEnvironment
+from sft_play.data.masks.template_limits import MAX_CHARS, LimitedEnvironment, RenderBudget, TooMuch
 from sft_play.data.masks.token_row import Span
 from sft_play.data.masks.watchdog import ended_after
 from sft_play.data.sources.messages import Message
@@ -25,9 +23,8 @@ from sft_play.log import one_line
 
 MAX_TEMPLATE_CHARS = 1_000_000
 """The longest real template has 30,000."""
-
-GRACE_S = 1.0
-"""Beyond MAX_SECONDS, which a template's own loops and calls ask for: a filter of Jinja's asks nobody."""
+MAX_SECONDS = 5.0
+"""Processor time of one rendering. A conversation of a thousand turns takes some hundredths of a second."""
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
 the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
@@ -58,14 +55,12 @@ class ChatTemplate:
         self.has_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
         self._variables = dict(variables)
         self._environment = LimitedEnvironment(today)
-        self._watched: jinja2.Template | None = None
         try:
             self._template = self._environment.compiled(source)
             tree = self._environment.parse(source)
             self.tested = frozenset(_tested_texts(tree))
             self.asks = frozenset(meta.find_undeclared_variables(tree))
             """Names of the variables that it may be given."""
-            self._watching = WatchingEnvironment(today, self.tested)
         except Exception as error:  # compiling somebody's program: RecursionError, SyntaxError, Jinja's own, …
             number = getattr(error, "lineno", None)
             line = f" (line {number})" if number else ""
@@ -92,37 +87,13 @@ class ChatTemplate:
         finally:
             environment.pieces = None
 
-    def looks_into(
-        self, mark: str, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False
-    ) -> bool:
-        """Whether the rendering depends on more of the texts that hold the mark than where `tested` stands in them,
-        such as their length, their first letter, or whether they are equal."""
-        watching = self._watching
-        if self._watched is None:  # compiled when it is first needed
-            self._watched = watching.compiled(self.source)
-        watching.watch(mark, messages)
-        try:
-            for _ in self._pieces(messages, tools, prompt, {}, watched=True):  # for what is seen meanwhile
-                pass
-        except RenderError:
-            return True
-        return watching.looked
-
     def _pieces(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Any],
-        prompt: bool,
-        more: Mapping[str, Any],
-        *,
-        watched: bool = False,
+        self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool, more: Mapping[str, Any]
     ) -> Iterator[str]:
-        environment = self._watching if watched else self._environment
-        template = self._watched if watched and self._watched else self._template
-        environment.budget = Budget()  # a new one for each rendering
+        self._environment.budget = RenderBudget()  # a new one for each rendering
         written = 0
-        with _as_render_error(), ended_after(MAX_SECONDS + GRACE_S, TooMuch):
-            for piece in template.generate(
+        with _as_render_error(), ended_after(MAX_SECONDS, TooMuch):
+            for piece in self._template.generate(
                 messages=[_as_transformers_gives(message) for message in messages],
                 tools=list(tools) or None,  # transformers passes None where there are none; templates test for it
                 documents=None,

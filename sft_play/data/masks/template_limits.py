@@ -1,7 +1,7 @@
 """The sandbox that chat templates run in: transformers' environment with limits.
 
 Jinja's sandbox keeps a template from files and from Python. It stops neither a loop that never ends nor a text that
-doubles. So loops, calls and the sizes of their results are counted here.
+doubles. So loops, calls and the sizes of their results are counted here; `watchdog.py` ends what takes too long.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from datetime import date, datetime
 from datetime import time as clock
 from typing import Any
@@ -28,8 +27,6 @@ MAX_CHARS = 64 * 2**20
 """Longest text that a template may put together."""
 MAX_WRITTEN = 2**30
 """Bytes of all texts that a template makes in one rendering, together: it may keep every one of them."""
-MAX_SECONDS = 5.0
-"""CPU time of one rendering. A conversation of a thousand turns takes some hundredths of a second."""
 MAX_WIDTH = 100_000
 """Largest number that a template may pad, indent or repeat a text by."""
 WRAPPING = 64
@@ -54,20 +51,17 @@ _COMPARING_TESTS = frozenset(
 )
 
 
-class Budget:
+class RenderBudget:
     """What one rendering may use."""
 
     def __init__(self) -> None:
-        self.steps, self.until = MAX_STEPS, time.thread_time() + MAX_SECONDS
-        self.written = 0
+        self.steps, self.written = MAX_STEPS, 0
 
     def take(self, steps: int) -> None:
-        """Use up steps; raises TooMuch when none are left or the time is up."""
+        """Use up steps; raises TooMuch when none are left."""
         self.steps -= steps
         if self.steps < 0:
             raise TooMuch(f"more than {MAX_STEPS:,} turns of loops and calls")
-        if time.thread_time() > self.until:
-            raise TooMuch(f"more than {MAX_SECONDS:.0f} seconds")
 
     def write(self, made: Any) -> Any:
         """Count what the template has made, if it is a text or a list, and return it."""
@@ -116,7 +110,7 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     def __init__(self, today: date) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-        self.budget = Budget()
+        self.budget = RenderBudget()
         self.pieces: list[str] | None = None
         self.marked: list[Span] = []
         self.finalize = flat  # every value that `{{ }}` writes passes through it
@@ -143,8 +137,8 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         now = datetime.combine(today, clock())
         self.globals["raise_exception"] = refuse
         self.globals["strftime_now"] = now.strftime
-        self.globals["dict"] = MakeDict()
-        self.globals["namespace"] = PlainNamespace
+        self.globals["dict"] = _MakeDict()
+        self.globals["namespace"] = _PlainNamespace
 
     def _counted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         """A filter whose texts are counted; `map` calls one for each of its items."""
@@ -153,20 +147,20 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             self.budget.take(1)
             return self.budget.write(plain(*args, **kwargs))
 
-        return passing_as(plain, counted)
+        return _passing_as(plain, counted)
 
     def _bounded(self, items: Any) -> Any:
         """What a loop goes over, counted before it begins."""
         if not isinstance(items, Sized):  # a generator, which Jinja's `map` and `select` return
             items = list(items)
         self.budget.take(1 + len(items))
-        return _Timed(items, self.budget)
+        return items
 
     # As Jinja names them: a template may call its own macros with arguments named `self` or `context`.
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """A call of the template's, counted, its result short."""
         __self.budget.take(1)
-        owner = owner_of(__obj)
+        owner = _owner_of(__obj)
         if isinstance(owner, (str, bytes)):
             _check_method(owner, __obj.__name__, args, kwargs)
         return __self.budget.write(super().call(__context, __obj, *args, **kwargs))
@@ -198,17 +192,17 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def _rewritten(self, node: nodes.Node) -> nodes.Node:
         """What stands for a node of the template: loops and joins go through filters."""
         if isinstance(node, nodes.For):
-            node.iter = filter_node(node.iter, "bounded")
+            node.iter = _filter_node(node.iter, "bounded")
         elif isinstance(node, nodes.Compare):
             sides: list[nodes.Compare | nodes.Operand] = [node, *node.ops]
             # comparing two nested lists takes as many steps as they have values; with a constant it ends at once
             if not any(isinstance(side.expr, nodes.Const) for side in sides):
                 for side in sides:
-                    side.expr = filter_node(side.expr, "flat")
+                    side.expr = _filter_node(side.expr, "flat")
         elif isinstance(node, nodes.Tuple) and node.ctx == "load":
-            return filter_node(node, "flat")  # as a key it is hashed, through all that it holds
+            return _filter_node(node, "flat")  # as a key it is hashed, through all that it holds
         elif isinstance(node, nodes.Concat):
-            return filter_node(nodes.List(node.nodes).set_lineno(node.lineno), "joined")
+            return _filter_node(nodes.List(node.nodes).set_lineno(node.lineno), "joined")
         return node
 
 
@@ -225,14 +219,14 @@ def _rewrite(node: nodes.Node, change: Callable[[nodes.Node], nodes.Node]) -> No
                     value[position] = change(item)
 
 
-def owner_of(function: Any) -> Any:
+def _owner_of(function: Any) -> Any:
     """The object whose method it is, also where the sandbox has wrapped the method; None for other functions."""
     return getattr(getattr(function, "__wrapped__", function), "__self__", None)
 
 
-def filter_node(node: nodes.Node, name: str, *args: nodes.Expr) -> nodes.Filter:
+def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
     """The node put through a filter."""
-    filtered = nodes.Filter(node, name, list(args), [], None, None)
+    filtered = nodes.Filter(node, name, [], [], None, None)
     filtered.set_lineno(node.lineno)
     return filtered
 
@@ -242,21 +236,6 @@ def _joined(parts: Iterable[str]) -> str:
     parts = list(parts)
     _check_chars(sum(map(len, parts)))
     return "".join(parts)
-
-
-class _Timed:
-    """What a loop goes over; the time is checked at every step."""
-
-    def __init__(self, items: Any, budget: Budget) -> None:
-        self._items, self._budget = items, budget
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:
-            self._budget.take(0)  # the steps were taken at once; the time was not
-            yield item
 
 
 def flat(value: Any) -> Any:
@@ -289,10 +268,10 @@ def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
             flat(value)
         return plain(*args, **kwargs)
 
-    return passing_as(plain, written)
+    return _passing_as(plain, written)
 
 
-def passing_as(plain: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
+def _passing_as(plain: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
     """The wrapper, given the context, evaluation context or environment that Jinja gives to `plain`."""
     if hasattr(plain, "jinja_pass_arg"):
         setattr(wrapper, "jinja_pass_arg", plain.jinja_pass_arg)  # noqa: B010
@@ -366,7 +345,7 @@ def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
             _check_chars(places * max(sizes, default=0))
         return plain(*args, **kwargs)
 
-    return passing_as(plain, narrowed)
+    return _passing_as(plain, narrowed)
 
 
 def _checked(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
@@ -377,7 +356,7 @@ def _checked(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[
         check(*args, **kwargs)
         return plain(context, *args, **kwargs)
 
-    return passing_as(plain, checked)
+    return _passing_as(plain, checked)
 
 
 def _check_join(items: Any, between: Any = "", *_: Any, **more: Any) -> None:
@@ -404,7 +383,7 @@ def refuse(message: Any) -> None:
     raise jinja2.exceptions.TemplateError(str(message))
 
 
-class MakeDict:
+class _MakeDict:
     """`dict` without its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -415,7 +394,7 @@ class MakeDict:
         return dict.fromkeys(*args)
 
 
-class PlainNamespace(jinja2.utils.Namespace):
+class _PlainNamespace(jinja2.utils.Namespace):
     """Jinja's namespace without underscored names, as transformers has it."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:  # no `self`: a template may name an attribute so

@@ -18,12 +18,14 @@ that opens the next turn ends this one (GLM: `<|user|>`, after calls `<|observat
 
 What a template writes between the pieces is the same for all rows of one shape (roles, white space at the ends), as
 long as no text holds anything that the template looks for. So plain rows are checked against the copy of their shape:
-one rendering and one comparison per row. All other rows get a copy each; so do the rows of a shape where the template
-looks at more of a text (its length, its first letter, a word), which is watched while the copy is rendered.
+the text must be what the copy says, and each turn must begin where the row's own prompt ends. A row where either does
+not hold gets a copy of its own, since the template looks at more of a text (its length, its first letter, a word); so
+do all other rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -31,7 +33,6 @@ from typing import Any, Literal
 from sft_play.data.masks.control_tokens import first_difference
 from sft_play.data.masks.inexact import NO_END, OTHER_PROMPT, REFUSED, Inexact
 from sft_play.data.masks.marked_copy import OTHER_SALT, SALT, Skeleton, Turn, splitter
-from sft_play.data.masks.message_forms import adapted
 from sft_play.data.masks.probes import probed
 from sft_play.data.masks.skeletons import Skeletons
 from sft_play.data.masks.template import ChatTemplate, RenderError
@@ -116,21 +117,19 @@ class Turns:
         # a plain message has one piece: its text without the white space at its ends, which the shape has
         pieces = [stripped for message in messages if (stripped := message["content"].strip())]
         expected, begins = skeleton.fill(pieces)
-        if expected != text:
-            return self._verified(text, messages, tools)
-        return self._located(skeleton, text, begins)
+        if expected == text:
+            located = self._located(skeleton, text, begins)
+            with contextlib.suppress(Inexact):  # a copy of this row's own says more
+                self._confirm(skeleton, located, messages, tools, of_shape=True)
+                return located
+        return self._verified(text, messages, tools)
 
     def _skeleton_of_shape(self, messages: Sequence[Message]) -> Skeleton | None:
         """The skeleton of plain rows of this shape; None where they have none or may differ from one another."""
         try:
-            skeleton = self._skeletons.of(messages, ())[0]
+            return self._skeletons.of(messages, ())[0]
         except Inexact:
             return None
-        copy = adapted(self._skeletons.marked_copy(messages)[0], parts=self.template.habits.parts)
-        looks = self.template.jinja.looks_into(SALT, copy) or any(
-            self.template.jinja.looks_into(SALT, copy[: turn.message], prompt=True) for turn in skeleton.turns
-        )
-        return None if looks else skeleton
 
     def _shape_of(self, messages: Sequence[Message]) -> Any:
         """What decides how the template treats a plain row: roles, and the white space around the texts.
@@ -162,10 +161,25 @@ class Turns:
                 first_difference(expected, text),
             )
         located = self._located(skeleton, text, begins)
+        self._confirm(skeleton, located, messages, tools)
+        return located
+
+    def _confirm(
+        self,
+        skeleton: Skeleton,
+        located: LocatedTurns,
+        messages: Sequence[Message],
+        tools: Sequence[Any],
+        *,
+        of_shape: bool = False,
+    ) -> None:
+        """Raise Inexact where a turn does not begin where the row's own prompt ends, or not end where its own does.
+
+        `of_shape`: the skeleton is that of another row, whose turns may be inexact where this row's are not.
+        """
         for turn in skeleton.turns:
-            if turn.message not in located.spans:
+            if not (turn.is_exact or of_shape):
                 continue
-            start, end = located.spans[turn.message]
             where = f"messages[{turn.message}]"
             try:
                 prompt = self.template.rendered(messages[: turn.message], tools, prompt=True)
@@ -173,6 +187,11 @@ class Turns:
                 if turn.message:
                     raise Inexact(OTHER_PROMPT, where) from error
                 prompt = ""  # many templates read the first message, which an empty prompt does not have
+            if not turn.is_exact:
+                if located.text.startswith(prompt):
+                    raise Inexact(turn.reason, where)
+                continue
+            start, end = located.spans[turn.message]
             if prompt + turn.header != located.text[:start]:
                 raise Inexact(OTHER_PROMPT, where)
             # Without markers the end is only where the turn's own rendering ends: that must hold for this row too.
@@ -180,7 +199,6 @@ class Turns:
                 own = self.template.rendered_or_nothing(messages[: turn.message + 1], tools)
                 if own != located.text[:end]:
                     raise Inexact(NO_END, where)
-        return located
 
     def _located(self, skeleton: Skeleton, text: str, begins: Sequence[int]) -> LocatedTurns:
         """The skeleton's turns as spans of a row's text; `begins` is where each gap begins in it."""
