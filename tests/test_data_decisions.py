@@ -20,10 +20,9 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.preview import spread_out
-from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
 from sft_play.data.sources.files import data_paths
-from sft_play.data.sources.raw import TEXT_CHARS, BadRow, is_long, pieces_of
-from sft_play.data.visible_text import signs
+from sft_play.data.sources.raw import SHOWN_BAD_ROWS, TEXT_CHARS, BadRow, is_long, pieces_of
+from sft_play.data.token_pieces import signs
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer
 

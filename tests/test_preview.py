@@ -18,8 +18,7 @@ from sft_play.commands.data.preview import preview as preview_of
 from sft_play.config.load import load_config
 from sft_play.data.preview import Gap, Shown, example_line, plain_lines, shortened, spread_out, terminal_text
 from sft_play.data.preview_page import html_page
-from sft_play.data.token_pieces import BYTE_LETTERS, Piece, TokenBytes, kept_tokens, pieces_of
-from sft_play.data.visible_text import signs, visible
+from sft_play.data.token_pieces import BYTE_LETTERS, TokenBytes, TokenPiece, kept_tokens, signs, token_pieces, visible
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
 from tests.conftest import chat
@@ -97,8 +96,8 @@ class Letters:
         return ["<|end|>" if number == 300 else self._names[number] for number in ids]
 
 
-def pieces(ids: list[int], labels: list[int] | None = None, kept: list[bool] | None = None) -> list[Piece]:
-    return pieces_of(ids, labels or ids, TokenBytes(Letters()), kept=kept or [True] * len(ids))
+def pieces(ids: list[int], labels: list[int] | None = None, kept: list[bool] | None = None) -> list[TokenPiece]:
+    return token_pieces(ids, labels or ids, TokenBytes(Letters()), kept=kept or [True] * len(ids))
 
 
 def test_tokens_that_make_one_character_are_one_piece():
@@ -136,7 +135,7 @@ def test_the_pieces_of_real_tokenizers_are_the_text(name):
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     text = "héllo 👩‍👩‍👧 日本語\n\n  y\t<0x41> ▁ مرحبا é 🇩🇪 \x00"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    found = pieces_of(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
+    found = token_pieces(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
     joined = "".join(piece.text for piece in found)
     assert joined.removeprefix(" ").replace(" ", "▁") == text.replace(" ", "▁")
     assert [number for piece in found for number in piece.ids] == ids
@@ -149,7 +148,7 @@ def test_special_tokens_of_real_tokenizers_are_shown_by_name(name):
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     ids = tokenizer("<tool_call>a<|im_end|>")["input_ids"]
-    found = pieces_of(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
+    found = token_pieces(ids, ids, TokenBytes(tokenizer), kept=[True] * len(ids))
     assert [(piece.text, piece.special) for piece in found] == [
         ("<tool_call>", True),
         ("a", False),
@@ -178,7 +177,7 @@ def test_rows_are_spread_over_the_file_with_first_last_and_longest():
 
 
 def test_long_examples_lose_the_middles_of_their_stretches_with_their_number():
-    row = [Piece("a", (1,)) for _ in range(1_000)] + [Piece("b", (2,), trained=True) for _ in range(30)]
+    row = [TokenPiece("a", (1,)) for _ in range(1_000)] + [TokenPiece("b", (2,), trained=True) for _ in range(30)]
     found = shortened(row, 100)
     gaps = [item for item in found if isinstance(item, Gap)]
     assert [(gap.tokens, gap.trained) for gap in gaps] == [(930, 0)]  # 100 - 30 are left for the first stretch
@@ -204,7 +203,7 @@ def test_accents_stay_on_their_letter_unless_they_have_none_or_are_many():
 # --- terminal ---------------------------------------------------------------------------------------------------------
 
 
-def shown(found: list[Piece], **more: Any) -> Shown:
+def shown(found: list[TokenPiece], **more: Any) -> Shown:
     ids = tuple(number for piece in found for number in piece.ids)
     labels = tuple(number if piece.trained else -100 for piece in found for number in piece.ids)
     return Shown(1, "a.jsonl:1", ids, labels, tuple(found), **more)
@@ -212,7 +211,11 @@ def shown(found: list[Piece], **more: Any) -> Shown:
 
 def test_plain_text_marks_what_is_trained_and_what_is_cut():
     row = shown(
-        [Piece("hi", (1,)), Piece(" yes", (2,), trained=True), Piece("no", (3,), trained=True, kept=False)],
+        [
+            TokenPiece("hi", (1,)),
+            TokenPiece(" yes", (2,), trained=True),
+            TokenPiece("no", (3,), trained=True, kept=False),
+        ],
         cut=1,
         lost=1,
     )
@@ -225,13 +228,13 @@ def test_plain_text_marks_what_is_trained_and_what_is_cut():
 
 
 def test_texts_cannot_write_our_marks():
-    lines = plain_lines(shown([Piece("a[[b]]~~", (1,)), Piece("[", (2,)), Piece("[", (3,))]))
+    lines = plain_lines(shown([TokenPiece("a[[b]]~~", (1,)), TokenPiece("[", (2,)), TokenPiece("[", (3,))]))
     assert lines[1] == "  a[\\[b]\\]~\\~¦[¦["
-    assert "[[" not in example_line(shown([Piece("[", (2,)), Piece("[", (3,))]))
+    assert "[[" not in example_line(shown([TokenPiece("[", (2,)), TokenPiece("[", (3,))]))
 
 
 def test_nothing_of_a_row_reaches_a_terminal_as_a_control_character():
-    row = shown([Piece(NASTY, (1,), trained=True)], reason="x\x1b[2J", raw="\x1b]0;title\x07 \u202e")
+    row = shown([TokenPiece(NASTY, (1,), trained=True)], reason="x\x1b[2J", raw="\x1b]0;title\x07 \u202e")
     text = terminal_text(row).plain + "".join(plain_lines(row))
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text)
     assert "⟨U+001B⟩[31m" in text
@@ -243,7 +246,7 @@ class Terminal(io.StringIO):
 
 
 def a_preview() -> Preview:
-    row = shown([Piece("hi", (1,)), Piece("yes", (2,), trained=True)])
+    row = shown([TokenPiece("hi", (1,)), TokenPiece("yes", (2,), trained=True)])
     return Preview("a.jsonl", 1, (row,), (), Path("page.html"))
 
 
@@ -263,7 +266,7 @@ def test_colours_are_drawn_on_a_terminal_only(monkeypatch):
 
 
 def test_the_page_holds_nothing_of_the_data_but_text():
-    row = shown([Piece(NASTY, (1,), trained=True)], reason=NASTY, raw=NASTY, notes=(NASTY,))
+    row = shown([TokenPiece(NASTY, (1,), trained=True)], reason=NASTY, raw=NASTY, notes=(NASTY,))
     text = html_page([row], title=NASTY, about=[NASTY])
     page = Page(text)
     assert {tag for tag, _ in page.tags} == {

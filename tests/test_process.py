@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
-from sft_play.data.process import process, read_processed, split_of
+from sft_play.data.process import process, read_processed, split_by_digest
 from sft_play.data.sources.files import Part
 from sft_play.data.style import style
 from sft_play.errors import ConfigError, DataError
@@ -123,7 +123,7 @@ class TestSplits:
     def test_the_split_of_a_row_is_the_place_of_its_digest(self):
         # the first 8 bytes as a share of 2**64: 0x40… is 0.25, 0x80… is 0.5
         def of(first):
-            return split_of(bytes([first, *[0] * 31]), val_fraction=0.25, test_fraction=0.25)
+            return split_by_digest(bytes([first, *[0] * 31]), val_fraction=0.25, test_fraction=0.25)
 
         assert [of(0x00), of(0x3F)] == ["val", "val"]
         assert [of(0x40), of(0x7F)] == ["test", "test"]

@@ -13,7 +13,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import build_splits
-from sft_play.data.masks import inexact, message_forms
+from sft_play.data.masks import message_forms, token_row
 from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
@@ -405,7 +405,7 @@ def test_hermes_and_command_r_train_rows_with_tools_or_say_why_not(tmp_path, how
     made = rendered(renderer, row(call(ODD)))
     if name in COMMAND_R:
         assert isinstance(made, BadRow)
-        assert made.reason == inexact.OTHER_PROMPT
+        assert made.reason == token_row.OTHER_PROMPT
     else:
         assert isinstance(made, TokenRow), made
         assert made.text == by_transformers(tokenizer, row(call(ODD)))
@@ -417,7 +417,7 @@ def test_a_template_that_goes_over_tools_without_asking_is_probed_with_some(smal
     assert isinstance(made, TokenRow), made
     bad = rendered(renderer, plain_row())
     assert isinstance(bad, BadRow)
-    assert bad.reason == inexact.REFUSED
+    assert bad.reason == token_row.REFUSED
 
 
 def test_a_template_file_that_goes_over_tools_without_asking_can_be_chosen(tmp_path):

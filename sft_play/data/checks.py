@@ -15,10 +15,9 @@ from sft_play.data.build.stats import rows_text
 from sft_play.data.build.survey import TEMPLATE, RowMaker, Survey, survey_rows
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import METHODS
-from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.messages import roles_said
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.log import one_line
 

@@ -9,8 +9,7 @@ import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from sft_play.data.preview import Gap, Shown, shortened
-from sft_play.data.token_pieces import Piece
-from sft_play.data.visible_text import NEWLINE, SPACE, TAB, Kind, signs, visible
+from sft_play.data.token_pieces import NEWLINE, SPACE, TAB, Kind, TokenPiece, signs, visible
 
 PAGE_PIECES = 20_000
 """Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count."""
@@ -77,7 +76,7 @@ def _escaped(text: str) -> str:
 def _legend(examples: Sequence[Shown]) -> str:
     every = [piece for shown in examples for piece in shown.pieces]
 
-    def tokens(want: Callable[[Piece], bool]) -> str:
+    def tokens(want: Callable[[TokenPiece], bool]) -> str:
         return f"{sum(len(piece.ids) for piece in every if want(piece)):,}"
 
     items = [
@@ -125,7 +124,7 @@ def _spans(shown: Shown, most: int) -> Iterator[str]:
         position += len(item.ids)
 
 
-def _span(piece: Piece, position: int, *, odd: bool) -> str:
+def _span(piece: TokenPiece, position: int, *, odd: bool) -> str:
     marks = [("t", True), ("b", odd), ("y", piece.trained), ("s", piece.special), ("x", not piece.kept)]
     classes = " ".join(name for name, wanted in marks if wanted)
     word = "id" if len(piece.ids) == 1 else "ids"

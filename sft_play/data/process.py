@@ -18,7 +18,6 @@ from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
 from sft_play.data.row_lengths import RowLengths, TokenCounter, token_counter
-from sft_play.data.sources.bad_rows import bad_row_lines
 from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, split_names, walk
 from sft_play.data.sources.formats import (
     Example,
@@ -34,7 +33,7 @@ from sft_play.data.sources.formats import (
     unused_columns,
 )
 from sft_play.data.sources.messages import as_given, roles_said
-from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, too_large
+from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large
 from sft_play.data.sources.tables import split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
@@ -46,7 +45,7 @@ _SHOWN_FILES = 50
 _LINE = json.JSONEncoder(ensure_ascii=False)
 
 
-def split_of(digest: bytes, *, val_fraction: float, test_fraction: float) -> str:
+def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float) -> str:
     """The split of a row by its digest."""
     share = digest_share(digest)
     if share < val_fraction:
@@ -227,7 +226,7 @@ class _Process:
         if len(line) > MAX_ROW_BYTES // 4 and (size := len(line.encode("utf-8", "replace"))) > MAX_ROW_BYTES:
             return too_large(example.where, size)
         options = self._options
-        place = split or split_of(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
+        place = split or split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
             report.notes.setdefault(note, Places()).add(example.where)
         if self._is_double(digest[:16], place, example.where):

@@ -1,21 +1,23 @@
 """Tokens as the bytes that they stand for, in pieces of whole characters.
 
-A token is never shown as the text that it was made from: what the model learns is what its tokens spell.
+A token is never shown as the text that it was made from: what the model learns is what its tokens spell. Characters
+that are not seen are shown by signs, so that no text of the data can change how a page or a terminal reads.
 """
 
 from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Sequence
+import unicodedata
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.data.masks.token_row import IGNORED
 
 
 @dataclass(frozen=True)
-class Piece:
+class TokenPiece:
     """One token, or several that only together are whole characters.
 
     `text` holds a byte that is no part of a character as U+DC80 to U+DCFF (Python's surrogateescape). `kept` is false
@@ -85,9 +87,11 @@ _BYTE_OF = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, kept: Sequence[bool]) -> list[Piece]:
+def token_pieces(
+    ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, kept: Sequence[bool]
+) -> list[TokenPiece]:
     """The tokens of a row as pieces: each by itself, or with those that complete its last character."""
-    pieces: list[Piece] = []
+    pieces: list[TokenPiece] = []
     waiting: list[int] = []
     state: tuple[bool, bool] | None = None
     # incremental: it holds back the bytes of a character that is not complete, and tells so in its state
@@ -98,7 +102,7 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, k
         nonlocal text
         if waiting:
             assert state is not None
-            pieces.append(Piece(text + decoder.decode(b"", True), tuple(waiting), trained=state[0], kept=state[1]))
+            pieces.append(TokenPiece(text + decoder.decode(b"", True), tuple(waiting), trained=state[0], kept=state[1]))
             decoder.reset()
             waiting.clear()
             text = ""
@@ -107,7 +111,7 @@ def pieces_of(ids: Sequence[int], labels: Sequence[int], names: TokenBytes, *, k
         here = (label != IGNORED, is_kept)
         if names.is_special(number):
             end()
-            pieces.append(Piece(raw.decode("utf-8", "replace"), (number,), here[0], special=True, kept=here[1]))
+            pieces.append(TokenPiece(raw.decode("utf-8", "replace"), (number,), here[0], special=True, kept=here[1]))
             continue
         if here != state:  # a piece is trained or not, kept or not, as a whole
             end()
@@ -137,3 +141,55 @@ def kept_tokens(whole: Sequence[int], cut: Sequence[int]) -> list[bool] | None:
     if list(whole[size - tail :]) != list(cut[head:]):
         return None
     return [n < head or n >= size - tail for n in range(size)]
+
+
+Kind = Literal["text", "space", "newline", "mark"]
+_HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp", "Zs"})
+_BLANK = frozenset("\u115f\u1160\u3164\uffa0\u2800\u034f\u17b4\u17b5")
+"""Letters and marks without a shape."""
+MOST_ACCENTS = 4
+"""Combining marks on one letter; the languages that people write need no more."""
+NEWLINE, TAB, SPACE = "⏎", "⇥", "·"
+
+
+def signs(text: str) -> Iterator[tuple[Kind, str]]:
+    """The text in runs of one kind: as it is, or as signs for what would not be seen.
+
+    A line break is one `newline`, a space one `·`, everything else a mark such as ⟨U+202E⟩; accents without a letter
+    before them, or too many of them, are marks too.
+    """
+    plain: list[str] = []
+    accents = 0
+    for number, character in enumerate(text):
+        kind, sign = _sign(character)
+        accents = accents + 1 if unicodedata.category(character) in ("Mn", "Me") else 0
+        if accents > MOST_ACCENTS or (accents and number == 0):  # towers of them cover the lines above
+            kind, sign = "mark", f"⟨U+{ord(character):04X}⟩"
+        if kind == "text":
+            plain.append(character)
+            continue
+        if plain:
+            yield "text", "".join(plain)
+            plain.clear()
+        yield kind, sign
+    if plain:
+        yield "text", "".join(plain)
+
+
+def _sign(character: str) -> tuple[Kind, str]:
+    if character == " ":
+        return "space", SPACE
+    if character == "\n":
+        return "newline", NEWLINE
+    if character == "\t":
+        return "mark", TAB
+    if "\udc80" <= character <= "\udcff":
+        return "mark", f"⟨0x{ord(character) - 0xDC00:02X}⟩"
+    if unicodedata.category(character) in _HIDDEN or character in _BLANK:
+        return "mark", f"⟨U+{ord(character):04X}⟩"
+    return "text", character
+
+
+def visible(text: str) -> str:
+    """Text that is safe to show, on one line: spaces as they are, everything else that is not seen by its sign."""
+    return "".join(" " if kind == "space" else sign for kind, sign in signs(text))

@@ -19,7 +19,7 @@ from sft_play.data import checks
 from sft_play.data.build.survey import RowMaker, Survey, survey_rows
 from sft_play.data.preview import Shown, example_line
 from sft_play.data.sources.files import AnySource, data_paths, find_source, split_of
-from sft_play.data.token_pieces import TokenBytes, pieces_of
+from sft_play.data.token_pieces import TokenBytes, token_pieces
 from sft_play.diagnose import doctor, engines
 from sft_play.diagnose.check_report import Report
 from sft_play.diagnose.doctor import Planned
@@ -233,7 +233,7 @@ class _Checks:
             return
         number, whole = survey.first
         names = TokenBytes(self._tokenizer)
-        pieces = pieces_of(whole.input_ids, whole.labels, names, kept=[True] * len(whole.input_ids))
+        pieces = token_pieces(whole.input_ids, whole.labels, names, kept=[True] * len(whole.input_ids))
         shown = Shown(number, whole.where, tuple(whole.input_ids), tuple(whole.labels), tuple(pieces))
         yield passed("example", f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):\n"
                             f"{example_line(shown)}")  # fmt: skip

@@ -12,10 +12,9 @@ from typing import Any, TypeVar
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.file_digests import digest_of
 from sft_play.data.build.splits import Split, Splits, build_splits
 from sft_play.data.masks.render import Renderer
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import data_paths, digest_of
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line

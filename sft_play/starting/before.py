@@ -11,8 +11,8 @@ import os
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
+from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
-from sft_play.data.sources.first_rows import look_at
 from sft_play.errors import in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.heap import importing

@@ -11,13 +11,19 @@ from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.data.rows import first_stage, refuse_source
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.data.picked import row_numbered, rows_spread, shown_rows
-from sft_play.data.preview import TERMINAL_PIECES, Shown, plain_lines, terminal_text
+from sft_play.data.preview import (
+    TERMINAL_PIECES,
+    Shown,
+    plain_lines,
+    row_numbered,
+    rows_spread,
+    shown_rows,
+    terminal_text,
+)
 from sft_play.data.preview_page import PAGE_PIECES, html_page
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import data_paths
-from sft_play.data.token_pieces import TokenBytes
-from sft_play.data.visible_text import visible
+from sft_play.data.token_pieces import TokenBytes, visible
 from sft_play.data.written import OutputFolder
 from sft_play.diagnose.row_tools import prepare_hub, tools_of
 

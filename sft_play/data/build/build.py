@@ -27,15 +27,14 @@ from sft_play import atomic
 from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
-from sft_play.data.build.file_digests import digest_of
 from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
 from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, RowOutcome, Survey, no_document
-from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, how_many, pieces_of, together
+from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, file_pieces, how_many, together
 from sft_play.data.masks.render import Draft, Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.examples import characters, example_of
-from sft_play.data.sources.files import AnySource, Part, data_files, read_part
+from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, read_part
 from sft_play.data.sources.formats import Chat, Example, Format, Text, content_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
@@ -205,7 +204,7 @@ def _rows_of(
     jobs: list[_Job] = []
     for part in parts:
         shape = first_format(read_part(part), recipe.data)[1]  # DataError where its columns are those of none
-        pieces = pieces_of(part, count=count, total_bytes=total)
+        pieces = file_pieces(part, count=count, total_bytes=total)
         jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
     count = min(count, len(jobs))
     if count > 1:

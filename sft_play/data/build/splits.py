@@ -27,11 +27,10 @@ from sft_play.data.build.survey import Survey
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.bad_rows import FIX_OR_SKIP, bad_row_lines
 from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
 from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.sources.messages import roles_said
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.errors import DataError
 
 SplitName = Literal["train", "val", "test"]

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from sft_play.data.masks.token_row import IGNORED, TokenRow, trained_tokens
-from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
 from sft_play.data.sources.formats import Chat, Example, Text
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
 from sft_play.log import one_line
 
 

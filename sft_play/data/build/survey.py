@@ -19,12 +19,11 @@ from sft_play.data.build.stats import LimitCost, RowStats, add_up, trained_runs
 from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
-from sft_play.data.sources.bad_rows import SHOWN_BAD_ROWS
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.formats import Chat, Example, content_digest
 from sft_play.data.sources.messages import TEXT_KEYS
-from sft_play.data.sources.raw import BadRow
+from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
 from sft_play.heap import give_back
 
 ROLE_ROWS, FEWEST_ROLE_ROWS = 1_000, 10

@@ -55,7 +55,7 @@ def how_many(asked: int | str, total_bytes: int) -> int:
     return 1 if total_bytes < FEW_BYTES else min(cores(), MOST_WORKERS)
 
 
-def pieces_of(part: Part, *, count: int, total_bytes: int) -> list[Part]:
+def file_pieces(part: Part, *, count: int, total_bytes: int) -> list[Part]:
     """A file in pieces for so many processes: small enough that all of them end at about the same time."""
     if count == 1:
         return [part]

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sft_play.data.masks.control_tokens import first_difference
-from sft_play.data.masks.inexact import REFUSED, Inexact
 from sft_play.data.masks.marked_copy import SALT
 from sft_play.data.masks.message_forms import (
     CALL_FORMS,
@@ -33,9 +32,48 @@ from sft_play.data.masks.message_forms import (
     with_arguments_as,
     with_notes,
 )
-from sft_play.data.masks.probe_conversations import CALLING, PART_KEY, PLAIN
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.masks.token_row import REFUSED, Inexact
 from sft_play.data.sources.messages import GIVEN, REASONING_KEYS, Message, without_given
+
+PART_KEY = re.compile(r"""['"]type['"]""")
+"""In a rendering: the template took a list of parts for the text, and wrote it with its keys."""
+
+PLAIN: list[Message] = [{"role": "user", "content": "question1q"}, {"role": "assistant", "content": "answer1q"}]
+SYSTEM: Message = {"role": "system", "content": "system1q"}
+NEXT_TURNS: list[Message] = [{"role": "user", "content": "question2q"}, {"role": "assistant", "content": "answer2q"}]
+NEXT_QUESTION: Message = {"role": "user", "content": "question9q"}
+"""Put behind a row of the data, whose own texts do not hold it."""
+
+ODD_ARGUMENTS = {"odd": 'x < y > "z" & don\'t écru', "place": "where1q"}
+"""Arguments that come out changed if a template escapes, encodes twice, or writes Python in place of JSON."""
+CALLING: list[Message] = [
+    {"role": "user", "content": "question1q"},
+    {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [
+            {"type": "function", "id": "call1q", "function": {"name": "look1q", "arguments": ODD_ARGUMENTS}}
+        ],
+    },
+    {"role": "tool", "content": "result1q", "name": "look1q", "tool_call_id": "call1q"},
+    {"role": "assistant", "content": "answer1q"},
+]
+PROBE_TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look somewhere.",
+            "parameters": {
+                "type": "object",
+                "properties": {"place": {"type": "string", "description": "Where."}},
+                "required": ["place"],
+            },
+        },
+    }
+]
+
 
 _ENTITY = re.compile(r"&(?:[a-z]{2,6}|#\d{1,5}|#x[0-9A-Fa-f]{1,4});")
 _NOT_ITS_OWN = "the row is not rendered as apply_chat_template renders its messages"

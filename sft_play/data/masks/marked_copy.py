@@ -29,7 +29,7 @@ NOWHERE = re.compile("(?!)")
 
 
 @dataclass(frozen=True)
-class Piece:
+class MarkedPiece:
     """A piece of a message's text, without white space at its ends."""
 
     message: int
@@ -156,7 +156,7 @@ def _is_think(text: str, before: str, after: str) -> bool:
     return opening == after or opening not in text[1:]
 
 
-def take_apart(text: str, pieces: Sequence[Piece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
+def take_apart(text: str, pieces: Sequence[MarkedPiece]) -> tuple[list[str], list[tuple[int, str]], set[int]]:
     """A rendered copy as the gaps between pieces, the written pieces (number and form), and the numbers of pieces that
     the template changed."""
     gaps: list[str] = []
@@ -190,11 +190,11 @@ def take_apart(text: str, pieces: Sequence[Piece]) -> tuple[list[str], list[tupl
     return gaps, order, broken
 
 
-class Places:
+class MarkedText:
     """Positions in a rendered copy, sentinels and all, and what stands where."""
 
     def __init__(
-        self, text: str, gaps: Sequence[str], order: Sequence[tuple[int, str]], pieces: Sequence[Piece]
+        self, text: str, gaps: Sequence[str], order: Sequence[tuple[int, str]], pieces: Sequence[MarkedPiece]
     ) -> None:
         self.text = text
         self._bounds: list[Span] = []

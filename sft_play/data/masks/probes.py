@@ -14,10 +14,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sft_play.data.masks.control_tokens import control_tokens
-from sft_play.data.masks.fitted_template import FittedTemplate, Habits
-from sft_play.data.masks.inexact import Inexact
-from sft_play.data.masks.message_forms import ARGUMENT_FORMS, CALL_FORMS, ArgumentForm, in_form, with_arguments_as
-from sft_play.data.masks.probe_conversations import (
+from sft_play.data.masks.fitted_template import (
     CALLING,
     NEXT_TURNS,
     ODD_ARGUMENTS,
@@ -25,8 +22,12 @@ from sft_play.data.masks.probe_conversations import (
     PLAIN,
     PROBE_TOOLS,
     SYSTEM,
+    FittedTemplate,
+    Habits,
 )
+from sft_play.data.masks.message_forms import ARGUMENT_FORMS, CALL_FORMS, ArgumentForm, in_form, with_arguments_as
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
+from sft_play.data.masks.token_row import Inexact
 from sft_play.data.masks.turn_ends import TurnEnds
 from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError

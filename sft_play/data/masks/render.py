@@ -17,11 +17,20 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.encode import Encoder, masked_of
-from sft_play.data.masks.inexact import OTHER_PROMPT, REFUSED, Inexact
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
 from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import ChatTemplate, RenderError
-from sft_play.data.masks.token_row import CHAT, IGNORED, TEXT, Span, TokenRow, trained_tokens
+from sft_play.data.masks.token_row import (
+    CHAT,
+    IGNORED,
+    OTHER_PROMPT,
+    REFUSED,
+    TEXT,
+    Inexact,
+    Span,
+    TokenRow,
+    trained_tokens,
+)
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.masks.turns import LocatedTurns, Turns
 from sft_play.data.sources.formats import Chat, Example, Text

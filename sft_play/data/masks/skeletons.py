@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.data.masks.control_tokens import common_length, control_tokens, first_difference
-from sft_play.data.masks.fitted_template import FittedTemplate
-from sft_play.data.masks.inexact import NO_END, OTHER_PROMPT, Inexact
+from sft_play.data.masks.fitted_template import NEXT_QUESTION, FittedTemplate
 from sft_play.data.masks.marked_copy import (
     NOWHERE,
     OTHER_SALT,
     SALT,
     SENTINEL_CHARS,
-    Piece,
+    MarkedPiece,
+    MarkedText,
     Place,
-    Places,
     Skeleton,
     Turn,
     pieces_of_text,
@@ -31,8 +30,8 @@ from sft_play.data.masks.marked_copy import (
     with_other_sentinels,
 )
 from sft_play.data.masks.message_forms import Kind, adapted, mapped
-from sft_play.data.masks.probe_conversations import NEXT_QUESTION
 from sft_play.data.masks.template import RenderError
+from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
 from sft_play.data.masks.turn_ends import TurnEnds
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
@@ -58,7 +57,7 @@ class Skeletons:
         self._template, self._ends = template, ends
         self._split = splitter(template.jinja.tested)
 
-    def of(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Skeleton, list[Piece]]:
+    def of(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[Skeleton, list[MarkedPiece]]:
         """What the template writes around this row's pieces, and the pieces.
 
         Raises:
@@ -78,7 +77,7 @@ class Skeletons:
         gaps, order, broken = take_apart(text, pieces)
         written = {number for number, _ in order}
         stripped = self._judge_pieces(messages, pieces, written, broken, text)
-        places = Places(text, gaps, order, pieces)
+        places = MarkedText(text, gaps, order, pieces)
         turns = tuple(
             self._turn(places, copy, index, tools)
             for index, message in enumerate(messages)
@@ -88,7 +87,7 @@ class Skeletons:
         return Skeleton(tuple(gaps), tuple(order), turns, stripped, agree), pieces
 
     def _marks_agree(
-        self, places: Places, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
+        self, places: MarkedText, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
     ) -> bool:
         """Whether `{% generation %}` marks begin where the turns begin and end with them, white space aside."""
         text, marks = self._template.jinja.render_marked(adapted(copy, parts=self._template.habits.parts), tools=tools)
@@ -99,9 +98,9 @@ class Skeletons:
             for mark, span in zip(marks, spans, strict=True)
         )
 
-    def marked_copy(self, messages: Sequence[Message]) -> tuple[list[Message], list[Piece]]:
+    def marked_copy(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
         """The row with sentinels around its pieces, and the pieces by number."""
-        pieces: list[Piece] = []
+        pieces: list[MarkedPiece] = []
 
         def mark(text: str, index: int, kind: Kind) -> str:
             for salt in (SALT, OTHER_SALT):
@@ -113,7 +112,7 @@ class Skeletons:
                 text, self._split if kind in ("content", "reasoning") else NOWHERE
             ):
                 number = len(pieces)
-                pieces.append(Piece(index, kind, text[begin:end], is_think or kind == "reasoning"))
+                pieces.append(MarkedPiece(index, kind, text[begin:end], is_think or kind == "reasoning"))
                 self._check_between(text[at:begin], index)
                 marked += (text[at:begin], f"{SALT}{number:05d}b", text[begin:end], f"{SALT}{number:05d}e")
                 at = end
@@ -136,7 +135,7 @@ class Skeletons:
             )
 
     def _judge_pieces(
-        self, messages: Sequence[Message], pieces: Sequence[Piece], written: set[int], broken: set[int], text: str
+        self, messages: Sequence[Message], pieces: Sequence[MarkedPiece], written: set[int], broken: set[int], text: str
     ) -> tuple[int, ...]:
         """Numbers of think pieces that are not written; raises Inexact where anything else is missing or rewritten."""
         last = {piece.message: number for number, piece in enumerate(pieces) if piece.kind == "content"}
@@ -164,7 +163,7 @@ class Skeletons:
             stripped.append(number)
         return tuple(stripped)
 
-    def _turn(self, places: Places, copy: Sequence[Message], index: int, tools: Sequence[Any]) -> Turn:
+    def _turn(self, places: MarkedText, copy: Sequence[Message], index: int, tools: Sequence[Any]) -> Turn:
         """One assistant turn of the marked copy."""
         try:
             prompt = self._template.rendered(copy[:index], tools, prompt=True)
@@ -202,7 +201,9 @@ class Skeletons:
         header = places.text[common:begin]
         return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header)
 
-    def _header_at(self, places: Places, copy: Sequence[Message], index: int, tools: Sequence[Any], *, at: int) -> str:
+    def _header_at(
+        self, places: MarkedText, copy: Sequence[Message], index: int, tools: Sequence[Any], *, at: int
+    ) -> str:
         """The header of an assistant's turn where the text has it behind the prompt, which has none; else empty.
 
         Templates may write no generation prompt after a tool's result, and open a turn there all the same. The header
@@ -220,7 +221,7 @@ class Skeletons:
 
     def _unasked_start(
         self,
-        places: Places,
+        places: MarkedText,
         copy: Sequence[Message],
         index: int,
         tools: Sequence[Any],
@@ -248,7 +249,14 @@ class Skeletons:
         return begin if known and begin >= after and places.text[begin:first] == gap else None
 
     def _turn_end(
-        self, places: Places, copy: Sequence[Message], index: int, tools: Sequence[Any], *, after: int, is_text: bool
+        self,
+        places: MarkedText,
+        copy: Sequence[Message],
+        index: int,
+        tools: Sequence[Any],
+        *,
+        after: int,
+        is_text: bool,
     ) -> _EndPlace:
         """Where a turn ends whose last piece ends at `after`, and whether its own rendering ends there too."""
         limit = places.next_piece(after)
@@ -284,7 +292,9 @@ class Skeletons:
             return _EndPlace(places.place(until), True)
         return _EndPlace(places.place(after)) if is_text else _EndPlace()
 
-    def _continued(self, places: Places, copy: Sequence[Message], tools: Sequence[Any], *, after: int) -> str | None:
+    def _continued(
+        self, places: MarkedText, copy: Sequence[Message], tools: Sequence[Any], *, after: int
+    ) -> str | None:
         """What stands after the last piece of the last turn when the conversation goes on; None where it cannot."""
         calls = copy[-1].get("tool_calls") or []
         # After calls a tool's result goes first: some templates refuse a question there, others open another turn.

@@ -10,8 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from sft_play.data.masks.encode import Splitting
-from sft_play.data.masks.inexact import Inexact
-from sft_play.data.masks.token_row import Span
+from sft_play.data.masks.token_row import Inexact, Span
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.messages import TEXT_KEYS, Message
 from sft_play.errors import TokenizerError

@@ -1,4 +1,4 @@
-"""A row as tokens with its loss mask: what training reads, and how it is shown.
+"""A row as tokens with its loss mask: what training reads, how it is shown, and why a row has no mask.
 
 Shape letters: T tokens of one row.
 """
@@ -83,3 +83,16 @@ def show_row(row: TokenRow, tokenizer: Any, *, limit: int = 1_200) -> str:
         start = end
     shown = "".join(pieces)
     return shown if len(shown) <= limit else f"{shown[: limit // 2]} … {shown[-limit // 2 :]}"
+
+
+REFUSED = "the chat template refuses the row"
+NO_END = "the chat template writes no end of turn after a turn"
+OTHER_PROMPT = "the generation prompt does not match how the chat template writes the turn"
+
+
+class Inexact(ValueError):
+    """A mask that cannot be found exactly: the reason rows are counted by, and the detail."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail

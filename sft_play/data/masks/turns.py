@@ -31,12 +31,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sft_play.data.masks.control_tokens import first_difference
-from sft_play.data.masks.inexact import NO_END, OTHER_PROMPT, REFUSED, Inexact
 from sft_play.data.masks.marked_copy import OTHER_SALT, SALT, Skeleton, Turn, splitter
 from sft_play.data.masks.probes import probed
 from sft_play.data.masks.skeletons import Skeletons
 from sft_play.data.masks.template import ChatTemplate, RenderError
-from sft_play.data.masks.token_row import Span
+from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, REFUSED, Inexact, Span
 from sft_play.data.sources.messages import Message
 
 Method = Literal["generation", "prefix", "marker", "next_turn", "last_turn", "all", "document", "inexact"]

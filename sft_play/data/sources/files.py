@@ -7,16 +7,21 @@ split: the rows of a file's parts, one part after the other, are the file's rows
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import hashlib
 import itertools
+import json
 import os
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
+from sft_play import atomic
+from sft_play.cache import cache_dir
 from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, kind_of, suffix_of
@@ -450,3 +455,30 @@ def source_digest(source: AnySource) -> str:
             while block := stream.read(1 << 20):
                 sha256.update(block)
     return sha256.hexdigest()
+
+
+def content_digest_of(source: AnySource) -> str:
+    """Digest of what a source's files hold, for a run's record; that of a single file is the file's own."""
+    path = Path(str(source)).expanduser()
+    with contextlib.suppress(OSError):
+        if path.is_file():
+            return digest_of(path)
+    return source_digest(source)
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file's content, remembered until its size, times, inode or path change."""
+    state = file.stat()
+    # as git does: a file whose size, times and inode are the same has not changed
+    identity = [str(file.resolve()), state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev]
+    note = cache_dir() / "digests" / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+    with contextlib.suppress(OSError, ValueError):
+        digest = note.read_text(encoding="ascii")
+        if len(digest) == 64:  # else half-written
+            return digest
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if time.time() - state.st_mtime > 2:  # a file that is being written may change within the clock's tick
+        with contextlib.suppress(OSError):
+            atomic.write(note, digest)
+    return digest

@@ -1,4 +1,4 @@
-"""Bytes of data files: plain or gzipped, in blocks, checked; and the rows that readers make of them.
+"""Bytes of data files: plain or gzipped, in blocks, checked; rows as readers make them, and what is said of bad ones.
 
 A file that is not UTF-8 is an error that names the encoding it looks like. A gzipped file that unpacks to far more than
 text would is refused.
@@ -12,7 +12,8 @@ import os
 import re
 import shlex
 import zlib
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -423,3 +424,16 @@ def _cyrillic(sample: bytes) -> tuple[str, str] | None:
 def _traditional(sample: bytes) -> tuple[str, str] | None:
     is_han = _share(_text_of(sample, "big5"), lambda char: "\u4e00" <= char <= "\u9fff" or char >= "\u3000") > 0.9
     return ("big5", "Big5") if is_han else None
+
+
+SHOWN_BAD_ROWS = 20
+"""Bad rows of a source that are listed; the others are counted."""
+FIX_OR_SKIP = "fix them, or leave them out, counted, with data.on_bad_row=skip"
+
+
+def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> list[str]:
+    """The rows that cannot be used, in words: counts by reason; then, indented, the first ones and how many more."""
+    reasons = "; ".join(f"{count:,} x {reason}" for reason, count in bad.most_common(6))
+    rows = [f"  {one_line(str(row), limit=600)}" for row in first]
+    more = [f"  … and {bad.total() - len(first):,} more"] if bad.total() > len(first) else []
+    return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]

@@ -26,8 +26,7 @@ from typing import Any
 from sft_play import endings
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.file_digests import content_digest_of
-from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.files import content_digest_of, data_paths
 from sft_play.environment import THREADS_VARIABLE, for_another_run
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect

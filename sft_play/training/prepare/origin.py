@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from sft_play.config.adapter import CONFIG_FILE, KEY, WEIGHTS_FILE, adapter_folder, run_of
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.file_digests import digest_of
+from sft_play.data.sources.files import digest_of
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.file_digests import content_digest_of
 from sft_play.data.build.splits import Splits, build_splits
 from sft_play.data.checks import first_lines
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
+from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import BackendError, ConfigError, DoesNotFit, in_stage
 from sft_play.facts.models.architecture import check_available
 from sft_play.log import one_line

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.data.masks.probe_conversations import PROBE_TOOLS
+from sft_play.data.masks.fitted_template import PROBE_TOOLS
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
 from sft_play.facts.models.architecture import local_folder
