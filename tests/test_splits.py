@@ -21,7 +21,7 @@ from sft_play.data.build.splits import build_splits
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.files import data_paths
-from sft_play.data.sources.formats import Chat, content_share, recognise, to_example
+from sft_play.data.sources.formats import Chat, content_digest, digest_share, recognise, to_example
 from sft_play.data.sources.raw import RawRow
 from sft_play.errors import DataError
 from tests.bundled import data_file, there, tokenizer_folder
@@ -63,8 +63,8 @@ class TestSplits:
         row = RawRow("f:1", ROW)
         one = to_example(row, recognise(ROW))
         other = Chat("elsewhere:9", one.messages, one.tools)
-        assert content_share(one) == content_share(other)
-        assert 0 <= content_share(one) < 1
+        assert digest_share(content_digest(one)) == digest_share(content_digest(other))
+        assert 0 <= digest_share(content_digest(one)) < 1
 
     def test_bad_rows_stop_the_run_with_their_lines_and_reasons(self, tokenizer, tmp_path):
         path = write(

@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.sources.examples import characters, example_of
 from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, read_part
-from sft_play.data.sources.formats import Chat, Example, Format, Text, content_share, first_format
+from sft_play.data.sources.formats import Chat, Example, Format, Text, content_digest, digest_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.heap import give_back
@@ -288,12 +288,13 @@ class _Maker:
             }
             for batch in self._batches(job, stats, survey):
                 if self._recipe.documents:
-                    rows, examples = self._documents(batch, stats[batch.name], survey)
+                    written = self._documents(batch, stats, survey)
                 else:
-                    rows, examples = self._rows(batch, stats[batch.name], survey, counter)
-                writers[batch.name].write(rows, examples)
+                    written = self._rows(batch, stats, survey, counter)
+                for name, writer in writers.items():
+                    writer.write([row for row, _ in written[name]], [example for _, example in written[name]])
                 gc.collect(0)
-                give_back(max((characters(example) for _, example in batch.examples), default=0))
+                give_back(max((characters(one.example) for one in batch.examples), default=0))
                 if news is not None:
                     news.add(len(batch.examples))
         return _Result(
@@ -314,117 +315,116 @@ class _Maker:
         before: _Batch | None = None
         # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
         with ThreadPoolExecutor(1) as tokenizer:
-            for examples in _in_batches(self._examples(job, stats[KEPT], survey)):
-                for name, share in self._by_side(examples).items():
-                    for _, example in share:
-                        stats[name].count_example(example)
-                    batch = self._submit(name, share, tokenizer)
-                    if before is not None:
-                        yield before
-                    before = batch
+            for examples in _in_batches(self._examples(job, stats, survey)):
+                batch = self._submit(examples, tokenizer)
+                if before is not None:
+                    yield before
+                before = batch
             if before is not None:
                 yield before
 
-    def _submit(self, name: str, examples: Sequence[_Numbered], tokenizer: ThreadPoolExecutor) -> _Batch:
+    def _submit(self, examples: Sequence[_Read], tokenizer: ThreadPoolExecutor) -> _Batch:
         """A batch that is rendered and handed to the tokenizer's thread."""
         renderer = self._renderer
         if self._recipe.documents:
-            texts = [example.text for _, example in examples if isinstance(example, Text)]
-            return _Batch(name, examples, [], tokenizer.submit(renderer.documents, texts))
-        expanded = [(number, one) for number, example in examples for one in renderer.expand(example)]
-        drafts = renderer.drafts([example for _, example in expanded])
-        return _Batch(name, expanded, drafts, tokenizer.submit(renderer.encodings, drafts))
+            texts = [one.example.text for one in examples if isinstance(one.example, Text)]
+            return _Batch(examples, [], tokenizer.submit(renderer.documents, texts))
+        expanded = [one._replace(example=part) for one in examples for part in renderer.expand(one.example)]
+        drafts = renderer.drafts([one.example for one in expanded])
+        return _Batch(expanded, drafts, tokenizer.submit(renderer.encodings, drafts))
 
-    def _examples(self, job: _Job, stats: RowStats, survey: Survey) -> Iterator[_Numbered]:
-        """The piece's examples with the numbers of their rows; bad rows are only counted."""
-        data = self._recipe.data
+    def _examples(self, job: _Job, stats: _Stats, survey: Survey) -> Iterator[_Read]:
+        """The piece's examples; bad rows are only counted, on the side that is kept."""
+        data, share = self._recipe.data, self._recipe.held_share
+        kept = stats[KEPT]
         for number, raw in enumerate(read_part(job.part), start=1):
-            stats.rows = survey.rows = number
+            kept.rows = survey.rows = number
             example = example_of(raw, job.shape, data)
             if isinstance(example, BadRow):
-                stats.count_bad(example)
+                kept.count_bad(example)
                 survey.count_bad(example)
                 continue
             if job.shape is not None:
-                stats.formats[job.shape.name] += 1
+                kept.formats[job.shape.name] += 1
             if not self._recipe.documents:
                 example = self._renderer.as_chat(example)
-            survey.count_content(example, number)
-            yield number, example
+            digest = content_digest(example)
+            side = HELD if digest_share(digest) < share else KEPT
+            stats[side].count_example(example)
+            survey.count_content(example, digest, number)
+            yield _Read(number, side, example)
 
-    def _by_side(self, batch: Sequence[_Numbered]) -> dict[str, list[_Numbered]]:
-        """A batch divided into what is kept and what is split off."""
-        share = self._recipe.held_share
-        if not share:
-            return {KEPT: list(batch)}
-        sides: dict[str, list[_Numbered]] = {KEPT: [], HELD: []}
-        for number, example in batch:
-            sides[HELD if content_share(example) < share else KEPT].append((number, example))
-        return sides
-
-    def _documents(self, batch: _Batch, stats: RowStats, survey: Survey) -> _Written:
+    def _documents(self, batch: _Batch, stats: _Stats, survey: Survey) -> _Written:
         """A batch's documents as rows, counted; chats among them are none."""
-        texts = [example for _, example in batch.examples if isinstance(example, Text)]
-        for _, example in batch.examples:
+        written: _Written = {KEPT: [], HELD: []}
+        tokens = iter(batch.tokens.result())
+        for _, side, example in batch.examples:
             if isinstance(example, Chat):
                 survey.count_unmasked(BadRow(example.where, no_document(self._recipe.task_mode)))
-        rows = [TokenRow(one.where, ids, []) for one, ids in zip(texts, batch.tokens.result(), strict=True)]
-        stats.special_rows += sum(self._renderer.specials.count(one.text) > 0 for one in texts)
-        for counts in (stats, survey):
-            counts.kept += len(rows)
-            counts.tokens += sum(len(row.input_ids) for row in rows)
-        return rows, texts
+                continue
+            row = TokenRow(example.where, next(tokens), [])
+            stats[side].special_rows += self._renderer.specials.count(example.text) > 0
+            for counts in (stats[side], survey):
+                counts.kept += 1
+                counts.tokens += len(row.input_ids)
+            written[side].append((row, example))
+        return written
 
-    def _rows(self, batch: _Batch, stats: RowStats, survey: Survey, counter: RowCounter) -> _Written:
+    def _rows(self, batch: _Batch, stats: _Stats, survey: Survey, counter: RowCounter) -> _Written:
         """A batch's rows within max_seq_len, counted, with their examples."""
-        rows: list[TokenRow] = []
-        examples: list[Example] = []
+        written: _Written = {KEPT: [], HELD: []}
         made = self._renderer.tokenised(batch.drafts, batch.tokens.result())
-        for (number, example), whole in zip(batch.examples, made, strict=True):
+        for (number, side, example), whole in zip(batch.examples, made, strict=True):
+            counts = stats[side]
             if isinstance(whole, BadRow):
-                stats.count_bad(whole)
+                counts.count_bad(whole)
                 counter.count(survey, RowOutcome(number, example, None, whole))
                 continue
             row = self._renderer.cut(whole)
             counter.count(survey, RowOutcome(number, example, whole, row))
             # rows that fit keep all at any limit that could be proposed: only the others are worth counting
             if len(whole.labels) > self._recipe.max_seq_len:
-                stats.cost.add(len(whole.labels), trained_runs(whole.labels))
+                counts.cost.add(len(whole.labels), trained_runs(whole.labels))
             if isinstance(row, BadRow):  # for its length alone
-                stats.count_too_long(whole, row)
+                counts.count_too_long(whole, row)
                 continue
-            stats.count_rendered(whole)
-            stats.count_kept(row)
-            rows.append(row)
-            examples.append(example)
-        return rows, examples
+            counts.count_rendered(whole)
+            counts.count_kept(row)
+            written[side].append((row, example))
+        return written
 
 
-_Numbered = tuple[int, Example]
-"""An example with the number of its row in the piece, from 1."""
-_Written = tuple[Sequence[TokenRow], Sequence[Example]]
+class _Read(NamedTuple):
+    """An example with the number of its row in the piece, from 1, and its side: KEPT or HELD."""
+
+    number: int
+    side: str
+    example: Example
+
+
+_Written = dict[str, list[tuple[TokenRow, Example]]]
+"""Rows and what they are made of, by side."""
 
 
 @dataclass(frozen=True)
 class _Batch:
     """Examples in the tokenizer's thread: those of documents have no drafts, and lists of ids as tokens."""
 
-    name: str
-    examples: Sequence[_Numbered]
+    examples: Sequence[_Read]
     drafts: Sequence[Draft | BadRow]
     tokens: Future[list[Any]]
 
 
-def _in_batches(examples: Iterable[_Numbered]) -> Iterator[list[_Numbered]]:
+def _in_batches(examples: Iterable[_Read]) -> Iterator[list[_Read]]:
     """Up to BATCH_ROWS examples at once, fewer where they are long."""
-    batch: list[_Numbered] = []
+    batch: list[_Read] = []
     chars = 0
-    for number, example in examples:
-        size = characters(example)
+    for one in examples:
+        size = characters(one.example)
         if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
             yield batch
             batch, chars = [], 0
-        batch.append((number, example))
+        batch.append(one)
         chars += size
     if batch:
         yield batch

@@ -106,11 +106,11 @@ class Survey(RowStats):
         if len(self.first_unmasked) < SHOWN_BAD_ROWS:
             self.first_unmasked.append(row)
 
-    def count_content(self, example: Example, number: int) -> None:
-        """Count an example, the row of this number."""
+    def count_content(self, example: Example, digest: bytes, number: int) -> None:
+        """Count an example with its content's digest, the row of this number."""
         self._fill(number - 1)
         # 8 of 32 bytes: a million rows are 8 MB, and no two contents share them by chance
-        self.contents.append(int.from_bytes(content_digest(example)[:8], "big"))
+        self.contents.append(int.from_bytes(digest[:8], "big"))
         self.count_example(example)
 
     def _fill(self, rows: int) -> None:
@@ -336,7 +336,7 @@ def survey_rows(
                 continue
             if maker is not None and not maker.joins(document=split == "text"):
                 example = maker.renderer.as_chat(example)
-            survey.count_content(example, number)
+            survey.count_content(example, content_digest(example), number)
             yield number, example
 
     if maker is None:

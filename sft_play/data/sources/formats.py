@@ -96,11 +96,6 @@ def digest_share(digest: bytes) -> float:
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
-def content_share(example: Example) -> float:
-    """A number in [0, 1) from the example's content alone: the same row is in the same split every time."""
-    return digest_share(content_digest(example))
-
-
 @dataclass(frozen=True)
 class Format:
     """A shape of rows: the keys it needs, those it may have, and how a row becomes an example."""
