@@ -22,7 +22,7 @@ from sft_play.data.masks.encode import Encoder, label_spans
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.masks.tokenizer_parts import TokenizerParts, end_of_text_id
-from sft_play.data.sources.formats import Chat, Text
+from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import merge_turns
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import TokenizerError
@@ -692,7 +692,7 @@ def test_the_shown_row_marks_what_is_trained(tokenizer, make):
 
 
 def test_documents_end_with_the_end_of_text_token(tokenizer, make):
-    ids = make().document_ids(Text("f:1", "yes no"))
+    (ids,) = make().documents(["yes no"])
     assert ids[-1] == end_of_text_id(tokenizer) == tokenizer.convert_tokens_to_ids("<|endoftext|>")
     assert tokenizer.decode(ids[:-1]) == "yes no"
 

@@ -27,8 +27,9 @@ from sft_play.data.build.survey import Survey
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
-from sft_play.data.sources.formats import Chat, Example, Text, check_columns, first_format, rename_columns, to_example
+from sft_play.data.sources.formats import Chat, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.errors import DataError
@@ -392,16 +393,10 @@ class _Builder:
     def _few_documents(self, source: AnySource, split: str) -> list[Text] | None:
         """The documents of a source that has only a few; None where it has more, or bad ones (judged later)."""
         documents: list[Text] = []
-        for part in data_files(source, split=split, text_wanted=True):
-            rows = read_part(part)
-            first, shape = first_format(rows, self._config.data)
-            for raw in itertools.chain(first, rows):
-                example: Example | BadRow | None = None
-                if not isinstance(raw, BadRow) and shape is not None:
-                    example = to_example(rename_columns(raw, self._config.data.columns), shape, self._config.data)
-                if not isinstance(example, Text) or len(documents) + 1 >= FEW_DOCUMENTS:
-                    return None
-                documents.append(example)
+        for _, example in ExampleReader(source, self._config.data, split=split, text_wanted=True).numbered():
+            if not isinstance(example, Text) or len(documents) + 1 >= FEW_DOCUMENTS:
+                return None
+            documents.append(example)
         return documents
 
     def _ends_split_off(self, texts: Sequence[Text], source: AnySource, share: float) -> tuple[Split, Split | None]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from typing import Any
@@ -222,10 +222,6 @@ class Renderer:
         waiting = iter(encodings)
         return [draft if isinstance(draft, BadRow) else self._tokenised(draft, waiting) for draft in drafts]
 
-    def batch(self, examples: Iterable[Example]) -> list[TokenRow | BadRow]:
-        """Many examples as rows, cut to the limit."""
-        return [item if isinstance(item, BadRow) else self.cut(item) for item in self.render_all(list(examples))]
-
     def _draft(self, example: Example) -> Draft | BadRow:
         if isinstance(example, Text):
             return Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT)
@@ -376,7 +372,7 @@ class Renderer:
 
     def _tokenised(self, draft: Draft, encodings: Iterator[Any]) -> TokenRow | BadRow:
         if draft.source == TEXT:
-            ids = self.document_ids(Text(draft.where, draft.text))
+            (ids,) = self.documents([draft.text])
             return TokenRow(
                 draft.where, ids, list(ids), source=TEXT, method="document", text=draft.text, spans=tuple(draft.spans),
                 special_in_text=self.specials.count(draft.text),
@@ -427,12 +423,8 @@ class Renderer:
 
     # Documents and prompts.
 
-    def document_ids(self, example: Text) -> list[int]:
-        """A document's tokens with what the tokenizer puts around a text, ended by the end-of-text token."""
-        return self._document(self._encode_document(example.text))
-
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokens of many documents."""
+        """Tokens of documents with what the tokenizer puts around a text, each ended by the end-of-text token."""
         if self.data.special_tokens_in_text == "plain" and any(map(self.specials.count, texts)):
             return [self._document(self._encode_document(text)) for text in texts]
         return [self._document(encoding) for encoding in self._backend.encode_batch(list(texts))]
