@@ -127,7 +127,7 @@ def _key(source: AnySource, parts: Sequence[Part], recipe: Recipe, split: str) -
     options = {key: value for key, value in recipe.data.model_dump(mode="json").items() if key not in _NOT_IN_KEY}
     # A tokenizer's ids are the library's doing too, and a row's masks are this package's: no version number is needed.
     code = hashlib.sha256(tokenizers.__version__.encode())
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):  # masks and sources decide tokens too
         code.update(path.read_bytes())
     decides = {
         "code": code.hexdigest(),
@@ -169,7 +169,7 @@ def _load(folder: Path) -> Built | None:
     with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
         files, stats = pickle.loads((folder / _META).read_bytes())
         # the folder was renamed when it was whole; a user may have removed files since
-        if all((folder / file).is_file() for names in files.values() for file in names):
+        if all((folder / file).is_file() for names in ((_SURVEY,), *files.values()) for file in names):
             return Built(folder, files, stats)
     shutil.rmtree(folder, ignore_errors=True)
     return None
@@ -200,16 +200,9 @@ def _rows_of(
 ) -> tuple[_Files, _Stats]:
     """Every part's rows in a file of its own, made here or by other processes."""
     total = bytes_of(parts)
-    count = how_many(workers, total)
-    jobs: list[_Job] = []
-    for part in parts:
-        shape = first_format(read_part(part), recipe.data)[1]  # DataError where its columns are those of none
-        pieces = file_pieces(part, count=count, total_bytes=total)
-        jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
-    count = min(count, len(jobs))
-    if count > 1:
-        share = max(ROLE_ROWS // len(jobs), FEWEST_ROLE_ROWS)
-        jobs = [replace(job, role_rows=share) for job in jobs]
+    asked = how_many(workers, total)
+    jobs = _jobs_of(folder, parts, recipe, count=asked, total_bytes=total)
+    count = min(asked, len(jobs))
     news = News(f"Data {split}", "prepared")
     if count > 1:
         results = together(jobs, _Maker, recipe, count=count, done=lambda result: news.add(result.stats[KEPT].rows))
@@ -235,6 +228,17 @@ def _rows_of(
         side.repeated = len(every) - len(distinct)
         np.save(folder / _DIGESTS.format(name), distinct)
     return {name: tuple(names) for name, names in files.items()}, stats
+
+
+def _jobs_of(folder: Path, parts: Sequence[Part], recipe: Recipe, *, count: int, total_bytes: int) -> list[_Job]:
+    """The parts in pieces for so many processes; raises DataError where a part's columns are those of no format."""
+    jobs: list[_Job] = []
+    for part in parts:
+        shape = first_format(read_part(part), recipe.data)[1]
+        pieces = file_pieces(part, count=count, total_bytes=total_bytes)
+        jobs += [_Job(len(jobs) + at, piece, shape, str(folder)) for at, piece in enumerate(pieces)]
+    role_rows = max(ROLE_ROWS // len(jobs), FEWEST_ROLE_ROWS) if min(count, len(jobs)) > 1 else ROLE_ROWS
+    return [replace(job, role_rows=role_rows) for job in jobs]
 
 
 def _no_rows(recipe: Recipe) -> _Stats:
