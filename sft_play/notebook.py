@@ -26,7 +26,8 @@ from sft_play import failures
 from sft_play.environment import with_this_package
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.command import Launch, Nodes, torchrun
+from sft_play.facts.network import Nodes
+from sft_play.launch.command import Launch, torchrun
 from sft_play.log import one_line
 
 COMMAND = "run-notebook"

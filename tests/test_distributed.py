@@ -16,7 +16,8 @@ from sft_play.errors import ConfigError, HardwareError, TrainingError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import shape_of
-from sft_play.launch.command import Nodes, torchrun
+from sft_play.facts.network import Nodes
+from sft_play.launch.command import torchrun
 from sft_play.launch.launch_options import launch_options_of
 from sft_play.launch.ranks import ranks_of
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes

@@ -34,8 +34,8 @@ from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.network import Nodes
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import PlanRequest, Work
@@ -652,7 +652,7 @@ def met(*places: Surroundings, count: int | None = None, limit_s: float = 15.0) 
 
     def go(rank: int, around: Surroundings) -> None:
         nodes = Nodes(count or len(places), rank, "127.0.0.1", port)
-        found[rank] = meet_nodes(around, nodes, limit_s=limit_s)[1]
+        found[rank] = meet_nodes(around, nodes, {}, limit_s=limit_s)[1]
 
     threads = [threading.Thread(target=go, args=place) for place in enumerate(places)]
     for thread in threads:
@@ -700,7 +700,7 @@ def test_a_node_that_never_comes_is_named_after_the_limit():
 
 def test_an_address_that_means_nothing_fails_at_once():
     started = time.monotonic()
-    _, found = meet_nodes(HERE, Nodes(2, 1, "no-such-host.invalid", 29500), limit_s=60.0)
+    _, found = meet_nodes(HERE, Nodes(2, 1, "no-such-host.invalid", 29500), {}, limit_s=60.0)
     assert "MASTER_ADDR=no-such-host.invalid" in found.found
     assert time.monotonic() - started < 30
 

@@ -23,12 +23,12 @@ import pytest
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.network import Nodes
 from sft_play.launch.accelerate.reading import read_accelerate_file
-from sft_play.launch.command import Nodes
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
-from sft_play.launch.network import choose_interface
-from sft_play.launch.node_rendezvous import Met, card_of, differences, meet
+from sft_play.launch.machine import choose_interface
 from sft_play.launch.ranks import Ranks
+from sft_play.training.ranks.node_meeting import Met, card_of, differences, meet
 from tests.conftest import ROOT, VARIABLES, clean_environment
 
 pytestmark = pytest.mark.build
@@ -330,7 +330,7 @@ def test_nodes_that_were_told_different_things_all_say_so_and_start_nothing(worl
 def card(world) -> dict[str, Any]:
     config = load_config(world / "run.yaml").config
     return card_of(
-        config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), LaunchOptions(strategy="ddp")
+        config, Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2), strategy="ddp", deepspeed=False
     )
 
 
@@ -392,8 +392,8 @@ def test_the_meeting_is_not_disturbed_by_what_else_connects(card):
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (Nodes(3, 0), Nodes(2, 1), "was given NNODES=2, and node 0 NNODES=3"),
-        (Nodes(2, 0), Nodes(2, 2), "was given NODE_RANK=2"),
+        (Nodes(3, 0), Nodes(2, 1), "node 0 was given NNODES=3, and node 1 NNODES=2"),
+        (Nodes(3, 0), Nodes(4, 2), "node 0 was given NNODES=3, and node 2 NNODES=4"),
     ],
 )
 def test_nodes_that_count_differently_are_told_on_both(card, first, second, message):
@@ -472,16 +472,14 @@ def test_an_address_that_means_nothing_is_refused_on_every_node(card, rank):
 def test_where_files_lie_may_differ_and_what_they_are_trained_with_may_not(world, card):
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=4, nodes=2)
 
-    def told(*overrides: str, options: LaunchOptions | None = None) -> dict[str, Any]:
+    def told(*overrides: str, strategy: str = "ddp") -> dict[str, Any]:
         config = load_config(world / "run.yaml", overrides=overrides).config
-        return {**card_of(config, machine, options or LaunchOptions(strategy="ddp")), "node": 1}
+        return {**card_of(config, machine, strategy=strategy, deepspeed=False), "node": 1}
 
     first = {**card, "node": 0}
     assert differences(first, told("output.dir=/elsewhere", "data.train_path=/x.jsonl")) == []
     assert differences(first, told("train.seed=7")) == ["train.seed is 42 on node 0 and 7 on node 1"]
-    assert differences(first, told(options=LaunchOptions(strategy="fsdp"))) == [
-        "STRATEGY is ddp on node 0 and fsdp on node 1"
-    ]
+    assert differences(first, told(strategy="fsdp")) == ["STRATEGY is ddp on node 0 and fsdp on node 1"]
 
 
 def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():

@@ -26,23 +26,23 @@ from sft_play.commands.start import launching
 from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
+from sft_play.facts.network import Nodes
+from sft_play.launch import exported
 from sft_play.launch import machine as of_ranks
-from sft_play.launch import node_rendezvous
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate, refuse_too_few_processes
 from sft_play.launch.accelerate.places import accelerate_place, find_accelerate_file
 from sft_play.launch.accelerate.reading import read_accelerate_file, read_found_file
-from sft_play.launch.command import Nodes
 from sft_play.launch.exported import (
     _MPI,
-    gpus_as_nodes,
     meeting_variables,
     node_variables,
     rank_variables,
+    refuse_lone_node,
     refuse_tasks,
 )
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
-from sft_play.launch.node_rendezvous import refuse_lone_node
 from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.training.ranks.node_meeting import gpus_as_nodes
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
 from tests.models import uneven_run
@@ -217,7 +217,7 @@ def test_an_address_of_another_machine_without_a_number_of_nodes_stops(caplog):
 
 
 def test_an_address_of_this_machine_without_a_number_of_nodes_is_said(monkeypatch, caplog):
-    monkeypatch.setattr(node_rendezvous, "is_own", lambda address: address == "192.0.2.7")
+    monkeypatch.setattr(exported, "is_own", lambda address: address == "192.0.2.7")
     with caplog.at_level("WARNING"):
         refuse_lone_node(Nodes(1, 0, "192.0.2.7", None))
     assert "MASTER_ADDR=192.0.2.7 is this machine, and neither NNODES= nor WORLD_SIZE=" in caplog.text

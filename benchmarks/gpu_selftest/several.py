@@ -14,7 +14,7 @@ from benchmarks.gpu_selftest.trials import Bench, Ended, judged, run, train
 from sft_play.config.load import load_config
 from sft_play.diagnose import ranks, surroundings
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.command import Nodes
+from sft_play.facts.network import Nodes
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.precision import choose_precision
 from sft_play.planner.speed.throughput import rates_of

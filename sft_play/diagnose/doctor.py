@@ -17,12 +17,11 @@ from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.installed import COMPUTING, missing_kernels
 from sft_play.facts.models.architecture import local_folder
 from sft_play.facts.models.model_shape import ModelShape
+from sft_play.facts.network import Nodes
 from sft_play.facts.space import free_at
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch.command import Nodes
 from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.node_rendezvous import Card, Met, meet
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.planner.speed.slow_code import eager_words, missing_words
@@ -222,25 +221,32 @@ def _together(
 ) -> list[Finding]:
     """Checks that need all nodes and ranks."""
     findings: list[Finding] = []
-    variables: Mapping[str, str] = {}
-    if options.nodes.count > 1:
-        met, finding = meet_nodes(around, options.nodes, limit_s=meeting_s)
+    given = dict(environment)
+    if options.nodes.count > 1 and "torch" in around.versions:
+        variables, finding = meet_nodes(around, options.nodes, environment, limit_s=meeting_s)
         findings.append(finding)
-        if met is None:  # ranks would wait for the missing node until their own limit
+        if variables is None:  # ranks would wait for the missing node until their own limit
             return [*findings, skipped(ranks.NAME, "the nodes did not meet")]
-        variables = met.variables(environment)
+        given |= variables
     if chosen.verdict == "FAIL" and not around.hardware.gpus:
         return [*findings, skipped(ranks.NAME, "GPUs were requested, but there are none")]
     if "torch" not in around.versions:
         return [*findings, skipped(ranks.NAME, "torch is not installed")]
-    given = {**environment, **variables}
     without_bad_p2p(around.hardware, given)  # as a run's ranks communicate
     outcome = ranks.run_ranks(around.hardware, options, limit_s=all_reduce_s(), environment=given)
     return [*findings, *ranks.judge(outcome, around, options.nodes)]
 
 
-def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[Met | None, Finding]:
-    """All nodes meet before a rank is started: which ones are missing, and what differs between them."""
+def meet_nodes(
+    around: Surroundings, nodes: Nodes, environment: Mapping[str, str], *, limit_s: float
+) -> tuple[Mapping[str, str] | None, Finding]:
+    """All nodes meet before a rank is started: which ones are missing, and what differs between them.
+
+    Returns:
+        Variables that the ranks need to find each other, None where the nodes did not meet; and the finding.
+    """
+    from sft_play.training.ranks.node_meeting import meet
+
     try:
         met = meet(nodes, card_of(around), limit_s=limit_s)
     except SftPlayError as error:
@@ -251,10 +257,10 @@ def meet_nodes(around: Surroundings, nodes: Nodes, *, limit_s: float) -> tuple[M
     hosts = listed(one_line(str(card.get("host"))) for card in met.cards)
     address = f"{one_line(str(nodes.address))}:{nodes.port}"
     same = "the same packages, driver, GPUs and number of ranks"
-    return met, passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
+    return met.variables(environment), passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")
 
 
-def card_of(around: Surroundings) -> Card:
+def card_of(around: Surroundings) -> Mapping[str, object]:
     """This node's description, which the others compare with theirs."""
     names = [name for name in around.versions if name in COMPUTING or name.startswith("nvidia-nccl")]
     return {

@@ -19,8 +19,9 @@ from sft_play.diagnose.surroundings import Surroundings
 from sft_play.endings import ends_with_me
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.network import Nodes
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch.command import LAUNCHER, Launch, Nodes, torchrun
+from sft_play.launch.command import LAUNCHER, Launch, torchrun
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
 

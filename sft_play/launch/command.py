@@ -7,38 +7,24 @@ same ranks.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import shlex
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import psutil
-
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, HardwareError
+from sft_play.errors import ConfigError
+from sft_play.facts.network import Nodes
 from sft_play.failures import RUN_VARIABLE
-from sft_play.launch.given_value import DEFAULT_PORT
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
 
 LAUNCHER = "torch.distributed.run"
 AGENT = "sft_play.training.ranks.elastic_agent"
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """The machines of a run: how many, which this is, and where they meet."""
-
-    count: int = 1
-    rank: int = 0
-    address: str | None = None
-    port: int | None = None
 
 
 @dataclass(frozen=True)
@@ -150,30 +136,3 @@ def timeout_of(config: RunConfig, environment: Mapping[str, str]) -> float:
         logger.info("NCCL_TIMEOUT=%s in the environment: ranks wait %g s for each other instead of %g", one_line(given),
                     seconds, config.distributed.timeout_s)  # fmt: skip
     return seconds
-
-
-def require_free_port(port: int | None) -> None:
-    """Raises HardwareError where another process listens on the port that this node needs; None needs none."""
-    if port is None:
-        return
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
-        try:
-            probe.bind(("", port))
-            return
-        except OSError as error:
-            reason = error.strerror
-    holder = _listener(port)
-    raise HardwareError(
-        f"MASTER_PORT={port} cannot be listened on: {reason}{f' ({holder})' if holder else ''}; stop that, or "
-        f"give another port on all nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
-    )
-
-
-def _listener(port: int) -> str | None:
-    """Which process listens on a port; None where this user may not see it."""
-    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
-        for item in psutil.net_connections(kind="tcp"):
-            if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
-                return f"by {one_line(psutil.Process(item.pid).name())}, pid {item.pid}"
-    return None

@@ -7,12 +7,16 @@ PyTorchJob, which exports `RANK` and `WORLD_SIZE` once per pod (https://github.c
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from sft_play.errors import ConfigError
-from sft_play.launch.given_value import DEFAULT_PORT
+from sft_play.facts.network import DEFAULT_PORT, Nodes, addresses_of, is_loopback, is_own
 from sft_play.log import one_line
+
+logger = logging.getLogger(__name__)
 
 RANK_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 _MPI = (
@@ -131,24 +135,6 @@ def _counts_gpus(environment: Mapping[str, str], rank: str, world: str) -> dict[
     return {"NODE_RANK": str(int(rank) // per_node), "NNODES": nodes, "NPROC": str(per_node)}
 
 
-def gpus_as_nodes(ranks: Collection[int], count: int, per_node: int) -> str:
-    """What to do where a number of nodes may be that of all GPUs: only the first rank of every node came; else empty.
-
-    Args:
-        ranks: the nodes that came, by the numbers they were given.
-        count: how many nodes were said to come.
-        per_node: ranks on each.
-    """
-    if per_node < 2 or count % per_node or any(rank % per_node for rank in ranks):
-        return ""
-    nodes = count // per_node
-    many = f"NNODES={nodes} and NODE_RANK=0 to {nodes - 1}" if nodes > 1 else "NNODES=1"
-    return (
-        f"if {count} (NNODES= or WORLD_SIZE=) is the number of all GPUs, {per_node} on each node, and RANK= that of a "
-        f"node's first one, give {many}"
-    )
-
-
 def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
     """Raises ConfigError where Slurm started this command several times, each of which would be a separate run."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
@@ -160,4 +146,23 @@ def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
         f"srun started this command {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would be a separate run: "
         "take sbatch scripts/train_slurm.sbatch my.yaml, or srun with one task per node and NNODES=, NODE_RANK=, "
         "MASTER_ADDR= (make train-distributed)"
+    )
+
+
+def refuse_lone_node(nodes: Nodes) -> None:
+    """Raises ConfigError where MASTER_ADDR is set, but not the number of nodes; on the machine that has the address,
+    where it may have been exported for a single node, only a warning."""
+    if nodes.count > 1 or nodes.address is None:
+        return
+    given, how = f"MASTER_ADDR={one_line(nodes.address)}", "NNODES= nor WORLD_SIZE= says how many nodes meet there"
+    with contextlib.suppress(ConfigError, OSError):
+        addresses = addresses_of(nodes.address, 0)
+        if all(is_loopback(address) for address in addresses):
+            return
+        if any(is_own(address) for address in addresses):  # batch systems export it for a single node too
+            logger.warning("%s is this machine, and neither %s: the run is on this node alone", given, how)
+            return
+    raise ConfigError(
+        f"{given} is another machine, and neither {how}: give NNODES=2 NODE_RANK=1 (on the machine at that address "
+        "NODE_RANK=0), or NNODES=1 for this machine alone"
     )

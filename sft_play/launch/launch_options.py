@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sft_play.errors import ConfigError
+from sft_play.facts.network import DEFAULT_PORT, Nodes, is_address
 from sft_play.launch.accelerate.reading import AccelerateConfig
-from sft_play.launch.command import Nodes
-from sft_play.launch.given_value import DEFAULT_PORT, is_address, whole_number
+from sft_play.launch.given import whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 

@@ -9,9 +9,10 @@ import socket
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 
-from sft_play.errors import HardwareError
+from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.gpus import nvml
 from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.network import GLOO_VARIABLE, address_towards, interface_of
 from sft_play.launch.command import visible_only
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.ranks import Ranks
@@ -61,6 +62,36 @@ def with_own_gpu(ranks: Ranks, hardware: Hardware, environment: MutableMapping[s
         return ranks
     environment["LOCAL_RANK"] = "0"
     return dataclasses.replace(ranks, local_rank=0)
+
+
+def choose_interface(ranks: Ranks, environment: MutableMapping[str, str]) -> None:
+    """Set `GLOO_SOCKET_IFNAME` of a rank among several nodes to the interface that leads to `MASTER_ADDR`.
+
+    gloo would take the address of this host's own name. That is the loopback where the name does not resolve, or
+    resolves to 127.0.1.1 (as in Debian's /etc/hosts), and on the other nodes it means themselves. A launch that met the
+    other nodes, or the user, has set the variable already. NCCL finds interfaces by itself (`NCCL_SOCKET_IFNAME`), and
+    may use several at once.
+
+    Raises:
+        ConfigError: MASTER_ADDR does not resolve here, so this rank would not find the others.
+    """
+    host = environment.get("MASTER_ADDR")
+    if ranks.world_size <= ranks.local_world_size or not host:
+        return
+    port = environment.get("MASTER_PORT", "")
+    try:
+        address = address_towards(host, int(port) if port.isdigit() else 0)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}; where torchrun runs with --rdzv-backend c10d it takes the name of node 0's host: give "
+            "--local-addr with this node's own address on every node"
+        ) from None
+    interface = interface_of(address) if address else None
+    if environment.get(GLOO_VARIABLE) or interface is None:
+        return
+    environment[GLOO_VARIABLE] = interface
+    logger.info("Network: gloo uses %s (%s), which leads to MASTER_ADDR=%s; %s= names another",
+                interface, address, one_line(host), GLOO_VARIABLE)  # fmt: skip
 
 
 def name_of_gpu(ranks: Ranks, hardware: Hardware) -> str:

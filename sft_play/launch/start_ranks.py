@@ -12,7 +12,8 @@ import subprocess
 from sft_play import endings, failures
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError
-from sft_play.launch.command import Launch, require_free_port
+from sft_play.facts.network import require_free_port
+from sft_play.launch.command import Launch
 from sft_play.launch.handed import LAUNCH_FILE
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.plan import Plan

@@ -18,8 +18,14 @@ from sft_play.launch.exported import meeting_variables, rank_variables
 from sft_play.launch.handed import LAUNCH_FILE, Handed
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.libraries import prepare_libraries
-from sft_play.launch.machine import check_gpu, name_of_gpu, require_own_gpus, spread_over, with_own_gpu
-from sft_play.launch.network import choose_interface
+from sft_play.launch.machine import (
+    check_gpu,
+    choose_interface,
+    name_of_gpu,
+    require_own_gpus,
+    spread_over,
+    with_own_gpu,
+)
 from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
 from sft_play.launch.tensorboard import with_curves

@@ -14,13 +14,14 @@ from sft_play.config.schema import RunConfig
 from sft_play.environment import THREADS_VARIABLE
 from sft_play.errors import Interrupted
 from sft_play.facts.hardware import Hardware, detect
+from sft_play.heap import importing
 from sft_play.launch.command import Launch, timeout_of, torchrun, visible_only
 from sft_play.launch.device import hide_gpus, machine_for
+from sft_play.launch.exported import refuse_lone_node
 from sft_play.launch.handed import write_launch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.libraries import prepare_libraries
 from sft_play.launch.machine import log_idle, machine_of
-from sft_play.launch.node_rendezvous import card_of, meet, refuse_lone_node
 from sft_play.launch.ranks import RESUMED_VARIABLE
 from sft_play.launch.resolve_options import as_accelerate_says, as_the_mesh_says, log_choices, with_mesh_of
 from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
@@ -134,7 +135,10 @@ def _launch(
 
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, ranks: Launch) -> int:
     """Start this node's ranks once all nodes have met; the exit code. Rank 0 plans again and makes the run folder."""
-    card = card_of(loaded.config, hardware, options)
+    with importing():
+        from sft_play.training.ranks.node_meeting import card_of, meet
+
+    card = card_of(loaded.config, hardware, strategy=options.strategy, deepspeed=options.deepspeed is not None)
     met = meet(options.nodes, card, limit_s=timeout_of(loaded.config, os.environ))
     # Not in the command that is shown and kept: this node's interface is of no use to who types it elsewhere.
     joined = dataclasses.replace(ranks, environment={**ranks.environment, **met.variables(os.environ)})

@@ -13,8 +13,8 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
 - `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
   guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `finite` (steps that are not),
   `curriculum` (stages).
-- `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed),
-  `engine_check`, `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
+- `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `engine_check`,
+  `node_meeting`, `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`, `pickles`,
   `full_state_dict`, `sharded_checkpoints`, `gathered_weights`, `model_saving`, `consolidate`, `card`.
 - `measure/`: `monitor`, `measure`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sft_play.errors import ConfigError
-from sft_play.launch.given_value import DEFAULT_PORT, is_address, whole_number
+from sft_play.facts.network import DEFAULT_PORT, is_address
+from sft_play.launch.given import whole_number
 from sft_play.log import one_line
 
 

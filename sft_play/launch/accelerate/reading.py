@@ -15,10 +15,10 @@ from typing import Any, Literal, get_args
 
 from sft_play.config.yaml_io import parse_value, show
 from sft_play.errors import ConfigError
+from sft_play.facts.network import is_address
 from sft_play.launch.accelerate.places import NO_FILE, accelerate_place
 from sft_play.launch.deepspeed.layout import LAYOUTS
-from sft_play.launch.given_file import text_of
-from sft_play.launch.given_value import is_address
+from sft_play.launch.given import text_of
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.mesh import Mesh

@@ -14,7 +14,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.launch.accelerate.machines import Machines, check_machines
 from sft_play.launch.accelerate.reading import PRECISIONS, WANTED, DistributedType
-from sft_play.launch.given_file import text_of
+from sft_play.launch.given import text_of
 from sft_play.log import one_line
 from sft_play.runs.files import write_text
 

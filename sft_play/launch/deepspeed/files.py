@@ -8,7 +8,7 @@ from sft_play.config import yaml_io
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.layout import STAGES
 from sft_play.launch.deepspeed.tree import AUTO, Config
-from sft_play.launch.given_file import json_of, looks_like_json, text_of
+from sft_play.launch.given import json_of, looks_like_json, text_of
 from sft_play.log import one_line
 
 WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/zero2.json"

@@ -1,10 +1,12 @@
-"""A launcher's configuration file that a person wrote or a tool left: its text, and JSON as people write it."""
+"""What a person gives a launch: a number in a variable, and the text of a launcher's file, with JSON as people write
+it."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,16 @@ _NOT_DATA = re.compile(
 )
 # A string is matched first, so that commas inside it are left alone.
 _TRAILING_COMMA = re.compile(r""""(?:[^"\\\n]|\\.)*"|,(?=\s*[}\]])""")
+
+
+def whole_number(values: Mapping[str, str], name: str, *, least: int) -> int | None:
+    """A variable as a whole number from `least`; None where it is not set, ConfigError where it is not one."""
+    text = values.get(name, "").strip()
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise ConfigError(f"{name}={one_line(text)} is not a whole number from {least}")
+    return int(text)
 
 
 def text_of(path: Path, *, variable: str, wanted: str) -> str:

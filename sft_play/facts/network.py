@@ -1,0 +1,142 @@
+"""Addresses, ports and network interfaces of this machine, and where the nodes of a run meet."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.log import one_line
+
+DEFAULT_PORT = 29500
+"""torch.distributed's and accelerate's default port of the main process."""
+GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
+"""The network interface that gloo listens on. Without it gloo resolves this host's own name."""
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines of a run: how many, which this is, and where they meet."""
+
+    count: int = 1
+    rank: int = 0
+    address: str | None = None
+    port: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Address and port, for a message."""
+        return f"{one_line(str(self.address))}:{self.port}"
+
+
+def is_address(text: str) -> bool:
+    """Whether a text can be a host: an IP address or a name."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return bool(_HOST.fullmatch(text)) and len(text) <= 253
+    return True
+
+
+def addresses_of(host: str, port: int) -> list[str]:
+    """The addresses that `MASTER_ADDR` resolves to on this machine.
+
+    Raises:
+        ConfigError: it does not resolve.
+    """
+    try:
+        resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else None
+        raise ConfigError(
+            f"MASTER_ADDR={one_line(host)} does not resolve on this machine ({reason or 'it cannot be a name'}); give "
+            "the IP address of node 0, or a name that every node knows"
+        ) from None
+    return list(dict.fromkeys(str(item[4][0]) for item in resolved))
+
+
+def own_addresses() -> list[str]:
+    """This machine's IPv4 addresses but the loopback."""
+    held = (item for items in psutil.net_if_addrs().values() for item in items)
+    return sorted(item.address for item in held if item.family == socket.AF_INET and not is_loopback(item.address))
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address of this machine; None where none has it."""
+    wanted = _plain(address)
+    for name, held in psutil.net_if_addrs().items():
+        of_ip = (item.address for item in held if item.family in (socket.AF_INET, socket.AF_INET6))
+        if any(_plain(text) == wanted for text in of_ip):
+            return name
+    return "lo" if is_loopback(address) and "lo" in psutil.net_if_addrs() else None
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This machine's address on the route to another (no packet is sent); None where there is no route."""
+    for address in addresses_of(host, port):
+        with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_DGRAM) as probe:
+            probe.connect((address, port or 9))  # of UDP: it only chooses the route; any port does
+            return str(probe.getsockname()[0])
+    return None
+
+
+def _plain(address: str) -> str:
+    """An address without its zone, and IPv4 inside IPv6 as IPv4."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address means this machine wherever it is read."""
+    try:
+        return ipaddress.ip_address(_plain(address)).is_loopback
+    except ValueError:
+        return False
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_own(address: str) -> bool:
+    """Whether this machine can listen at an address."""
+    with contextlib.suppress(OSError), socket.socket(_family(address), socket.SOCK_STREAM) as probe:
+        probe.bind((address, 0))
+        return True
+    return False
+
+
+def require_free_port(port: int | None) -> None:
+    """Raises HardwareError where another process listens on the port that this node needs; None needs none."""
+    if port is None:
+        return
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port that was just closed counts as free
+        try:
+            probe.bind(("", port))
+            return
+        except OSError as error:
+            reason = error.strerror
+    holder = _listener(port)
+    raise HardwareError(
+        f"MASTER_PORT={port} cannot be listened on: {reason}{f' ({holder})' if holder else ''}; stop that, or "
+        f"give another port on all nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
+    )
+
+
+def _listener(port: int) -> str | None:
+    """Which process listens on a port; None where this user may not see it."""
+    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
+        for item in psutil.net_connections(kind="tcp"):
+            if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
+                return f"by {one_line(psutil.Process(item.pid).name())}, pid {item.pid}"
+    return None

@@ -1,0 +1,262 @@
+"""The nodes of a run meet before any rank starts: all are present, and all were told the same.
+
+They meet in a store of torch, the one that torchrun's rendezvous is made of: node 0 serves it at MASTER_PORT for as
+long as the meeting lasts, every node puts a card into it and reads those of the others, and what one node refuses all
+refuse. torchrun, which listens at the same port afterwards, would only say that some nodes did not come, would count a
+rank twice where two nodes have the same NODE_RANK, and would end in tracebacks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+
+from sft_play.config.resolved import differing_keys, resolved_without_paths
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.installed import COMPUTING
+from sft_play.facts.network import (
+    GLOO_VARIABLE,
+    Nodes,
+    address_towards,
+    addresses_of,
+    interface_of,
+    is_loopback,
+    is_own,
+    own_addresses,
+    require_free_port,
+)
+from sft_play.log import one_line
+from sft_play.runs.manifest import versions
+
+logger = logging.getLogger(__name__)
+_SHOWN = 6
+"""Differences that a message lists."""
+_POLL_S = 0.1
+"""Between two looks into the store, where a wait hears Ctrl-C; a `wait` of the store itself would not."""
+_LEAVE_S = 10.0
+"""How long node 0 serves the others that have not read yet why it leaves."""
+_CARD, _CAME, _LEFT, _REFUSED = "sft_play_node_", "sft_play_came", "sft_play_left", "sft_play_refused"
+
+Card = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Met:
+    """The result of a meeting: the cards of all nodes by node rank, and this node's address among them."""
+
+    cards: tuple[Card, ...]
+    address: str | None
+
+    def variables(self, environment: Mapping[str, str]) -> dict[str, str]:
+        """`GLOO_SOCKET_IFNAME` of this node's ranks; nothing where it is set, or no interface has the address."""
+        interface = interface_of(self.address) if self.address else None
+        return {} if environment.get(GLOO_VARIABLE) or interface is None else {GLOO_VARIABLE: interface}
+
+
+def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deepspeed: bool) -> dict[str, Any]:
+    """A node's description: its settings, package versions, device and number of ranks.
+
+    Paths and the output are left out: nodes may keep the same files in different places. The ranks, which read the
+    files, compare their content.
+    """
+    packages = versions()
+    return {
+        "host": socket.gethostname(),
+        "alike": {
+            "number of ranks": hardware.gpus_per_node,
+            "device": hardware.gpus[0].name if hardware.gpus else "CPU",
+            "STRATEGY": strategy or "left to the plan",
+            "engine": "DeepSpeed" if deepspeed else "left to the plan",
+            **{f"version of {name}": packages.get(name) or "not installed" for name in ("sft_play", *COMPUTING)},
+        },
+        "settings": resolved_without_paths(config),
+    }
+
+
+def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
+    """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
+
+    Raises:
+        ConfigError: the address is unknown here or is another machine's, two nodes have the same NODE_RANK, or their
+            settings differ.
+        HardwareError: the port is taken, or nodes did not come within `limit_s`, or one was stopped.
+    """
+    addresses = addresses_of(str(nodes.address), nodes.port or 0)
+    # `start` tells two starts on one host apart
+    mine = {**card, "node": nodes.rank, "nodes": nodes.count, "start": uuid.uuid4().hex, "sees node 0 at": addresses}
+    deadline = time.monotonic() + limit_s
+    try:
+        store = _served(nodes, addresses, limit_s) if nodes.rank == 0 else _found(nodes, mine, limit_s)
+        cards = _exchange(store, nodes, mine, deadline, limit_s)
+    except DistError as error:
+        words = one_line(str(error).partition("\n")[0], limit=200)
+        raise HardwareError(f"the nodes lost each other at {nodes.place}: {words}; start all of them again") from None
+    if nodes.rank == 0:  # its name may mean the loopback here: the others know where they reach it
+        address = next((one for card in (*cards[1:], mine) for one in card["sees node 0 at"] if is_own(one)), None)
+    else:
+        address = address_towards(str(nodes.address), nodes.port or 0)
+    interface = interface_of(address) if address else None
+    hosts = ", ".join(one_line(str(item.get("host"))) for item in cards)
+    logger.info("Nodes: %d met at %s (%s); this is node %d, at %s%s", nodes.count, nodes.place, hosts, nodes.rank,
+                address, f" on {interface}" if interface else "")  # fmt: skip
+    return Met(cards, address)
+
+
+def _served(nodes: Nodes, addresses: list[str], limit_s: float) -> TCPStore:
+    """The store as node 0 serves it."""
+    if not any(is_own(address) for address in addresses):
+        raise ConfigError(
+            f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
+            f"address ({', '.join(own_addresses()) or 'none but the loopback'}): give this machine another NODE_RANK= "
+            f"(1 to {nodes.count - 1}), or all nodes a MASTER_ADDR= of this machine"
+        )
+    require_free_port(nodes.port)
+    logger.info("Nodes: node 0 waits at %s for %d more, %.0f s at most", nodes.place, nodes.count - 1, limit_s)
+    return TCPStore(str(nodes.address), int(nodes.port or 0), is_master=True, wait_for_workers=False)
+
+
+def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
+    """Node 0's store, as soon as node 0 serves it; raises HardwareError where it does not in time.
+
+    torch tries until then in a thread: it is deaf to Ctrl-C, waits without end where another program listens, and logs
+    tracebacks when its own time is over.
+    """
+    found: list[TCPStore] = []
+    address, port, longer = str(nodes.address), int(nodes.port or 0), timedelta(seconds=limit_s + 60)
+    connect = threading.Thread(
+        target=lambda: found.append(TCPStore(address, port, wait_for_workers=False, timeout=longer)), daemon=True
+    )
+    logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.place, limit_s)
+    connect.start()
+    connect.join(limit_s)
+    if found:
+        return found[0]
+    try:
+        socket.create_connection((address, port), timeout=_LEAVE_S).close()
+        reason = "the program that listens there is not a node of this run"
+    except OSError as error:
+        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+    trap = "MASTER_ADDR= is another machine, or a firewall closes the port"
+    if any(is_loopback(one) for one in mine["sees node 0 at"]):
+        trap = "MASTER_ADDR= resolves to this machine itself: give an address of node 0"
+    misread = gpus_as_nodes([nodes.rank], nodes.count, _ranks_on(mine))
+    raise HardwareError(
+        f"node 0 did not answer at {nodes.place} within {limit_s:.0f} s (distributed.timeout_s; {reason}): "
+        f"{misread}{'; else ' * bool(misread)}start the same command there with NODE_RANK=0; where it runs, "
+        f"{trap}"
+    )
+
+
+def _exchange(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> tuple[Card, ...]:
+    """The cards of all nodes; an error of this node is left in the store for the others, whose errors it raises."""
+    store.add(_CAME, 1)
+    try:
+        return _cards(store, nodes, mine, deadline, limit_s)
+    except BaseException as error:
+        stopped = f"node {nodes.rank} ({one_line(str(mine.get('host')))}) was stopped; start it again on all nodes"
+        words = str(error) or stopped
+        store.compare_set(_REFUSED, "", json.dumps([isinstance(error, ConfigError), words]))
+        raise
+    finally:
+        store.add(_LEFT, 1)
+        patience = time.monotonic() + _LEAVE_S
+        while nodes.rank == 0 and store.add(_LEFT, 0) < store.add(_CAME, 0) and time.monotonic() < patience:
+            time.sleep(_POLL_S)  # the store ends with this node's use of it
+
+
+def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> tuple[Card, ...]:
+    """The cards of all nodes in their order, as soon as the last one is there."""
+    cards: dict[int, Card] = {nodes.rank: json.loads(store.compare_set(f"{_CARD}{nodes.rank}", "", json.dumps(mine)))}
+    _check(nodes, mine, cards[nodes.rank])
+    while len(cards) < nodes.count:
+        if store.check([_REFUSED]):
+            is_config, words = json.loads(store.get(_REFUSED))
+            raise (ConfigError if is_config else HardwareError)(words)
+        absent = [rank for rank in range(nodes.count) if rank not in cards]
+        came = [rank for rank in absent if store.check([f"{_CARD}{rank}"])]
+        for rank in came:
+            cards[rank] = json.loads(store.get(f"{_CARD}{rank}"))
+            logger.info("Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host"))))
+            _check(nodes, mine, cards[rank])
+        misread = gpus_as_nodes(cards, nodes.count, _ranks_on(mine))
+        if came and misread and len(cards) > 1:
+            logger.warning("Nodes: only nodes %s of %d are here: %s",
+                           ", ".join(map(str, sorted(cards))), nodes.count, misread)  # fmt: skip
+        if not came and time.monotonic() > deadline:
+            raise HardwareError(
+                f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
+                f"{nodes.place} within {limit_s:.0f} s (distributed.timeout_s): {misread}{'; else ' * bool(misread)}"
+                "start the same command there with its own NODE_RANK=; where it runs, a firewall closes port "
+                f"{nodes.port}, or MASTER_ADDR= means another machine there"
+            )
+        time.sleep(_POLL_S * (not came))
+    return tuple(cards[rank] for rank in range(nodes.count))
+
+
+def _check(nodes: Nodes, mine: Card, card: Card) -> None:
+    """Raises ConfigError where another node's card contradicts this node's."""
+    first, other = sorted((mine, card), key=lambda one: int(one["node"]))
+    if card["node"] == nodes.rank and card["start"] != mine["start"]:
+        raise ConfigError(
+            f"{one_line(str(card.get('host')))} and {one_line(str(mine.get('host')))} were both given "
+            f"NODE_RANK={nodes.rank}: give each node its own number, 0 to {nodes.count - 1}, and start the command once"
+        )
+    if first["nodes"] != other["nodes"]:
+        raise ConfigError(
+            f"node {first['node']} was given NNODES={first['nodes']}, and node {other['node']} "
+            f"NNODES={other['nodes']}: give all nodes the same"
+        )
+    wrong = differences(first, other)
+    if wrong:
+        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+        raise ConfigError(
+            f"the nodes differ: {'; '.join(wrong[:_SHOWN])}{more}; give all nodes the same command, run YAML and "
+            "packages"
+        )
+
+
+def differences(first: Card, other: Card) -> list[str]:
+    """A line for each difference between the cards of two nodes."""
+    left, right = first.get("alike") or {}, other.get("alike") or {}
+    found = {key: (left.get(key), right.get(key)) for key in {**left, **right} if left.get(key) != right.get(key)}
+    found |= differing_keys(first.get("settings") or {}, other.get("settings") or {})
+    names = f"node {first.get('node')}", f"node {other.get('node')}"
+    return [
+        f"{key} is {one_line(str(one), limit=60)} on {names[0]} and {one_line(str(two), limit=60)} on {names[1]}"
+        for key, (one, two) in found.items()
+    ]
+
+
+def gpus_as_nodes(came: Collection[int], count: int, per_node: int) -> str:
+    """What to do where a number of nodes may be that of all GPUs, as only first ranks of nodes came; else empty.
+
+    Args:
+        came: the nodes that came, by the numbers they were given.
+        count: how many nodes were said to come.
+        per_node: ranks on each.
+    """
+    if per_node < 2 or count % per_node or any(rank % per_node for rank in came):
+        return ""
+    nodes = count // per_node
+    many = f"NNODES={nodes} and NODE_RANK=0 to {nodes - 1}" if nodes > 1 else "NNODES=1"
+    return (
+        f"if {count} (NNODES= or WORLD_SIZE=) is the number of all GPUs, {per_node} on each node, and RANK= that of a "
+        f"node's first one, give {many}"
+    )
+
+
+def _ranks_on(card: Card) -> int:
+    """Ranks on a node, as its card says."""
+    return int((card.get("alike") or {}).get("number of ranks", 1))
