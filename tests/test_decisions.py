@@ -19,7 +19,7 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.network import Nodes
 from sft_play.launch.command import LAUNCHER, nccl_variables, torchrun
-from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.launch.exported import Ranks, ranks_of
 from sft_play.planner.batching import splits
 from sft_play.planner.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
 from sft_play.planner.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for

@@ -18,8 +18,8 @@ from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.network import Nodes
 from sft_play.launch.command import torchrun
+from sft_play.launch.exported import ranks_of
 from sft_play.launch.launch_options import launch_options_of
-from sft_play.launch.ranks import ranks_of
 from sft_play.planner.memory.model_states import nf4_bytes, weight_bytes
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests import warm

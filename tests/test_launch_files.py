@@ -16,11 +16,14 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
-from sft_play.launch.accelerate.machines import Machines, machines_of
-from sft_play.launch.accelerate.overridden import overridden_lines
-from sft_play.launch.accelerate.places import PROJECT_FILE, accelerate_path, find_accelerate_file
-from sft_play.launch.accelerate.reading import AccelerateConfig, read_accelerate_file
-from sft_play.launch.accelerate.writing import write_accelerate_file
+from sft_play.launch.accelerate.reading import (
+    PROJECT_FILE,
+    AccelerateConfig,
+    accelerate_path,
+    find_accelerate_file,
+    read_accelerate_file,
+)
+from sft_play.launch.accelerate.writing import Machines, machines_of, write_accelerate_file
 from sft_play.launch.deepspeed import keys
 from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
@@ -28,6 +31,7 @@ from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
 from sft_play.launch.deepspeed.layout import STAGES, layout_notes, layout_of
 from sft_play.launch.deepspeed.translate import translate
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.resolve_options import overridden_lines
 from tests.conftest import ROOT
 
 
@@ -54,8 +58,9 @@ def loaded_by_accelerate(path: Path):
 def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind, total):
     path = tmp_path / "sub" / "a.yaml"
     written = write_accelerate_file(
-        path, machine(gpus), mixed_precision="bf16", num_machines=machines, main_ip="10.0.0.1" if machines > 1 else None
-    )
+        path, machine(gpus), mixed_precision="bf16",
+        machines=machines_of({"NUM_MACHINES": str(machines), "MAIN_IP": "10.0.0.1"} if machines > 1 else {}),
+    )  # fmt: skip
     theirs = loaded_by_accelerate(path)
     assert (theirs.distributed_type.value, theirs.num_processes, theirs.num_machines) == (kind, total, machines)
     assert theirs.mixed_precision == "bf16"
@@ -69,22 +74,13 @@ def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind,
 def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.yaml"
     write_accelerate_file(
-        path, machine(4), mixed_precision="no", num_machines=2, machine_rank=1, main_ip="node0", main_port=29700,
-        gpu_ids=[1, 3],
+        path, machine(4), mixed_precision="no", machines=Machines(2, 1, "node0", 29700), gpu_ids=[1, 3],
     )  # fmt: skip
     config = read_accelerate_file(path)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
     assert (config.machine_rank, config.main_ip, config.main_port) == (1, "node0", 29700)
     assert config.mixed_precision == "no"
     assert loaded_by_accelerate(path).gpu_ids == "1,3"
-
-
-@pytest.mark.parametrize("kind", ["FSDP", "DEEPSPEED"])
-def test_engines_are_written_as_accelerate_knows_them(tmp_path, kind):
-    path = tmp_path / "a.yaml"
-    write_accelerate_file(path, machine(2), mixed_precision="bf16", distributed_type=kind)
-    assert loaded_by_accelerate(path).distributed_type.value == kind
-    assert read_accelerate_file(path).layout == {"FSDP": "fsdp", "DEEPSPEED": "zero2"}[kind]
 
 
 def test_a_file_that_nobody_edited_is_renewed_and_an_edited_one_stays(tmp_path):
@@ -113,16 +109,11 @@ def test_a_file_of_the_questionnaire_is_never_taken_for_ours(tmp_path):
         ({"gpu_ids": [0, 5]}, "GPUS=0,5"),
         ({"gpu_ids": [1, 1]}, "each once"),
         ({"processes": 9}, "NPROC=9"),
-        ({"num_machines": 2}, "MAIN_IP="),
-        ({"num_machines": 2, "machine_rank": 2, "main_ip": "a"}, "MACHINE_RANK=2"),
-        ({"num_machines": 2, "main_ip": "a b;c"}, "MAIN_IP=a b;c"),
-        ({"num_machines": 2, "main_ip": "a", "main_port": 70000}, "MAIN_PORT=70000"),
-        ({"mixed_precision": "bf17"}, "bf17"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_and_nothing_is_written(tmp_path, options, words):
     with pytest.raises(ConfigError) as error:
-        write_accelerate_file(tmp_path / "a.yaml", machine(2), **{"mixed_precision": "bf16", **options})
+        write_accelerate_file(tmp_path / "a.yaml", machine(2), mixed_precision="bf16", **options)
     assert words in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
@@ -131,9 +122,14 @@ def test_machines_come_from_the_environment():
     given = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.1.2.3"}
     assert machines_of(given) == Machines(2, 1, "10.1.2.3", 29500)
     assert machines_of({}) == Machines()
-    for name, value in [("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1")]:
+    for name, value in [
+        ("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1"),
+        ("MAIN_IP", "a b;c"), ("MAIN_PORT", "70000"),
+    ]:  # fmt: skip
         with pytest.raises(ConfigError, match=f"{name}={value}"):
             machines_of({name: value})
+    with pytest.raises(ConfigError, match="NUM_MACHINES=2 needs MAIN_IP="):
+        machines_of({"NUM_MACHINES": "2"})
 
 
 def test_the_file_is_the_named_one_or_the_projects(tmp_path, monkeypatch):

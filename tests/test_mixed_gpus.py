@@ -16,8 +16,8 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.models.architecture import shape_of
 from sft_play.launch import machine as of_ranks
+from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import launch_options_of
-from sft_play.launch.ranks import Ranks
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.starting import one_process
 

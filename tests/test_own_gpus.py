@@ -14,8 +14,7 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.seen import Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine
-from sft_play.launch.exported import refuse_tasks
-from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.launch.exported import Ranks, ranks_of, refuse_tasks
 from sft_play.units import GIB
 
 H100 = "NVIDIA H100 80GB HBM3"

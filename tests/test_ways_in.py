@@ -30,18 +30,23 @@ from sft_play.facts.network import Nodes
 from sft_play.launch import exported
 from sft_play.launch import machine as of_ranks
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate, refuse_too_few_processes
-from sft_play.launch.accelerate.places import accelerate_place, find_accelerate_file
-from sft_play.launch.accelerate.reading import read_accelerate_file, read_found_file
+from sft_play.launch.accelerate.reading import (
+    accelerate_place,
+    find_accelerate_file,
+    read_accelerate_file,
+    read_found_file,
+)
 from sft_play.launch.exported import (
     _MPI,
+    Ranks,
     meeting_variables,
     node_variables,
     rank_variables,
+    ranks_of,
     refuse_lone_node,
     refuse_tasks,
 )
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
-from sft_play.launch.ranks import Ranks, ranks_of
 from sft_play.training.ranks.node_meeting import gpus_as_nodes
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment

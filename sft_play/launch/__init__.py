@@ -2,5 +2,5 @@
 
 `launch_options` reads make's variables; `resolve_options` adds what accelerate's file (`accelerate/`) and the mesh say;
 `machine` is the hardware as the ranks will use it. Nodes meet first (`training/ranks/node_meeting`), then `command`
-words torchrun's command, `start_ranks` runs it. `exported` and `ranks` read what another launcher has set.
+words torchrun's command, `start_ranks` runs it. `exported` reads what another launcher has set.
 """

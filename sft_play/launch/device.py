@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from sft_play.config.schema import RunConfig
+from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import HardwareError
 from sft_play.facts.ask import answer_of
 from sft_play.facts.compiler import require_compiler, require_for_blocks
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.unseen import HIDING, ON_CPU, look, unseen
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.models.architecture import hub_answers, local_folder
 from sft_play.log import one_line
 
 AOTRITON = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
@@ -158,3 +161,21 @@ def too_large(name: str, params: int) -> str:
         f"no GPU was detected here, and {one_line(name)} has {params / 1e9:.1f} billion parameters: make gpu-info "
         f"shows what this machine has; or {ON_CPU}"
     )
+
+
+def prepare_libraries(model: str, hardware: Hardware) -> None:
+    """Settings that the libraries read when they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not hardware.gpus:
+        deepspeed_on_cpu()
+    allow_fused_attention(hardware, os.environ)
+    allow_fp16(hardware, os.environ)
+    without_bad_p2p(hardware, os.environ)
+    offline_without_hub(model)
+
+
+def offline_without_hub(name: str) -> None:
+    """Before the libraries are imported, keep them from waiting for a hub that does not answer."""
+    if local_folder(name) is None and not hub_answers():
+        logger.info("The hub cannot be reached: %s is looked for in the local cache only", name)
+        os.environ["HF_HUB_OFFLINE"] = "1"

@@ -14,8 +14,8 @@ from sft_play.facts.gpus import nvml
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.network import GLOO_VARIABLE, address_towards, interface_of
 from sft_play.launch.command import visible_only
+from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.ranks import Ranks
 from sft_play.log import one_line
 from sft_play.planner import show
 from sft_play.planner.plan import Plan

@@ -17,9 +17,8 @@ from sft_play.errors import in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.heap import importing
 from sft_play.launch import tensorboard
-from sft_play.launch.device import require_machine
+from sft_play.launch.device import prepare_libraries, require_machine
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.libraries import prepare_libraries
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName, layouts_over
 from sft_play.planner.plan import Plan

@@ -12,8 +12,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.launch.device import hide_gpus, machine_for
-from sft_play.launch.libraries import prepare_libraries
+from sft_play.launch.device import hide_gpus, machine_for, prepare_libraries
 from sft_play.launch.machine import one_gpu
 from sft_play.launch.resolve_options import log_choices, take_choices
 from sft_play.launch.tensorboard import with_curves

@@ -13,11 +13,10 @@ from sft_play.config.load import LoadedConfig
 from sft_play.facts.hardware import detect
 from sft_play.heap import importing
 from sft_play.launch.command import timeout_of
-from sft_play.launch.device import hide_gpus, machine_for
-from sft_play.launch.exported import meeting_variables, rank_variables
+from sft_play.launch.device import hide_gpus, machine_for, prepare_libraries
+from sft_play.launch.exported import Ranks, meeting_variables, rank_variables
 from sft_play.launch.handed import LAUNCH_FILE, Handed
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.libraries import prepare_libraries
 from sft_play.launch.machine import (
     check_gpu,
     choose_interface,
@@ -26,7 +25,6 @@ from sft_play.launch.machine import (
     spread_over,
     with_own_gpu,
 )
-from sft_play.launch.ranks import Ranks
 from sft_play.launch.resolve_options import log_choices, take_choices, with_choices, with_mesh_of
 from sft_play.launch.tensorboard import with_curves
 from sft_play.log import start_log_buffer

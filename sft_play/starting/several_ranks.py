@@ -16,13 +16,11 @@ from sft_play.errors import Interrupted
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.heap import importing
 from sft_play.launch.command import Launch, timeout_of, torchrun, visible_only
-from sft_play.launch.device import hide_gpus, machine_for
-from sft_play.launch.exported import refuse_lone_node
+from sft_play.launch.device import hide_gpus, machine_for, prepare_libraries
+from sft_play.launch.exported import RESUMED_VARIABLE, refuse_lone_node
 from sft_play.launch.handed import write_launch
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.libraries import prepare_libraries
 from sft_play.launch.machine import log_idle, machine_of
-from sft_play.launch.ranks import RESUMED_VARIABLE
 from sft_play.launch.resolve_options import as_accelerate_says, as_the_mesh_says, log_choices, with_mesh_of
 from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
 from sft_play.launch.tensorboard import with_curves

@@ -12,8 +12,7 @@ from sft_play.config.load import load_config
 from sft_play.diagnose.doctor import Planned, examine
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.accelerate.places import find_accelerate_file
-from sft_play.launch.accelerate.reading import read_found_file
+from sft_play.launch.accelerate.reading import find_accelerate_file, read_found_file
 from sft_play.launch.launch_options import with_accelerate
 from sft_play.launch.resolve_options import as_the_mesh_says
 from sft_play.planner.layout import layouts_over

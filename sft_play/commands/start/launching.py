@@ -16,10 +16,8 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch.accelerate.launched import refuse_too_few_processes
-from sft_play.launch.accelerate.places import find_accelerate_file
-from sft_play.launch.accelerate.reading import read_accelerate_file
-from sft_play.launch.exported import refuse_tasks
-from sft_play.launch.ranks import Ranks, ranks_of
+from sft_play.launch.accelerate.reading import find_accelerate_file, read_accelerate_file
+from sft_play.launch.exported import Ranks, ranks_of, refuse_tasks
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.runs.creation import is_finished, new_folder, resumes

@@ -8,7 +8,7 @@ from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.finished.report.report import report_at_end
-from sft_play.launch.ranks import RESUMED_VARIABLE, ranks_of
+from sft_play.launch.exported import RESUMED_VARIABLE, ranks_of
 from sft_play.log import set_up_logging
 from sft_play.starting.one_rank import start_rank
 

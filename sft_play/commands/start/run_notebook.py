@@ -12,7 +12,7 @@ from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
-from sft_play.launch.ranks import ranks_of
+from sft_play.launch.exported import ranks_of
 from sft_play.log import set_up_logging
 
 logger = logging.getLogger(__name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import subprocess
 import sys
@@ -12,9 +11,8 @@ from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
-from sft_play.launch.accelerate.machines import machines_of
-from sft_play.launch.accelerate.places import accelerate_path
-from sft_play.launch.accelerate.writing import write_accelerate_file
+from sft_play.launch.accelerate.reading import accelerate_path
+from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
 from sft_play.launch.device import machine_for
 from sft_play.planner.precision import choose_precision
 
@@ -44,6 +42,6 @@ def run(request: Request) -> Answer:
         gpu_ids=request.options.gpus or None,
         processes=request.options.processes,
         overwrite=request.force,
-        **dataclasses.asdict(machines_of(os.environ)),
+        machines=machines_of(os.environ),
     )
     return Answer({"ok": True, "path": str(path), "how": written.how, "text": written.text}, written.lines)

@@ -1,5 +1,4 @@
-"""accelerate's configuration file: found (`places`), read (`reading`), written (`writing`, for these `machines`).
+"""accelerate's configuration file: found and read (`reading`), written for this machine (`writing`).
 
-`overridden` says where the plan, the run YAML or the machine wins over it. `launched` reads the variables by which
-`accelerate launch` hands the same choices to the processes that it starts.
+`launched` reads the variables by which `accelerate launch` hands the same choices to the processes that it starts.
 """

@@ -13,8 +13,13 @@ from pathlib import Path
 import psutil
 
 from sft_play.errors import ConfigError
-from sft_play.launch.accelerate.places import accelerate_place
-from sft_play.launch.accelerate.reading import AccelerateConfig, DistributedType, mesh_in, read_accelerate_file
+from sft_play.launch.accelerate.reading import (
+    AccelerateConfig,
+    DistributedType,
+    accelerate_place,
+    mesh_in,
+    read_accelerate_file,
+)
 from sft_play.launch.exported import rank_variables
 
 _SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,15 +12,28 @@ import yaml
 
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.accelerate.machines import Machines, check_machines
-from sft_play.launch.accelerate.reading import PRECISIONS, WANTED, DistributedType
-from sft_play.launch.given import text_of
+from sft_play.facts.network import DEFAULT_PORT, is_address
+from sft_play.launch.accelerate.reading import WANTED, DistributedType
+from sft_play.launch.given import text_of, whole_number
 from sft_play.log import one_line
 from sft_play.runs.files import write_text
 
 Precision = Literal["no", "fp16", "bf16"]
 _MARK = "# Written by sft-play setup-accelerate; sha256 of the lines below: "
 _TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines of a run, and which of them this is. `main_ip` and `main_port` are where rank 0 listens."""
+
+    num_machines: int = 1
+    machine_rank: int = 0
+    main_ip: str | None = None
+    main_port: int | None = None
+
+
+ALONE = Machines()
 
 
 @dataclass(frozen=True)
@@ -49,37 +62,28 @@ def write_accelerate_file(
     hardware: Hardware,
     *,
     mixed_precision: Precision,
-    num_machines: int = 1,
-    machine_rank: int = 0,
-    main_ip: str | None = None,
-    main_port: int | None = None,
+    machines: Machines = ALONE,
     gpu_ids: Sequence[int] | None = None,
     processes: int | None = None,
-    distributed_type: DistributedType | None = None,
-    deepspeed_config_file: Path | None = None,
     overwrite: bool = False,
 ) -> WrittenConfig:
-    """Write a configuration for `num_machines` machines like this one.
+    """Write a configuration for machines like this one.
 
     `processes` is per machine (default: one per GPU; two ranks on a machine without GPUs); `gpu_ids` chooses GPUs by
-    their index (default: all); `distributed_type` defaults to what accelerate's questionnaire yields for the machine.
+    their index (default: all). The engine is left to the plan.
 
     Raises:
-        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs, processes or machines that do
-            not exist; the file cannot be written. Nothing is written then.
+        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs or processes that do not
+            exist; the file cannot be written. Nothing is written then.
     """
-    machines = check_machines(Machines(num_machines, machine_rank, main_ip, main_port))
-    if mixed_precision not in PRECISIONS:
-        raise ConfigError(f"mixed precision {one_line(str(mixed_precision))} is not one of {', '.join(PRECISIONS)}")
     ids = _chosen_gpus(hardware, gpu_ids)
     per_machine = _processes(hardware, ids, processes)
     total = per_machine * machines.num_machines  # accelerate counts over all machines, torchrun on each
-    kind = distributed_type or ("NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU")
+    kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
     body = _TOTAL + yaml.safe_dump(
         {
             **_fields(kind, machines, mixed_precision, total=total, on_cpu=not hardware.gpus),
             **({"gpu_ids": "all" if gpu_ids is None else ",".join(map(str, ids))} if hardware.gpus else {}),
-            **_engine_block(kind, deepspeed_config_file),
         },
         sort_keys=True,  # as `accelerate config` does
         default_flow_style=False,
@@ -143,26 +147,6 @@ def _fields(kind: DistributedType, machines: Machines, precision: str, *, total:
     return fields
 
 
-def _engine_block(kind: DistributedType, deepspeed_config_file: Path | None) -> dict[str, Any]:
-    """The block of the engine: FSDP2 as the Trainer sets it up, or the DeepSpeed file."""
-    if kind == "FSDP":
-        return {
-            "fsdp_config": {
-                "fsdp_version": 2,
-                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "fsdp_cpu_ram_efficient_loading": True,
-                "fsdp_offload_params": False,
-                "fsdp_reshard_after_forward": True,
-                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-            }
-        }
-    if kind == "DEEPSPEED":
-        if deepspeed_config_file is None:
-            return {"deepspeed_config": {"zero_stage": 2, "zero3_init_flag": False}}
-        return {"deepspeed_config": {"deepspeed_config_file": str(deepspeed_config_file), "zero3_init_flag": False}}
-    return {}
-
-
 def _digest(body: str) -> str:
     return hashlib.sha256(body.encode("utf-8")).hexdigest()
 
@@ -187,3 +171,41 @@ def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "ren
     raise ConfigError(
         f"{path} {why}, so it is not overwritten; FORCE=1 replaces it, ACCELERATE_CONFIG=other.yaml writes another file"
     )
+
+
+# --- the machines that it is for --------------------------------------------------------------------------------------
+
+
+def machines_of(environment: Mapping[str, str]) -> Machines:
+    """`NUM_MACHINES`, `MACHINE_RANK`, `MAIN_IP` and `MAIN_PORT` from the command line.
+
+    Raises:
+        ConfigError: one is not a number or out of range, no such rank or address, or several machines without a main
+            address.
+    """
+    machines = Machines(
+        num_machines=whole_number(environment, "NUM_MACHINES", least=1) or 1,
+        machine_rank=whole_number(environment, "MACHINE_RANK", least=0) or 0,
+        main_ip=environment.get("MAIN_IP", "").strip() or None,
+        main_port=whole_number(environment, "MAIN_PORT", least=1),
+    )
+    count, rank = machines.num_machines, machines.machine_rank
+    if not 0 <= rank < count:
+        raise ConfigError(
+            f"MACHINE_RANK={rank} is not one of NUM_MACHINES={count}: ranks go from 0 to {count - 1}, "
+            "and the machine of rank 0 is the one at MAIN_IP"
+        )
+    if machines.main_ip is not None and not is_address(machines.main_ip):
+        raise ConfigError(f"MAIN_IP={one_line(machines.main_ip)} is not a host name or an IP address")
+    if machines.main_port is not None and not 1 <= machines.main_port <= 65535:
+        raise ConfigError(
+            f"MAIN_PORT={machines.main_port} is not a port; ports go from 1 to 65535 (default {DEFAULT_PORT})"
+        )
+    if count == 1:
+        return machines
+    if machines.main_ip is None:
+        raise ConfigError(
+            f"NUM_MACHINES={count} needs MAIN_IP=, the address of the machine of rank 0 that the others can reach "
+            f"(and MAIN_PORT=, default {DEFAULT_PORT})"
+        )
+    return Machines(count, rank, machines.main_ip, machines.main_port or DEFAULT_PORT)
