@@ -307,7 +307,7 @@ def how(venv: Path, environ: Mapping[str, str], asked: str) -> Tuple[Installer, 
     """The installer for an environment that has its pip, and the build of torch for it."""
     python = str(venv / "bin" / "python")
     by = installer.choose(python, environ, installer.pip_settings(python, environ))
-    return by, torch_build.choose(torch_build.look(), asked, by.configured)
+    return by, torch_build.choose(torch_build.this_machine(), asked, by.configured)
 
 
 def install_steps(root: Path, by: Installer, torch: Choice, what: Environment = MAIN) -> List[Tuple[str, List[str]]]:

@@ -20,7 +20,6 @@ OF_INDEX = "index"
 """The build that the user's package index has, whichever it is."""
 FAMILY = ("torch", "torchvision")
 """Packages that must be of the same build."""
-KFD = "/sys/class/kfd/kfd/topology/nodes"
 MIB = 2**20
 
 Capability = Tuple[int, int]
@@ -47,11 +46,6 @@ BUILDS: Dict[str, Build] = {
     "rocm7.2": Build("ROCm 7.2", (), (0, 0), (0, 0), None, None),
     "cpu": Build("the CPU", (), (0, 0), (0, 0), 430, 1870),
 }
-# pytorch/.ci/docker/manywheel/build.sh, without gfx1103: a laptop's graphics, which TORCH=rocm7.2 asks for by name.
-ROCM_TARGETS = (
-    *("gfx900", "gfx906", "gfx908", "gfx90a", "gfx942", "gfx950", "gfx1030", "gfx1100", "gfx1101", "gfx1102"),
-    *("gfx1150", "gfx1151", "gfx1200", "gfx1201"),
-)
 
 
 class BuildError(Exception):
@@ -65,7 +59,6 @@ class Machine(NamedTuple):
     arch: str
     driver: str = ""  # version of NVIDIA's; empty without one
     gpus: Tuple[Tuple[str, Capability], ...] = ()  # NVIDIA's: name, compute capability; empty where unknown
-    amd: Tuple[str, ...] = ()  # AMD's, as gfx942
 
 
 class Choice(NamedTuple):
@@ -79,7 +72,7 @@ class Choice(NamedTuple):
 # What is there
 
 
-def look() -> Machine:
+def this_machine() -> Machine:
     """This machine, from NVIDIA's own tool or the kernel's files; nothing of torch is needed."""
     system = "linux" if sys.platform.startswith("linux") else sys.platform
     asked = ["--query-gpu=driver_version,compute_cap,name", "--format=csv,noheader"]
@@ -87,9 +80,7 @@ def look() -> Machine:
         driver, gpus = read_smi(output([tool, *asked]))
         if driver:
             return Machine(system, platform.machine(), driver, gpus)
-    driver = read_kernel(text_of("/proc/driver/nvidia/version"))
-    nodes = [text_of(str(path)) for path in sorted(Path(KFD).glob("*/properties"))]
-    return Machine(system, platform.machine(), driver, (), read_kfd(nodes))
+    return Machine(system, platform.machine(), read_kernel(text_of("/proc/driver/nvidia/version")))
 
 
 def output(command: Sequence[str]) -> str:
@@ -120,12 +111,6 @@ def read_kernel(text: str) -> str:
     """The driver's version as its kernel module reports it; empty where no module is loaded."""
     match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", text)
     return match.group(1) if match else ""
-
-
-def read_kfd(nodes: Sequence[str]) -> Tuple[str, ...]:
-    """AMD's GPUs among the nodes of the kernel's compute driver: 90402 is gfx942, 0 a CPU."""
-    versions = [int(match) for text in nodes for match in re.findall(r"^gfx_target_version (\d+)", text, re.MULTILINE)]
-    return tuple(f"gfx{v // 10000}{v // 100 % 100:x}{v % 100:x}" for v in versions if v)
 
 
 # Which build
@@ -165,10 +150,7 @@ def fitting(machine: Machine) -> Tuple[str, str]:
             if BUILDS[name].driver and not obstacles(machine, BUILDS[name]):
                 return name, f"NVIDIA's driver {machine.driver} runs it"
         raise BuildError(refusal(machine))
-    if machine.arch == "x86_64" and any(gpu in ROCM_TARGETS for gpu in machine.amd):
-        return "rocm7.2", f"there is an AMD GPU ({', '.join(machine.amd)})"
-    amd = f"torch's ROCm build is not for {', '.join(machine.amd)}" if machine.amd else "no GPU driver was found"
-    return "cpu", f"{amd}; make setup TORCH=cu130 builds for machines with one"
+    return "cpu", "no driver of NVIDIA's was found; make setup TORCH=cu130 builds for machines with one"
 
 
 def on_package_index(machine: Machine) -> str:

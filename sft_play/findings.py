@@ -1,7 +1,6 @@
 """The result of a check: PASS, WARN, FAIL or SKIP, a text, the remedy, and the threads that it rests on.
 
-`make check` and `make doctor` both collect these, and each has its own page (`diagnose/check_report.py`,
-`diagnose/report.py`).
+`make check` and `make doctor` both collect these; `diagnose/report.py` has their pages.
 """
 
 from __future__ import annotations

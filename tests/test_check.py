@@ -20,7 +20,7 @@ from sft_play.data import checks
 from sft_play.data.build.stats import LimitCost, trained_runs
 from sft_play.data.build.survey import Survey, tokens_by_role
 from sft_play.data.sources.formats import Chat
-from sft_play.diagnose.check_report import STATES, Report, finding_lines
+from sft_play.diagnose.report import STATES, CheckReport, finding_lines
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect, named
 from sft_play.findings import Finding
@@ -49,21 +49,21 @@ def run_yaml(folder: Path, model: Path | str, **data: Any) -> Path:
     return path
 
 
-def checked(config: Path, *words: str) -> Report:
+def checked(config: Path, *words: str) -> CheckReport:
     return check_run(config, words, detect())
 
 
-def states(report: Report) -> dict[str, str]:
+def states(report: CheckReport) -> dict[str, str]:
     """The worst state of each name."""
     order = ["ok", "skipped", "warning", "problem"]
     found: dict[str, str] = {}
-    for check in report.checks:
+    for check in report.findings:
         found[check.name] = max(found.get(check.name, "ok"), STATES[check.verdict], key=order.index)
     return found
 
 
-def one(report: Report, name: str, state: str) -> Finding:
-    (found,) = [check for check in report.checks if check.name == name and STATES[check.verdict] == state]
+def one(report: CheckReport, name: str, state: str) -> Finding:
+    (found,) = [check for check in report.findings if check.name == name and STATES[check.verdict] == state]
     return found
 
 
@@ -113,7 +113,7 @@ def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
     assert found["model files"] == found["rows: train"] == "problem"
     assert found["tokenizer"] == found["masks"] == found["model"] == found["disk"] == "skipped"
     assert "train.jsonl:41" in one(report, "rows: train", "problem").found
-    assert sum("no-such-model does not exist" in check.found for check in report.checks) == 1
+    assert sum("no-such-model does not exist" in check.found for check in report.findings) == 1
 
 
 def test_a_missing_file_does_not_hide_the_others(tiny_llama, tmp_path):
@@ -128,7 +128,7 @@ def test_a_missing_file_does_not_hide_the_others(tiny_llama, tmp_path):
 def test_every_error_of_the_config_is_one_problem(tmp_path):
     config = run_yaml(tmp_path, "m")
     report = checked(config, "train.epochs=no", "model.nam=x")
-    (check,) = report.checks
+    (check,) = report.findings
     assert check.verdict == "FAIL"
     assert "train.epochs" in check.found
     assert "model.nam" in check.found
@@ -186,7 +186,7 @@ def test_targets_that_match_nothing_are_found(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
     report = checked(run_yaml(tmp_path, tiny_llama), "tuning.lora.target_modules=[q_prog]")
     assert not report.ok
-    assert any("q_prog" in check.found for check in report.checks if check.verdict == "FAIL")
+    assert any("q_prog" in check.found for check in report.findings if check.verdict == "FAIL")
 
 
 def test_weights_that_are_missing_are_found(tiny_llama, tmp_path):
@@ -249,14 +249,14 @@ def test_documents_are_counted_in_blocks(tiny_llama, tmp_path):
     report = checked(config, "task_mode=cpt")
     assert states(report)["blocks: train"] == "ok", report.lines()
     few = checked(config, "task_mode=cpt", "model.max_seq_len=512", "data.max_lost_fraction=1")
-    assert "full blocks of 512" in next(check.found for check in few.checks if check.name == "blocks: train")
+    assert "full blocks of 512" in next(check.found for check in few.findings if check.name == "blocks: train")
 
 
 def test_chats_are_no_text_for_cpt(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
     report = checked(run_yaml(tmp_path, tiny_llama), "task_mode=cpt")
     assert not report.ok
-    assert any("task_mode is cpt" in check.found and "chat" in check.found for check in report.checks)
+    assert any("task_mode is cpt" in check.found and "chat" in check.found for check in report.findings)
 
 
 def test_the_command_answers_with_its_exit_code_and_json(tiny_llama, tmp_path, command):
@@ -353,8 +353,8 @@ def test_no_broken_file_ends_in_a_foreign_exception(tiny_llama, tmp_path, origin
     assert len(files) == 31
     for file in files:
         report = check_run(run_yaml(tmp_path, tiny_llama, train_path=str(file)), (), named("1xRTX4090"))
-        assert report.checks[-1].name == "disk"
-        assert any(check.name == "rows: train" for check in report.checks), file.name
+        assert report.findings[-1].name == "disk"
+        assert any(check.name == "rows: train" for check in report.findings), file.name
         assert not any("\x1b" in line or "\x00" in line for line in report.lines()), file.name
 
 
@@ -404,15 +404,15 @@ def test_a_length_that_the_model_does_not_have_is_not_proposed():
 def test_a_warning_says_what_to_do():
     with pytest.raises(AssertionError, match="WARN without a remedy"):
         Finding("x", "WARN", "something")
-    assert finding_lines(Finding("x", "FAIL", "one\ntwo", "mend it")) == [
-        "PROBLEM  x                  one",
-        "                            two",
-        "                            do: mend it",
+    assert finding_lines([Finding("x", "FAIL", "one\ntwo", "mend it")]) == [
+        "PROBLEM  x                   one",
+        "                             two",
+        "                             do: mend it",
     ]
 
 
 def test_what_comes_from_files_is_escaped_on_the_page():
-    assert "\x1b" not in "".join(finding_lines(Finding("x", "FAIL", "a\x1b[31m", "b\u202e")))
+    assert "\x1b" not in "".join(finding_lines([Finding("x", "FAIL", "a\x1b[31m", "b\u202e")]))
 
 
 # --- render -----------------------------------------------------------------------------------------------------------

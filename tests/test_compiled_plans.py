@@ -6,13 +6,12 @@ import functools
 import random
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.diagnose import device
+from sft_play.diagnose import gpus as device
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, require_for_blocks
@@ -179,7 +178,7 @@ THERE = Toolchain(triton=True, compiler="/usr/bin/gcc", headers=Path("/nowhere")
 )  # fmt: skip
 def test_a_gpu_needs_triton_and_its_c_compiler_for_every_kernel(monkeypatch, tools, machine, words):
     """What an earlier run has built is not enough: each new kernel is built again."""
-    monkeypatch.setattr(compiler, "look", lambda _: tools)
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: tools)
     if words is None:
         return require_for_blocks(named(machine), {})
     with pytest.raises(HardwareError, match=f"train.compile: inductor cannot compile here: {words}.*compile=false"):
@@ -201,16 +200,13 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
 
 def test_the_doctor_says_what_inductor_lacks(monkeypatch):
     missing = replace(THERE, compiler=None)
-    monkeypatch.setattr(compiler, "look", lambda _: missing)
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: missing)
     assert device.check_blocks(config(compile=False), named("H100"), {}) == []
     (finding,) = device.check_blocks(config(), named("H100"), {})
     assert (finding.verdict, finding.name) == ("FAIL", "train.compile")
-    monkeypatch.setattr(compiler, "look", lambda _: THERE)
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: THERE)
     (finding,) = device.check_blocks(config(), named("H100"), {})
     assert finding.verdict == "PASS"
-    mps = SimpleNamespace(device="mps", gpus=())
-    (finding,) = device.check_blocks(config(), mps, {})  # type: ignore[arg-type]
-    assert "Apple" in finding.found
 
 
 def test_a_layout_with_an_engine_of_its_own_says_why():

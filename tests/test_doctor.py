@@ -24,11 +24,12 @@ import psutil
 import pytest
 
 from sft_play.config.load import config_from_text, load_config
-from sft_play.diagnose import disk, doctor, gpus, host, known_bad, packages, ranks, surroundings
+from sft_play.diagnose import disk, doctor, gpus, ranks, surroundings, system
+from sft_play.diagnose.conditions import holds
 from sft_play.diagnose.doctor import Planned, examine, meet_nodes, slow_findings
-from sft_play.diagnose.known_bad import TABLE, Pairs, find_known_bad
+from sft_play.diagnose.known_bad import TABLE, find_known_bad
 from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
-from sft_play.diagnose.report import Report
+from sft_play.diagnose.report import DoctorReport
 from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
@@ -63,7 +64,7 @@ def verdicts(findings: list[Finding]) -> list[str]:
 
 
 def test_the_report_lists_what_fails_and_how_to_mend_it():
-    report = Report(
+    report = DoctorReport(
         (
             passed("shared memory", "12.0 GiB at /dev/shm"),
             failed("disk", "full", "free space", "https://example.org/thread"),
@@ -74,9 +75,9 @@ def test_the_report_lists_what_fails_and_how_to_mend_it():
     )
     assert not report.ok
     lines = report.lines()
-    assert lines[0] == "PASS  shared memory          12.0 GiB at /dev/shm"
+    assert lines[0] == "PASS  shared memory       12.0 GiB at /dev/shm"
     assert lines[1].startswith("FAIL  disk ")
-    assert lines[2].strip() == "remedy: free space"
+    assert lines[2].strip() == "do: free space"
     assert lines[3].strip() == "see https://example.org/thread"
     assert lines[-1] == "1 FAIL: disk; 1 PASS, 1 WARN, 1 SKIP (3 s)"
     data = json.loads(json.dumps(report.as_json()))
@@ -91,7 +92,7 @@ def test_the_report_lists_what_fails_and_how_to_mend_it():
 
 
 def test_a_warning_does_not_fail_the_report():
-    assert Report((warned("IOMMU", "on", "iommu=pt"),), 0.0).ok
+    assert DoctorReport((warned("IOMMU", "on", "iommu=pt"),), 0.0).ok
 
 
 def test_a_failure_without_a_remedy_cannot_be_made():
@@ -103,13 +104,13 @@ def test_a_failure_without_a_remedy_cannot_be_made():
 
 
 def test_python_is_held_against_the_projects_range():
-    assert packages.check_python("3.12.1", ">=3.11,<3.14").verdict == "PASS"
-    found = packages.check_python("3.14.0", ">=3.11,<3.14")
+    assert system.check_python("3.12.1", ">=3.11,<3.14").verdict == "PASS"
+    found = system.check_python("3.14.0", ">=3.11,<3.14")
     assert (found.verdict, found.found) == ("FAIL", "3.14.0, and the project needs >=3.11,<3.14")
 
 
 def check(versions: Mapping[str, str], wanted: Mapping[str, tuple[str, ...]], *optional: str) -> list[Finding]:
-    return packages.check_packages(versions, wanted, own="sft-play", optional=frozenset(optional))
+    return system.check_packages(versions, wanted, own="sft-play", optional=frozenset(optional))
 
 
 def test_a_package_outside_the_projects_range_fails():
@@ -138,7 +139,7 @@ def test_packages_that_contradict_each_other_are_said():
 
 
 def test_the_versions_of_this_environment_are_read():
-    around = surroundings.look(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
+    around = surroundings.read_surroundings(CPU, {"NCCL_DEBUG": "INFO", "HOME": "/"})
     assert around.versions["pytest"] == pytest.__version__
     assert any(text.startswith("torch") for text in around.requirements["sft-play"])
     assert around.python_wanted == ">=3.11,<3.15"
@@ -150,17 +151,19 @@ def test_the_versions_of_this_environment_are_read():
 
 # --- known bad pairs --------------------------------------------------------------------------------------------------
 
-TWO_4090 = {"gpu_names": ("NVIDIA GeForce RTX 4090",) * 2, "capabilities": ((8, 9),) * 2, "ranks": 2}
-TWO_5090 = {"gpu_names": ("NVIDIA GeForce RTX 5090",) * 2, "capabilities": ((12, 0),) * 2, "ranks": 2}
-GB200 = {
-    "gpu_names": ("NVIDIA GB200",) * 4,
-    "capabilities": ((10, 0),) * 4,
-    "ranks": 8,
-    "nodes": 2,
-    "machine": "aarch64",
-}
-V100 = {"gpu_names": ("Tesla V100-SXM2-16GB",), "capabilities": ((7, 0),)}
-A100 = {"gpu_names": ("NVIDIA A100-SXM4-80GB",), "capabilities": ((8, 0),)}
+
+def known(*, names: tuple[str, ...] = (), capability: tuple[int, int] = (8, 0), **given: Any) -> list[Finding]:
+    """The findings on a machine of these GPUs; what is neither the run's nor the GPUs' was read of it."""
+    run = {name: given.pop(name) for name in ("ranks", "nodes", "layout", "quantised") if name in given}
+    cards = tuple(Gpu(index, name, GIB, GIB, capability) for index, name in enumerate(names))
+    return find_known_bad(Surroundings(hardware=machine(*cards), **given), **run)
+
+
+TWO_4090 = {"names": ("NVIDIA GeForce RTX 4090",) * 2, "capability": (8, 9), "ranks": 2}
+TWO_5090 = {"names": ("NVIDIA GeForce RTX 5090",) * 2, "capability": (12, 0), "ranks": 2}
+GB200 = {"names": ("NVIDIA GB200",) * 4, "capability": (10, 0), "ranks": 8, "nodes": 2, "machine": "aarch64"}
+V100 = {"names": ("Tesla V100-SXM2-16GB",), "capability": (7, 0)}
+A100 = {"names": ("NVIDIA A100-SXM4-80GB",)}
 BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
 
 
@@ -175,7 +178,7 @@ BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
             {**V100, "torch_cuda": "12.8", "versions": {"torch": "2.11.0"}},
             {"versions": {"torch": "2.10.0"}},
         ),
-        ("no kernels for GPUs older than Turing", {**V100, "torch_cuda": "13.0"}, {"capabilities": ((7, 5),)}),
+        ("no kernels for GPUs older than Turing", {**V100, "torch_cuda": "13.0"}, {"capability": (7, 5)}),
         (
             "bitsandbytes 0.49.0 has no library for CUDA 12.9",
             {**BNB, "torch_cuda": "12.9", "versions": {"bitsandbytes": "0.49.0"}},
@@ -209,27 +212,29 @@ BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
     ],
 )
 def test_a_known_bad_pair_is_found_and_its_neighbour_is_not(words, bad, good):
-    found = [item for item in find_known_bad(Pairs(**bad)) if words in item.found]
+    found = [item for item in known(**bad) if words in item.found]
     assert len(found) == 1
     assert found[0].verdict in ("FAIL", "WARN")
     assert found[0].sources
-    assert words not in " ".join(item.found for item in find_known_bad(Pairs(**{**bad, **good})))
+    assert words not in " ".join(item.found for item in known(**{**bad, **good}))
 
 
 def test_every_entry_names_a_thread_and_every_entry_is_tested():
-    assert len(TABLE) >= 10
-    for entry in TABLE:
-        assert any(re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+", url) for url in entry.sources)
-        assert entry.remedy
+    entries = TABLE["pairs"]
+    assert len(entries) >= 10
+    for entry in entries:
+        threads = r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+"
+        assert any(re.fullmatch(threads, url) for url in entry["sources"])
+        assert entry["remedy"]
     texts = Path(__file__).read_text(encoding="utf-8")
-    for entry in TABLE:  # a few words of each stand in a test above
-        literal = [part for part in re.split(r"\{\w+\}", entry.what) if len(part) > 12]
-        assert any(part[i : i + 14] in texts for part in literal for i in range(len(part) - 14)), entry.what
+    for entry in entries:  # a few words of each stand in a test above
+        literal = [part for part in re.split(r"\{\w+\}", entry["what"]) if len(part) > 12]
+        assert any(part[i : i + 14] in texts for part in literal for i in range(len(part) - 14)), entry["what"]
 
 
 def test_unknown_versions_are_no_accusation():
-    assert verdicts(find_known_bad(Pairs(**TWO_5090))) == ["PASS"]
-    assert verdicts(find_known_bad(Pairs())) == ["PASS"]
+    assert verdicts(known(**TWO_5090)) == ["PASS"]
+    assert verdicts(known()) == ["PASS"]
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------
@@ -237,19 +242,19 @@ def test_unknown_versions_are_no_accusation():
 
 def shm(free: int, total: int | None = None, **changes: Any) -> Finding:
     settings = {"gpus_per_node": 0, "ranks_per_node": 2, "workers": 0, "batch_tokens": 4096, **changes}
-    return host.check_shared_memory(Space(total or free, free), **settings)
+    return system.check_shared_memory(Space(total or free, free), **settings)
 
 
 def test_dockers_64_mib_of_shared_memory_fail_with_several_gpus():
     found = shm(64 * MIB, gpus_per_node=2)
     assert found.verdict == "FAIL"
-    assert "64 MiB free of 64 MiB at /dev/shm: Docker's default" in found.found
+    assert "64.0 MiB free of 64.0 MiB at /dev/shm: Docker's default" in found.found
     assert "--shm-size" in str(found.remedy)
     assert shm(64 * MIB).verdict == "PASS"
     assert shm(512 * MIB, gpus_per_node=2).verdict == "WARN"
     assert shm(8 * GIB, gpus_per_node=8).verdict == "PASS"
     # 16 GPUs x 2 connections x 9,637,888 bytes = 294 MiB
-    assert "NCCL needs at least 294 MiB" in shm(290 * MIB, gpus_per_node=16).found
+    assert "NCCL needs at least 294.1 MiB" in shm(290 * MIB, gpus_per_node=16).found
 
 
 def test_workers_of_the_data_loader_count_for_shared_memory():
@@ -257,24 +262,24 @@ def test_workers_of_the_data_loader_count_for_shared_memory():
     assert shm(65 * MIB, workers=4, batch_tokens=131_072).verdict == "PASS"
     found = shm(63 * MIB, workers=4, batch_tokens=131_072)
     assert found.verdict == "FAIL"
-    assert "the data loader's workers need at least 64 MiB" in found.found
-    none = host.check_shared_memory(None, gpus_per_node=2, ranks_per_node=2, workers=0, batch_tokens=1)
+    assert "the data loader's workers need at least 64.0 MiB" in found.found
+    none = system.check_shared_memory(None, gpus_per_node=2, ranks_per_node=2, workers=0, batch_tokens=1)
     assert none.verdict == "SKIP"
 
 
 def test_locked_memory_matters_to_infiniband_over_several_nodes():
-    assert host.check_locked_memory(8 * MIB, infiniband=True, nodes=2).verdict == "FAIL"
-    assert host.check_locked_memory(4 * GIB, infiniband=True, nodes=2).verdict == "WARN"
-    assert host.check_locked_memory(None, infiniband=True, nodes=2).verdict == "PASS"
-    assert host.check_locked_memory(8 * MIB, infiniband=True, nodes=1).verdict == "SKIP"
-    assert host.check_locked_memory(8 * MIB, infiniband=False, nodes=2).verdict == "SKIP"
+    assert system.check_locked_memory(8 * MIB, infiniband=True, nodes=2).verdict == "FAIL"
+    assert system.check_locked_memory(4 * GIB, infiniband=True, nodes=2).verdict == "WARN"
+    assert system.check_locked_memory(None, infiniband=True, nodes=2).verdict == "PASS"
+    assert system.check_locked_memory(8 * MIB, infiniband=True, nodes=1).verdict == "SKIP"
+    assert system.check_locked_memory(8 * MIB, infiniband=False, nodes=2).verdict == "SKIP"
 
 
 def test_few_open_files_are_said_where_workers_send_them():
-    assert host.check_open_files(1024, workers=0).verdict == "PASS"
-    found = host.check_open_files(1024, workers=4)
+    assert system.check_open_files(1024, workers=0).verdict == "PASS"
+    found = system.check_open_files(1024, workers=4)
     assert (found.verdict, found.remedy) == ("WARN", "ulimit -n 65536")
-    assert host.check_open_files(None, workers=4).verdict == "PASS"
+    assert system.check_open_files(None, workers=4).verdict == "PASS"
 
 
 # --- GPUs -------------------------------------------------------------------------------------------------------------
@@ -409,7 +414,7 @@ def test_the_driver_and_the_state_of_gpus_are_read_from_nvml(monkeypatch, tmp_pa
     for name, speed in (("lo", "9999999"), ("eth0", "10000"), ("eth1", "-1")):
         (tmp_path / "class/net" / name).mkdir(parents=True)
         (tmp_path / "class/net" / name / "speed").write_text(speed)
-    around = surroundings.look(machine(gpu(0), gpu(1)), {})
+    around = surroundings.read_surroundings(machine(gpu(0), gpu(1)), {})
     assert (around.driver, around.driver_cuda) == ("580.82.07", (13, 1))
     busy = ((7, GIB), (8, 0))
     assert around.gpus[0] == GpuState(0, 0, busy, 3, False, True, None, (16, 16), 1, translated=True)
@@ -420,7 +425,7 @@ def test_the_driver_and_the_state_of_gpus_are_read_from_nvml(monkeypatch, tmp_pa
 
 def test_without_nvml_the_driver_is_unknown_and_nothing_breaks(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    around = surroundings.look(machine(gpu(0)), {})
+    around = surroundings.read_surroundings(machine(gpu(0)), {})
     assert (around.driver, around.driver_cuda, around.gpus) == (None, None, ())
 
 
@@ -448,9 +453,9 @@ def planned(world: Path, hardware: Hardware, *overrides: str, only: str = "singl
     return Planned(config, shape, plan)
 
 
-def written(world: Path, *overrides: str, **options: Any) -> disk.Written:
+def written(world: Path, *overrides: str, **options: Any) -> disk.DiskUse:
     found = planned(world, options.pop("hardware", machine(gpu())), *overrides, **options)
-    return disk.written_by(found.config, found.shape, found.plan)
+    return disk.disk_use(found.config, found.shape, found.plan)
 
 
 def test_a_checkpoint_holds_weights_and_states(world, tiny_llama):
@@ -477,21 +482,21 @@ def test_checkpoints_at_once_are_those_kept_and_the_one_being_written(world):
     assert written(world, lora, steps=None).count == 3
 
 
-def look_at(written: disk.Written, free: int, **changes: Any) -> Finding:
+def look_at(written: disk.DiskUse, free: int, **changes: Any) -> Finding:
     settings: dict[str, Any] = {"there": Path("/data"), "space": Space(free, free), "may_write": True, **changes}
     return disk.check_disk(written, folder=Path("/data/outputs"), **settings)
 
 
 def test_a_disk_that_cannot_hold_the_checkpoints_fails_with_the_numbers():
-    three = disk.Written(10 * GIB, 2 * GIB, 3)
+    three = disk.DiskUse(10 * GIB, 2 * GIB, 3)
     assert look_at(three, 32 * GIB).verdict == "PASS"
     found = look_at(three, 31 * GIB)
     assert found.verdict == "FAIL"
     assert "3 checkpoints of 10.0 GiB at once" in found.found
     assert "32.0 GiB; 31.0 GiB are free at /data" in found.found
     assert "save_total_limit" in str(found.remedy)
-    assert look_at(disk.Written(GIB, GIB, None), 100 * GIB).verdict == "WARN"
-    assert look_at(disk.Written(GIB, GIB, None), GIB).verdict == "FAIL"
+    assert look_at(disk.DiskUse(GIB, GIB, None), 100 * GIB).verdict == "WARN"
+    assert look_at(disk.DiskUse(GIB, GIB, None), GIB).verdict == "FAIL"
     assert look_at(three, 99 * GIB, may_write=False).verdict == "FAIL"
     assert look_at(three, 0, space=None).verdict == "SKIP"
 
@@ -502,8 +507,8 @@ def test_weights_that_must_be_fetched_need_room(tiny_llama):
     found = disk.check_fetch(shape, cached=False, there=Path("/cache"), space=space)
     assert (found.verdict, found.remedy) == ("FAIL", "free space, or export HF_HOME=/a/larger/disk")
     assert disk.check_fetch(shape, cached=True, there=Path("/cache"), space=space).verdict == "SKIP"
-    assert surroundings.hub_cache({"HF_HOME": "/h"}) == Path("/h/hub")
-    assert surroundings.hub_cache({"HF_HOME": "/h", "HF_HUB_CACHE": "/c"}) == Path("/c")
+    assert disk.hub_cache({"HF_HOME": "/h"}) == Path("/h/hub")
+    assert disk.hub_cache({"HF_HOME": "/h", "HF_HUB_CACHE": "/c"}) == Path("/c")
 
 
 # --- what ranks say ---------------------------------------------------------------------------------------------------
@@ -759,7 +764,7 @@ def planner_of(world: Path, *overrides: str) -> Any:
     return lambda hardware: planned(world, hardware, *overrides, only="ddp")
 
 
-def by_name(report: Report) -> dict[str, Finding]:
+def by_name(report: DoctorReport) -> dict[str, Finding]:
     return {finding.name: finding for finding in report.findings}
 
 
@@ -904,7 +909,14 @@ def test_the_doctor_loads_no_torch():
     assert answer.returncode == 0, answer.stderr
 
 
-def test_versions_of_drivers_and_kernels_compare_by_their_numbers():
-    assert known_bad.version_of("580.82.07") == known_bad.version_of("580.82.7")
-    assert known_bad.version_of("6.18.44-fc-v595") == known_bad.version_of("6.18.44")
-    assert known_bad.version_of(None) is None
+@pytest.mark.parametrize(
+    ("wanted", "fact", "met"),
+    [(">=580.82.7,<580.82.8", "580.82.07", True), ("<6.18.45", "6.18.44-fc-v595", True),
+     ("<5", "6.8.0-45-generic", False), (">=2.13", "2.13.0+cu130", True), (">1", 2, True), (">1", 1, False),
+     (["a"], "a", True), (["a"], "b", False), (True, True, True), (False, True, False),
+     ("<5", None, False), (False, None, False), ("<5", "unknown", False)],
+)  # fmt: skip
+def test_conditions_of_the_tables(wanted, fact, met):
+    assert holds({"fact": wanted}, {"fact": fact}) is met
+    assert holds([{"fact": wanted}, {"fact": ["other"]}], {"fact": fact}) is met
+    assert not holds({"fact": wanted, "more": True}, {"fact": fact, "more": None})

@@ -266,7 +266,7 @@ def test_the_processes_of_a_data_loader_end_when_the_trainer_is_killed(config, t
 
 
 ENDED_OTHERWISE = {
-    "sft_play.facts.ask": "programs of the driver's, with a time limit",
+    "sft_play.facts.host": "programs of the driver's, with a time limit",
     "sft_play.facts.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.runs.manifest": "git, with a time limit",
     "sft_play.commands.start.setup_accelerate": "accelerate's questions, in the same terminal",

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from sft_play.diagnose import engines
-from sft_play.diagnose.engine_models import LLAMA_CPP, SGLANG_OWN_SIZES, VLLM_WITHOUT_LORA
-from sft_play.diagnose.engines import ENGINES, Trained, architecture_of, engine_names, findings
+from sft_play.diagnose.engines import ENGINES, Served, architecture_of, engine_findings, engine_names
 from sft_play.errors import ConfigError
 from tests.conftest import chat
 
@@ -20,8 +19,8 @@ LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 MODELS = ("LlamaForCausalLM", "GPT2LMHeadModel", "Qwen3_5ForCausalLM", "OPTForCausalLM", "NobodysForCausalLM", None)
 
 
-def draw_trained(draw: random.Random) -> Trained:
-    return Trained(
+def draw_served(draw: random.Random) -> Served:
+    return Served(
         mode=draw.choice(["full", "lora", "qlora"]),
         r=draw.choice([1, 2, 8, 15, 16, 17, 32, 33, 64, 129, 256, 257, 320, 321, 512, 513, 4096]),
         alpha=draw.choice([1, 16, 32, 64]),
@@ -33,7 +32,7 @@ def draw_trained(draw: random.Random) -> Trained:
     )
 
 
-def expected(engine: str, of: Trained) -> set[tuple[str, str]]:
+def expected(engine: str, of: Served) -> set[tuple[str, str]]:
     """The verdicts, each with a word of its text, by the rules in words.
 
     vLLM: ranks to 512, above 16 with a flag; no DoRA, no whole modules but a classifier's head, some classes take no
@@ -78,8 +77,8 @@ def test_the_table_says_what_the_rules_say(engine):
     draw = random.Random(engine)
     met: set[tuple[str, str]] = set()
     for _ in range(3000):
-        of = draw_trained(draw)
-        rows = findings(engine, of)
+        of = draw_served(draw)
+        rows = engine_findings(engine, of)
         wanted = expected(engine, of)
         met |= wanted
         if not wanted:
@@ -92,15 +91,15 @@ def test_the_table_says_what_the_rules_say(engine):
             assert row.name == f"serve {engine}"
             assert row.sources[0].startswith("https://github.com/")
             assert engines.LOOKED_UP in row.sources[0]
-            assert ENGINES[engine].title in row.found
-    assert len(met) == len(ENGINES[engine].limits), "an entry that no draw meets"
+            assert ENGINES[engine]["title"] in row.found
+    assert len(met) == len(ENGINES[engine]["limits"]), "an entry that no draw meets"
 
 
 def test_the_flag_is_the_smallest_rank_that_vllm_takes():
     for rank in range(1, 700):
         allowed = [most for most in (1, 8, 16, 32, 64, 128, 256, 320, 512) if most >= rank]
         assert engines.vllm_rank(rank) == (min(allowed) if allowed else None)
-        rows = findings("vllm", Trained(r=rank))
+        rows = engine_findings("vllm", Served(r=rank))
         flags = [row.remedy for row in rows if row.verdict == "WARN"]
         assert flags == ([f"serve with --enable-lora --max-lora-rank {min(allowed)}"] if 16 < rank <= 512 else [])
 
@@ -121,14 +120,14 @@ def test_the_scale_that_is_offered_instead_of_rslora_is_the_same_in_peft():
         return float(scale)
 
     for rank, alpha in ((16, 32), (4, 1), (8, 16)):
-        of = Trained(r=rank, alpha=alpha, use_rslora=True)
-        assert engines.scale(of) == pytest.approx(peft_scale(r=rank, lora_alpha=alpha, use_rslora=True))
-        (row,) = findings("sglang", of)
+        of = Served(r=rank, alpha=alpha, use_rslora=True)
+        assert of.scale == pytest.approx(peft_scale(r=rank, lora_alpha=alpha, use_rslora=True))
+        (row,) = engine_findings("sglang", of)
         assert f"alpha / r = {alpha / rank:g}" in row.found
         offered = str(row.remedy).partition("use_rslora=false alpha=")[2]
         assert bool(offered) == math.sqrt(rank).is_integer()
         if offered:
-            assert peft_scale(r=rank, lora_alpha=int(offered)) == pytest.approx(engines.scale(of))
+            assert peft_scale(r=rank, lora_alpha=int(offered)) == pytest.approx(of.scale)
 
 
 def test_the_lists_of_models_are_of_classes_that_are_asked_for():
@@ -136,11 +135,12 @@ def test_the_lists_of_models_are_of_classes_that_are_asked_for():
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as OF_TYPES
 
     trainable = {name for name in OF_TYPES.values() if isinstance(name, str)}
-    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"} <= LLAMA_CPP & trainable
-    assert {"GPT2LMHeadModel", "FalconForCausalLM", "BloomForCausalLM"} <= VLLM_WITHOUT_LORA & trainable
-    assert len(LLAMA_CPP & trainable) > 60
-    assert not {"LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM"} & VLLM_WITHOUT_LORA
-    assert "Qwen3_5ForCausalLM" in SGLANG_OWN_SIZES
+    llama_cpp, without_lora = engines.MODELS["llama_cpp"], engines.MODELS["vllm_without_lora"]
+    assert {"LlamaForCausalLM", "Qwen3ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM"} <= llama_cpp & trainable
+    assert {"GPT2LMHeadModel", "FalconForCausalLM", "BloomForCausalLM"} <= without_lora & trainable
+    assert len(llama_cpp & trainable) > 60
+    assert not {"LlamaForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM"} & without_lora
+    assert "Qwen3_5ForCausalLM" in engines.MODELS["sglang_own_sizes"]
 
 
 def test_the_class_is_the_configs_own_word_else_transformers():

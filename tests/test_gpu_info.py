@@ -1,25 +1,22 @@
-"""make gpu-info: NVML, nvidia-smi, AMD's and Apple's tools, a named machine, and a machine without a GPU."""
+"""make gpu-info: NVML, a named machine, and a machine without a GPU."""
 
 from __future__ import annotations
 
 import json
 import os
-import stat
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from sft_play.diagnose import assumed_machine, gpu_info, gpu_page, nvidia
-from sft_play.facts import ask, hardware, host
-from sft_play.facts.gpus import amd
-from sft_play.facts.gpus.seen import Pcie, Seen, SeenGpu
+from sft_play.diagnose import gpu_info, gpu_page
+from sft_play.facts import host
+from sft_play.facts.gpus.seen import Pcie
 from sft_play.facts.gpus.unseen import Devices
-from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.hardware import named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from tests.conftest import ROOT
 
@@ -178,31 +175,18 @@ def nvml(monkeypatch):
 
 @pytest.fixture
 def bare(monkeypatch, tmp_path):
-    """A machine whose only programs are those that a test writes: a function that writes one."""
+    """A machine without NVML or any sign of a GPU: the folder of its programs."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}/usr/bin{os.pathsep}/bin")
-    monkeypatch.setattr(hardware.sys, "platform", "linux")
-    monkeypatch.setattr(gpu_info, "devices", lambda environment: Devices())
-
-    def write(program: str, answers: dict[str, str]) -> None:
-        """The program answers the first question that its words contain."""
-        script = ["#!/bin/sh"]
-        for place, (words, answer) in enumerate(answers.items()):
-            file = folder / f"{program}.{place}"
-            file.write_text(answer)
-            script.append(f'case "$*" in *"{words}"*) cat {file}; exit 0;; esac')
-        path = folder / program
-        path.write_text("\n".join([*script, "exit 9"]) + "\n")
-        path.chmod(path.stat().st_mode | stat.S_IEXEC)
-
-    return write
+    monkeypatch.setattr(gpu_info, "read_devices", lambda environment: Devices())
+    return folder
 
 
 def seen_text(environment: dict[str, str] | None = None, **options: Any) -> str:
-    machine = gpu_info.look(Path("outputs"), environment or {}, **options)
-    text = "\n".join(gpu_page.lines(machine))
+    machine = gpu_info.see_machine(Path("outputs"), environment or {}, **options)
+    text = "\n".join(gpu_page.machine_lines(machine))
     json.loads(json.dumps(machine.as_json()))
     return text
 
@@ -212,8 +196,8 @@ def seen_text(environment: dict[str, str] | None = None, **options: Any) -> str:
 
 def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     fake = nvml(Fake(processes=[(os.getpid(), 512 * MIB)]), Fake())
-    machine = gpu_info.look(Path("outputs"), {})
-    text = gpu_page.lines(machine)
+    machine = gpu_info.see_machine(Path("outputs"), {})
+    text = gpu_page.machine_lines(machine)
     assert "Number of GPUs: 2" in text
     first = machine.seen.gpus[0]
     assert (first.total_bytes, first.used_bytes, first.reserved_bytes) == (143_771 * MIB, 614 * MIB, 479 * MIB)
@@ -256,11 +240,11 @@ def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
     for name in ("limit", "usage", "temperature", "pcie", "mig", "processes", "links"):
         bare_gpu.fields[name] = None
     nvml(bare_gpu)
-    machine = gpu_info.look(Path("outputs"), {})
+    machine = gpu_info.see_machine(Path("outputs"), {})
     gpu = machine.seen.gpus[0]
     assert (gpu.power_cap_watts, gpu.temperature_celsius, gpu.mig_enabled, gpu.processes) == (None, None, None, None)
     assert gpu.unified  # memory is not supported, and the GPU answers: it has the host's
-    text = "\n".join(gpu_page.lines(machine))
+    text = "\n".join(gpu_page.machine_lines(machine))
     assert "n/a/n/a" in text
     assert "Processes: NVML lists none for" not in text
     assert machine.as_json()["gpus"][0]["power_cap_watts"] is None
@@ -298,96 +282,14 @@ def test_processes_that_are_not_known_here_have_no_name(nvml):
     assert row.split() == ["0", str(2**22 + 7), "n/a", "n/a"]
 
 
-# --- nvidia-smi -------------------------------------------------------------------------------------------------------
-
-KNOWN = "0, GPU-a, NVIDIA A100-SXM4-80GB, 81920, 81000, 8.0\n1, GPU-b, NVIDIA A100-SXM4-80GB, 81920, 80000, 8.0\n"
-XML = """<?xml version="1.0" ?>
-<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
-<nvidia_smi_log><driver_version>550.54.15</driver_version><cuda_version>12.4</cuda_version>
-<gpu id="00000000:07:00.0"><product_name>NVIDIA A100-SXM4-80GB</product_name><uuid>GPU-a</uuid>
-<mig_mode><current_mig>Disabled</current_mig><pending_mig>Enabled</pending_mig></mig_mode>
-<pci><pci_gpu_link_info><pcie_gen><max_link_gen>4</max_link_gen><current_link_gen>4</current_link_gen></pcie_gen>
-<link_widths><max_link_width>16x</max_link_width><current_link_width>8x</current_link_width></link_widths>
-</pci_gpu_link_info></pci>
-<fb_memory_usage><total>81920 MiB</total><reserved>635 MiB</reserved><used>1200 MiB</used><free>80085 MiB</free>
-</fb_memory_usage><temperature><gpu_temp>35 C</gpu_temp></temperature>
-<gpu_power_readings><power_draw>61.20 W</power_draw><current_power_limit>400.00 W</current_power_limit>
-</gpu_power_readings>
-<processes><process_info><pid>4194999</pid><process_name>/usr/bin/python3 train.py</process_name>
-<used_memory>1100 MiB</used_memory></process_info></processes></gpu>
-<gpu id="00000000:0F:00.0"><product_name>NVIDIA A100-SXM4-80GB</product_name><uuid>GPU-b</uuid>
-<fb_memory_usage><total>81920 MiB</total><used>[Unknown Error]</used><free>N/A</free></fb_memory_usage>
-<temperature><gpu_temp>N/A</gpu_temp></temperature><power_readings><power_limit>400.00 W</power_limit></power_readings>
-<processes>N/A</processes></gpu></nvidia_smi_log>
-"""
-MATRIX = (
-    "\t\x1b[4mGPU0\tGPU1\tNIC0\tCPU Affinity\x1b[0m\nGPU0\t X \tNV12\tPXB\t0-31\nGPU1\tNV12\t X \tPXB\t0-31\n"
-    "NIC0\tPXB\tPXB\t X \n\nLegend:\n  X    = Self\n"
-)
-PEERS = " \tGPU0\tGPU1\t\n GPU0\tX\tOK\t\n GPU1\tOK\tX\t\n\nLegend:\n  OK  = Status Ok\n"
-
-
-def test_nvidia_smi_is_the_second_way(bare):
-    bare("nvidia-smi", {"-q -x": XML, "topo -m": MATRIX, "topo -p2p r": PEERS, "--query-gpu=index,uuid,name,m": KNOWN})
-    machine = gpu_info.look(Path("outputs"), {})
-    text = gpu_page.lines(machine)
-    assert text[:2] == ["This machine: GPUs as nvidia-smi shows them", "Number of GPUs: 2"]
-    one, two = machine.seen.gpus
-    assert (one.total_bytes, one.used_bytes, one.reserved_bytes) == (81_920 * MIB, 1_200 * MIB, 635 * MIB)
-    assert (one.compute_capability, one.bf16, one.fp8) == ("8.0", True, False)
-    assert (one.power_cap_watts, one.power_watts, one.temperature_celsius) == (400.0, 61.2, 35)
-    assert one.pcie == Pcie(4, 4, 8, 16)
-    assert [(item.pid, item.name, item.used_bytes) for item in one.processes] == [(4_194_999, "python3", 1_100 * MIB)]
-    assert (two.used_bytes, two.free_bytes, two.temperature_celsius, two.processes) == (None, None, None, None)
-    assert two.power_cap_watts == 400.0  # where older drivers put it
-    assert machine.seen.topology.links == (("X", "NV12"), ("NV12", "X"))
-    assert machine.seen.topology.peer == ((None, True), (True, None))
-    assert "Driver: 550.54.15, which runs CUDA up to 12.4" in text
-    assert "GPU 0: MIG will be on after its next reset" in text
-    assert "Processes: nvidia-smi lists none for GPU 1 (n/a)" in text
-
-
-def test_nvidia_smi_without_xml_is_asked_field_by_field(bare):
-    row = "0, GPU-a, NVIDIA A100-SXM4-80GB, 00000000:07:00.0, 81920, 1200, 80085, 400.00, [N/A], 35, 4, 4, 16, 16, "
-    bare("nvidia-smi", {"pci.bus_id": f"{row}[N/A], [N/A], 550.54.15\n", "--query-gpu=index": KNOWN.splitlines()[0]})
-    gpu = gpu_info.look(Path("outputs"), {}).seen.gpus[0]
-    assert (gpu.used_bytes, gpu.power_cap_watts, gpu.power_watts, gpu.mig_enabled) == (1_200 * MIB, 400.0, None, None)
-    assert (gpu.compute_capability, gpu.pcie) == ("8.0", Pcie(4, 4, 16, 16))
-
-
-def test_an_nvidia_smi_that_knows_little_still_shows_what_it_knows(bare):
-    bare("nvidia-smi", {"--query-gpu=index,uuid,name,memory.total,memory.free,compute_cap": KNOWN})
-    machine = gpu_info.look(Path("outputs"), {"CUDA_VISIBLE_DEVICES": "1"})
-    assert [gpu.index for gpu in machine.seen.gpus] == [0, 1]
-    assert machine.visible == (1,)
-    assert machine.seen.gpus[1].used_bytes == 1_920 * MIB
-    assert "Number of GPUs: 1" in gpu_page.lines(machine)
-
-
 def test_programs_that_hang_or_fail_are_no_answer(bare, tmp_path):
-    slow = tmp_path / "bin" / "rocm-smi"
+    slow = bare / "slow"
     slow.write_text("#!/bin/sh\nexec sleep 30\n")
     slow.chmod(0o755)
-    assert ask.answer_of("rocm-smi", timeout_s=0.3) == ""
-    bare("nvidia-smi", {"nothing": ""})
-    assert ask.answer_of("nvidia-smi", "-L") == ""
-    assert nvidia.through_smi([]) is None
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("81920 MiB", 81_920 * MIB),
-        ("1 GB", GIB),
-        ({"value": 12, "unit": "MB"}, 12 * MIB),
-        ("512", 512 * MIB),
-        ("N/A", None),
-        ("[Not Supported]", None),
-        (None, None),
-    ],
-)
-def test_sizes_are_read_with_their_units(text, size):
-    assert ask.size(text) == size
+    assert host.answer_of("slow", timeout_s=0.3) == ""
+    slow.write_text("#!/bin/sh\necho half\nexit 9\n")
+    assert host.answer_of("slow") == ""
+    assert host.answer_of("no-such-program") == ""
 
 
 # --- MIG --------------------------------------------------------------------------------------------------------------
@@ -419,139 +321,21 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
     fake = Split(Fake(mig=(1, 1), capability=(8, 0)))
     sys.modules["pynvml"] = fake  # type: ignore[assignment]
     try:
-        machine = gpu_info.look(Path("outputs"), {})
+        machine = gpu_info.see_machine(Path("outputs"), {})
     finally:
         del sys.modules["pynvml"]
-    text = gpu_page.lines(machine)
+    text = gpu_page.machine_lines(machine)
     assert "Number of GPUs: 1" in text  # CUDA sees one instance
     assert "GPU 0 instance 3g.20gb: 19.5 GiB, 19.5 free, MIG-1" in text
     assert any("sees one instance only, MIG-0" in line for line in text)
-
-
-# --- AMD and Apple ----------------------------------------------------------------------------------------------------
-
-
-def mi300x(number: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What amd-smi says of an MI300X: static, metric."""
-    static = {
-        "gpu": number,
-        "asic": {"market_name": "AMD Instinct MI300X", "target_graphics_version": "gfx942"},
-        "bus": {"bdf": f"0000:0{number}:00.0", "max_pcie_width": 16, "max_pcie_speed": {"value": 32, "unit": "GT/s"}},
-        "limit": {"max_power": {"value": 750, "unit": "W"}},
-        "driver": {"version": "6.12.12"},
-    }
-    metric = {
-        "gpu": number,
-        "power": {"socket_power": {"value": 142, "unit": "W"}},
-        "temperature": {"edge": "N/A", "hotspot": {"value": 41, "unit": "C"}},
-        "pcie": {"width": 16, "speed": {"value": 32, "unit": "GT/s"}},
-        "mem_usage": {"total_vram": {"value": 196_592, "unit": "MB"}, "used_vram": {"value": 300, "unit": "MB"}},
-    }
-    return static, metric
-
-
-def test_amds_gpus_are_read_through_amd_smi(bare):
-    static, metric = zip(*map(mi300x, range(2)), strict=True)
-    bare("amd-smi", {"static": f"WARNING: low power\n{json.dumps(static)}", "metric": json.dumps({"gpu_data": metric})})
-    machine = gpu_info.look(Path("outputs"), {"HIP_VISIBLE_DEVICES": "1"})
-    gpu = machine.seen.gpus[0]
-    assert (gpu.total_bytes, gpu.free_bytes) == (196_592 * MIB, 196_292 * MIB)
-    assert (gpu.compute_capability, gpu.bf16, gpu.fp8) == ("gfx942", True, True)
-    assert (gpu.power_cap_watts, gpu.power_watts, gpu.temperature_celsius) == (750.0, 142.0, 41)
-    assert gpu.pcie == Pcie(5, 5, 16, 16)
-    text = gpu_page.lines(machine)
-    assert text[:2] == ["This machine: GPUs as amd-smi shows them", "Number of GPUs: 1"]
-    assert "HIP_VISIBLE_DEVICES=1: GPU 1 is cuda:0; hidden: GPU 0" in text
-    assert "Driver: 6.12.12" in "\n".join(text)
-    assert not any("What works" in line for line in text)
-    # ROCm numbers what ROCR_VISIBLE_DEVICES leaves anew, and torch's `cuda:0` is the first that HIP's list names
-    for environment, names in (
-        ({}, [(0, "AMD Instinct MI300X"), (1, "AMD Instinct MI300X")]),
-        ({"ROCR_VISIBLE_DEVICES": "1"}, [(0, "AMD Instinct MI300X")]),
-        ({"ROCR_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "1"}, []),
-        ({"CUDA_VISIBLE_DEVICES": "1", "HIP_VISIBLE_DEVICES": "0"}, [(0, "AMD Instinct MI300X")]),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, [(1, "AMD Instinct MI300X")]),
-    ):
-        assert [(item.index, item.name) for item in hardware.detect(environment).gpus] == names
-    found = hardware.detect({})
-    assert (found.device, found.gpus[0].capability, found.gpus[0].has_bf16) == ("cuda", (9, 4), True)
-    assert found.gpus[0].total_bytes == 196_592 * MIB
-    assert found.gpus[0].bf16_flops == pytest.approx(1307.4e12, rel=1e-3)  # the catalogue's MI300X
-    assert Hardware.from_json(found.as_json()) == found
-    assert "nobody has compared" in found.notes[0]
-
-
-@pytest.mark.parametrize(
-    ("architecture", "capability", "bf16"),
-    [("gfx906", (9, 0), False), ("gfx90a", (9, 0), True), ("gfx1030", (10, 3), False), ("gfx1100", (11, 0), True),
-     ("gfx1201", (12, 0), True), (None, None, True)],
-)  # fmt: skip
-def test_amds_architectures_say_what_they_compute_in(monkeypatch, bare, architecture, capability, bf16):
-    gpu = SeenGpu(0, "Radeon of a kind", "AMD", total_bytes=16 * GIB, free_bytes=15 * GIB,
-                  compute_capability=architecture)  # fmt: skip
-    monkeypatch.setattr(amd, "see", lambda: Seen((gpu,), "amd-smi"))
-    found = hardware.detect({}).gpus[0]
-    assert (found.name, found.capability, found.has_bf16) == ("AMD Radeon of a kind", capability, bf16)
-    assert found.is_amd
-
-
-def test_an_amd_gpu_that_says_little_is_read_too(bare):
-    static = {
-        "gpu": 0,
-        "asic": {"market_name": "AMD Radeon PRO W7900", "target_graphics_version": "gfx1100"},
-        "bus": {"bdf": "0000:03:00.0", "max_pcie_width": 16, "max_pcie_speed": {"value": 16, "unit": "GT/s"}},
-        "limit": {"max_power": {"value": 241, "unit": "W"}},
-        "driver": {"version": "6.12.12"},
-    }
-    metric = {
-        "gpu": 0,
-        "temperature": {"edge": {"value": 40, "unit": "C"}},
-        "mem_usage": {"total_vram": {"value": 46_064, "unit": "MB"}, "used_vram": {"value": 64, "unit": "MB"}},
-    }
-    bare("amd-smi", {"static": json.dumps({"gpu_data": [static]}), "metric": json.dumps([metric])})
-    seen = amd.see()
-    assert seen is not None
-    assert seen.source == "amd-smi"
-    gpu = seen.gpus[0]
-    assert (gpu.total_bytes, gpu.used_bytes, gpu.power_cap_watts) == (46_064 * MIB, 64 * MIB, 241.0)
-    assert (gpu.bf16, gpu.fp8, gpu.pcie.max_generation, gpu.temperature_celsius) == (True, False, 4, 40)
-
-
-def test_a_mac_shares_its_memory_with_its_gpu(monkeypatch, bare):
-    bare("sysctl", {"-n machdep.cpu.brand_string": "Apple M3 Max\n"})
-    monkeypatch.setattr(hardware.sys, "platform", "darwin")
-    monkeypatch.setattr(hardware.platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(host, "memory", lambda: (64 * GIB, 48 * GIB))
-    assert hardware.detect({}).shared_gpu == "Apple M3 Max"
-    seen = gpu_info.all_gpus()
-    assert seen.gpus[0].name == "Apple M3 Max"
-    assert (seen.gpus[0].total_bytes, seen.gpus[0].free_bytes, seen.gpus[0].unified) == (64 * GIB, 48 * GIB, True)
-    bare("sysctl", {"nothing": ""})
-    assert hardware.detect({}).shared_gpu == "Apple GPU"
-    machine = hardware.with_shared_gpu(Hardware((), "CPU", 16, 64 * GIB, 50 * GIB), "Apple M3 Max")
-    monkeypatch.setattr(gpu_info, "detect", lambda *_: machine)
-    monkeypatch.setattr(gpu_info, "all_gpus", lambda **_: seen)
-    text = seen_text()
-    assert "Number of GPUs: 1" in text
-    assert "shares the machine's memory" in text
-    assert "What works" not in text
-    shared = machine
-    assert (shared.device, replace(shared, cpu_ranks=2).device, shared.without_gpus().device) == ("mps", "cpu", "cpu")
-    assert shared.ram_free_bytes == 48 * GIB  # three quarters of 64 GiB, which are free
-    small = hardware.with_shared_gpu(Hardware((), "M2", 8, 24 * GIB, 20 * GIB), "Apple M2")
-    assert small.ram_free_bytes == 16 * GIB  # two thirds of 24
-    edge = hardware.with_shared_gpu(Hardware((), "M2", 8, 36 * GIB, 36 * GIB), "Apple M2")
-    assert edge.ram_free_bytes == 24 * GIB
-    assert "Apple M2 shares the machine's memory" in small.notes[0]
-    assert Hardware.from_json(shared.as_json()) == shared
 
 
 # --- no GPU, host, software -------------------------------------------------------------------------------------------
 
 
 def test_a_machine_without_a_gpu_says_what_still_works(bare):
-    machine = gpu_info.look(Path("outputs"), {})
-    text = gpu_page.lines(machine)
+    machine = gpu_info.see_machine(Path("outputs"), {})
+    text = gpu_page.machine_lines(machine)
     assert "Number of GPUs: 0" in text
     assert "Without a GPU this works:" in text
     assert any("make plan HARDWARE=2xH200" in line for line in text)
@@ -562,13 +346,13 @@ def test_a_machine_without_a_gpu_says_what_still_works(bare):
 
 
 def test_the_disk_is_that_of_the_outputs(bare, tmp_path):
-    there = gpu_info.look(tmp_path, {})
+    there = gpu_info.see_machine(tmp_path, {})
     assert there.host.disk_folder == str(tmp_path)
     assert there.host.disk_bytes >= there.host.disk_free_bytes > 0
-    assert f"GiB free at {tmp_path}" in gpu_page.lines(there)[-7]
-    missing = gpu_info.look(tmp_path / "no" / "outputs", {})
+    assert f"GiB free at {tmp_path}" in gpu_page.machine_lines(there)[-7]
+    missing = gpu_info.see_machine(tmp_path / "no" / "outputs", {})
     assert missing.host.disk_folder == str(tmp_path)
-    assert any(f"not there yet; the disk of {tmp_path}" in line for line in gpu_page.lines(missing))
+    assert any(f"not there yet; the disk of {tmp_path}" in line for line in gpu_page.machine_lines(missing))
 
 
 def test_versions_are_read_without_importing(monkeypatch):
@@ -615,8 +399,8 @@ def test_nothing_heavy_is_imported_for_it():
     code = (
         "import os, sys; from pathlib import Path; "
         "from sft_play.diagnose import gpu_info, gpu_page, memory_check, memory_page; "
-        "gpu_page.lines(gpu_info.look(Path('outputs'), os.environ)); "
-        "memory_page.lines(memory_check.look(Path('outputs'), os.environ)); "
+        "gpu_page.machine_lines(gpu_info.see_machine(Path('outputs'), os.environ)); "
+        "memory_page.memory_lines(memory_check.see_memory(Path('outputs'), os.environ)); "
         f"sys.exit(str(sorted(set(sys.modules) & {heavy!r})) if set(sys.modules) & {heavy!r} else 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -628,14 +412,14 @@ def test_nothing_heavy_is_imported_for_it():
 
 def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     machine = named("2xH200,ram=1TiB,cores=64")
-    text = assumed_machine.assumed_lines(machine, "2xH200")
+    text = gpu_page.assumed_lines(machine, "2xH200")
     assert text[0].startswith("Assumed, not detected: HARDWARE=2xH200")
     assert text[1] == "Number of GPUs: 2"
     assert "  memory bandwidth: 4,800 GB/s" in text
     assert "Link between GPUs, per GPU and one way: 450 GB/s" in text
     assert any("bf16 989.4 TFLOPS" in line for line in text)
     assert max(map(len, text)) <= 100
-    answer = assumed_machine.assumed_json(machine)
+    answer = gpu_page.assumed_json(machine)
     assert (answer["assumed"], answer["number_of_gpus"]) == (True, 2)
     assert answer["gpus"][1]["bandwidth_bytes_per_s"] == 4800e9
     assert answer["gpus"][0]["usable_bytes"] == machine.gpus[0].total_bytes
@@ -643,13 +427,13 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
 
 
 def test_a_named_cluster_shows_its_network_and_what_is_not_known():
-    text = assumed_machine.assumed_lines(named("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
+    text = gpu_page.assumed_lines(named("2x8xMyGPU,mem=24GiB,network=400Gbps,price=2.5"), "x")
     assert "Number of GPUs: 16 on 2 nodes of 8" in text
     assert "Network between nodes, per node and one way: 50 GB/s" in text
     assert "  memory bandwidth: n/a" in text
     assert "Price: 2.5 per GPU-hour" in text
     assert any("this machine's; ram= sets another" in line for line in text)
-    assert assumed_machine.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
+    assert gpu_page.assumed_lines(named("cpu"), "cpu")[1] == "Number of GPUs: 0"
 
 
 # --- the command ------------------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""Machines: what NVML and nvidia-smi show, what CUDA_VISIBLE_DEVICES leaves, what a name or a file means."""
+"""Machines: what NVML shows, what CUDA_VISIBLE_DEVICES leaves, what a name or a file means."""
 
 from __future__ import annotations
 
 import os
 import re
-import stat
 import sys
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import pytest
 
 from sft_play.errors import HardwareError
 from sft_play.facts import host
-from sft_play.facts.gpus import visible_gpus
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.gpu_catalog import (
     CATALOG,
@@ -28,114 +26,6 @@ from sft_play.facts.gpus.gpu_catalog import (
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.units import GIB, MIB
 from tests.conftest import ROOT
-
-# --- found: nvidia-smi -----------------------------------------------------------------------------------------------
-
-
-def fake_nvidia_smi(folder, lines, listed=()):
-    """`nvidia-smi --query-gpu` prints `lines`, `nvidia-smi -L` prints `listed`."""
-    text = "#!/bin/sh\nif [ \"$1\" = -L ]; then\ncat <<'END'\n" + "\n".join(listed)
-    text += "\nEND\nexit 0\nfi\ncat <<'END'\n" + "\n".join(lines) + "\nEND\n"
-    program = folder / "nvidia-smi"
-    program.write_text(text)
-    program.chmod(program.stat().st_mode | stat.S_IEXEC)
-
-
-@pytest.fixture
-def smi(tmp_path, monkeypatch):
-    """A function that sets what nvidia-smi shows, on a machine where NVML does not answer."""
-    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    monkeypatch.setattr(visible_gpus.nvml, "see", lambda **_: None)
-    return lambda lines, listed=(): fake_nvidia_smi(tmp_path, lines, listed)
-
-
-@pytest.fixture
-def two_h200s(smi):
-    """Two H200s as nvidia-smi would show them: 144,384 MiB are 141.0 units of 2**30 bytes."""
-    smi([f"{n}, GPU-{n}{n}{n}-aa, NVIDIA H200, 144384, 143000, 9.0" for n in range(2)])
-
-
-def test_gpus_are_read_from_nvidia_smi(two_h200s):
-    gpus = detect({}).gpus
-    assert [gpu.name for gpu in gpus] == ["NVIDIA H200", "NVIDIA H200"]
-    assert gpus[0].total_bytes == 144384 * MIB
-    assert gpus[0].free_bytes == 143000 * MIB
-    assert gpus[0].capability == (9, 0)
-    assert gpus[0].has_bf16
-
-
-def test_a_gpu_that_was_found_has_the_rates_of_the_catalogue(two_h200s):
-    found = detect({})
-    assert found.gpus[0].rate("bfloat16") == CATALOG["h200"].bf16
-    assert found.gpus[0].bandwidth == 4800e9
-    assert found.link_bytes_per_s == 450e9
-    assert (found.nodes, found.gpus_per_node, found.named) == (1, 2, False)
-
-
-@pytest.mark.parametrize(
-    ("variable", "indices"),
-    [
-        ("0", [0]),
-        ("1,0", [1, 0]),
-        (" 1 , 0 ", [1, 0]),
-        ("", []),
-        ("-1", []),
-        ("0,-1,1", [0]),
-        ("1,7,0", [1]),
-        ("GPU-111", [1]),
-        ("GPU-111,GPU-000-aa", [1, 0]),
-        ("GPU-", []),  # fits both: names none
-        ("0,0", [0]),
-        ("NoDevFiles", []),
-    ],
-)
-def test_cuda_visible_devices_is_honoured(two_h200s, variable, indices):
-    assert [gpu.index for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == indices
-
-
-def test_a_machine_without_gpus_has_its_ram(monkeypatch):
-    monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: ())
-    found = detect({})
-    assert found.device == "cpu"
-    assert found.ram_bytes >= found.ram_free_bytes > 0
-    assert found.cpu_cores >= 1
-    assert found.gpus_per_node == 1
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.",
-        "0, GPU-1, NVIDIA GB10, [N/A], [N/A], 12.1",
-        "",
-    ],
-)
-def test_a_nvidia_smi_that_shows_no_gpu_is_a_machine_without_gpus(smi, line):
-    smi([line])
-    assert visible_gpus._probe_nvidia_smi() == ()
-
-
-def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(smi):
-    smi(["0, GPU-a, Tesla T4, 15360, 15000, 7.5", "1, GPU-b, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0"])
-    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in detect({"CUDA_VISIBLE_DEVICES": "1"}).notes[0]
-    assert not detect({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes
-    assert not detect({"CUDA_VISIBLE_DEVICES": "GPU-b"}).notes
-
-
-def test_instances_are_read_from_nvidia_smi(smi):
-    smi(
-        ["0, GPU-a, NVIDIA A100-SXM4-40GB, 40960, 40000, 8.0"],
-        [
-            "GPU 0: NVIDIA A100-SXM4-40GB (UUID: GPU-a)",
-            "  MIG 3g.20gb     Device  0: (UUID: MIG-one)",
-            "  MIG 1g.5gb      Device  1: (UUID: MIG-two)",
-        ],
-    )
-    found = detect({})
-    assert [gpu.mig for gpu in found.gpus] == ["3g.20gb"]
-    assert 18 * GIB < found.gpus[0].total_bytes <= 19_968 * MIB  # what the driver reports of 3g.20gb
-    assert detect({"CUDA_VISIBLE_DEVICES": "MIG-two"}).gpus[0].mig == "1g.5gb"
-
 
 # --- found: NVML -----------------------------------------------------------------------------------------------------
 
@@ -340,15 +230,62 @@ def test_a_split_gpu_without_instances_is_not_there_and_says_so(nvml):
     assert found.notes == ("GPU 0 is in MIG mode and has no instance: CUDA does not see it",)
 
 
-def test_nvidia_smi_answers_where_nvml_does_not(smi, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(visible_gpus, "_nvidia_smi", lambda *_: "0, GPU-a, Tesla T4, 15360, 15000, 7.5\n")
+@pytest.fixture
+def two_h200s(nvml):
+    """Two H200s: 144,384 MiB are 141.0 units of 2**30 bytes."""
+    nvml(*(FakeGpu(f"GPU-{n}{n}{n}-aa", "NVIDIA H200", 144_384, (9, 0), links=18, used=1_384) for n in range(2)))
+
+
+def test_a_gpu_that_was_found_has_the_rates_of_the_catalogue(two_h200s):
     found = detect({})
-    assert [gpu.name for gpu in found.gpus] == ["Tesla T4"]
-    assert not found.gpus[0].has_bf16
-    assert found.gpus[0].rate("bfloat16") is None
-    assert found.gpus[0].rate("float16") == 65e12
+    assert (found.gpus[0].total_bytes, found.gpus[0].free_bytes) == (144_384 * MIB, 143_000 * MIB)
+    assert (found.gpus[0].capability, found.gpus[0].has_bf16) == ((9, 0), True)
+    assert found.gpus[0].rate("bfloat16") == CATALOG["h200"].bf16
+    assert found.gpus[0].bandwidth == 4800e9
+    assert found.link_bytes_per_s == 450e9
+    assert (found.nodes, found.gpus_per_node, found.named) == (1, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("variable", "indices"),
+    [
+        ("0", [0]),
+        ("1,0", [1, 0]),
+        (" 1 , 0 ", [1, 0]),
+        ("", []),
+        ("-1", []),
+        ("0,-1,1", [0]),
+        ("1,7,0", [1]),
+        ("GPU-111", [1]),
+        ("GPU-111,GPU-000-aa", [1, 0]),
+        ("GPU-", []),  # fits both: names none
+        ("0,0", [0]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_cuda_visible_devices_is_honoured(two_h200s, variable, indices):
+    assert [gpu.index for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == indices
+
+
+@pytest.mark.parametrize("pynvml", [None, FakeNvml()], ids=["no package", "no GPU"])
+def test_a_machine_without_gpus_has_its_ram(monkeypatch, pynvml):
+    monkeypatch.setitem(sys.modules, "pynvml", pynvml)
+    found = detect({})
+    assert found.device == "cpu"
+    assert found.ram_bytes >= found.ram_free_bytes > 0
+    assert found.cpu_cores >= 1
+    assert found.gpus_per_node == 1
+
+
+def test_gpus_that_differ_are_numbered_by_cuda_in_another_order(nvml):
+    turing = FakeGpu("GPU-a", "Tesla T4", 15_360, (7, 5))
+    nvml(turing, FakeGpu("GPU-b", "NVIDIA A100-SXM4-40GB", 40_960))
+    assert "CUDA_DEVICE_ORDER=PCI_BUS_ID" in detect({"CUDA_VISIBLE_DEVICES": "1"}).notes[0]
+    assert not detect({"CUDA_VISIBLE_DEVICES": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}).notes
+    assert not detect({"CUDA_VISIBLE_DEVICES": "GPU-b"}).notes
+    nvml(turing)
+    assert not detect({}).gpus[0].has_bf16
+    assert (detect({}).gpus[0].rate("bfloat16"), detect({}).gpus[0].rate("float16")) == (None, 65e12)
 
 
 # --- the host --------------------------------------------------------------------------------------------------------

@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from sft_play.diagnose import memory_check, memory_page, processes, seen_run
-from sft_play.diagnose.memory_check import Check, Peaks, look
-from sft_play.diagnose.memory_page import lines, watch
-from sft_play.diagnose.processes import Group, Rank, command_of, lock_holder
-from sft_play.diagnose.seen_run import find_run
+from sft_play.diagnose import memory_check, memory_page, processes
+from sft_play.diagnose.memory_check import HighestSeen, MemorySeen, see_memory
+from sft_play.diagnose.memory_page import memory_lines, watch
+from sft_play.diagnose.processes import Group, RankProcess, command_of, find_run, lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.seen import GpuProcess, Seen, SeenGpu
@@ -70,10 +69,10 @@ def run_folder(output: Path, name: str, *, started: str = "2026-11-21T10:00:00",
     return folder
 
 
-def rank(number: int, pid: int, **fields: Any) -> Rank:
+def rank(number: int, pid: int, **fields: Any) -> RankProcess:
     environment = {"WORLD_SIZE": "2"}
-    return Rank(**{"pid": pid, "rank": number, "local_rank": number, "rss_bytes": 3 * GIB, "peak_rss_bytes": 4 * GIB,
-                   "environment": environment, **fields})  # fmt: skip
+    of = {"pid": pid, "rank": number, "local_rank": number, "rss_bytes": 3 * GIB, "peak_rss_bytes": 4 * GIB}
+    return RankProcess(**{**of, "environment": environment, **fields})
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def machine(monkeypatch, tmp_path):
         )  # fmt: skip
         monkeypatch.setattr(memory_check, "detect", lambda environment: found)
         monkeypatch.setattr(memory_check, "all_gpus", lambda **_: Seen(gpus, "NVML"))
-        monkeypatch.setattr(seen_run, "groups", lambda: [group] if group else [])
+        monkeypatch.setattr(processes, "groups", lambda: [group] if group else [])
         return tmp_path
 
     return install
@@ -114,12 +113,12 @@ def test_each_gpu_shows_the_runs_the_others_and_what_nobody_is_listed_for(machin
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 4 * GIB), used=35 * GIB),
         group=Group(ranks, folder.path, 1.0),
     )
-    check = look(output, {})
+    check = see_memory(output, {})
     one, two = check.gpus
     assert (one.ranks, one.run_bytes, one.others_bytes, one.unlisted_bytes) == ((0,), 31 * GIB, 0, GIB)
     assert (two.ranks, two.run_bytes, two.others_bytes, two.unlisted_bytes) == ((1,), 30 * GIB, 4 * GIB, GIB)
     assert not check.warnings  # 80 - 5 - 60 leaves 15 of a margin of 5
-    text = lines(check)
+    text = memory_lines(check)
     assert text[0] == f"Run {folder.path}: 2 ranks on this machine, pid 11, 21"
     row = next(line for line in text if line.startswith("  1 "))
     assert row.split()[:8] == ["1", "1", "80.0", "30.00", "4.00", "1.00", "45.00", "30.00"]
@@ -141,12 +140,12 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
         group=Group((rank(0, 11), rank(1, 21)), folder.path, 1.0),
     )
-    check = look(output, {})
+    check = see_memory(output, {})
     # 80 - 17 - 60 = 3 of 5 are left on the first; 80 - 22 - 60 = 2 too few on the second
     assert "3.00 of the plan's margin of 5.00 GiB are left" in check.warnings[0]
     assert f"pid {OTHER} (jupy\\x1bter) 17.00 GiB" in check.warnings[0]
     assert "the plan's margin of 5.00 GiB is gone, and 2.00 more" in check.warnings[1]
-    assert sum(line.startswith("warning: GPU") for line in lines(check)) == 2
+    assert sum(line.startswith("warning: GPU") for line in memory_lines(check)) == 2
 
 
 def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
@@ -156,25 +155,25 @@ def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
         gpu(1, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
         group=Group((rank(0, 11),), folder.path, 1.0),
     )
-    assert not look(output, {}).warnings
+    assert not see_memory(output, {}).warnings
 
 
 def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
     group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
     output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), group=group)
-    check = look(output, {})
+    check = see_memory(output, {})
     for use in check.gpus:  # pids of the host on the first, none listed on the second
         assert (use.run_bytes, use.others_bytes, use.unlisted_bytes, use.peak_bytes) == (None, None, None, None)
         assert use.used_bytes == 71 * GIB
     assert not check.warnings
-    assert any("the driver names no process of this run there" in line for line in lines(check))
+    assert any("the driver names no process of this run there" in line for line in memory_lines(check))
 
 
 def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
     output = machine(gpu(0, used=71 * GIB, listed=False), group=Group((rank(0, 11),), folder.path, 1.0))
-    assert look(output, {}).gpus[0].run_bytes is None
+    assert see_memory(output, {}).gpus[0].run_bytes is None
 
 
 def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
@@ -191,15 +190,15 @@ def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
 
 def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
-    group, peaks = Group((rank(0, 11),), folder.path, 1.0), Peaks()
+    group, peaks = Group((rank(0, 11),), folder.path, 1.0), HighestSeen()
     found = []
     for held in (20, 50, 30):
         output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), group=group)
-        found.append(look(output, {}, peaks=peaks).gpus[0].peak_bytes)
+        found.append(see_memory(output, {}, peaks=peaks).gpus[0].peak_bytes)
     assert found == [20 * GIB, 50 * GIB, 50 * GIB]
     later = Group((rank(0, 11),), folder.path, 2.0)  # the run was started again
     output = machine(gpu(0, GpuProcess(11, "python", 5 * GIB, peak_bytes=9 * GIB), used=5 * GIB), group=later)
-    assert look(output, {}, peaks=peaks).gpus[0].peak_bytes == 9 * GIB  # by the driver's own accounts
+    assert see_memory(output, {}, peaks=peaks).gpus[0].peak_bytes == 9 * GIB  # by the driver's own accounts
 
 
 # --- RAM --------------------------------------------------------------------------------------------------------------
@@ -209,13 +208,13 @@ def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp
     folder = run_folder(tmp_path, "mine", on_gpu=False)
     ranks = (rank(0, 11, workers=(12, 13), workers_rss_bytes=GIB), rank(1, 21, rss_bytes=2 * GIB))
     output = machine(group=Group(ranks, folder.path, 1.0, beside=(9,), beside_bytes=GIB), hardware=CPU)
-    check = look(output, {})
+    check = see_memory(output, {})
     assert [(use.rank, use.rss_bytes, use.peak_rss_bytes, use.workers) for use in check.ranks] == [
         (0, 3 * GIB, 4 * GIB, 2),
         (1, 2 * GIB, 4 * GIB, 0),
     ]
     assert check.ram.run_bytes == 7 * GIB
-    text = "\n".join(lines(check))
+    text = "\n".join(memory_lines(check))
     assert "this run holds 7.00; no GPU here" in text
     assert "= resident" in text
     assert "on top of what a process holds after its imports" in text
@@ -225,7 +224,7 @@ def test_ram_below_the_margin_is_warned_of_with_the_biggest_others(machine, tmp_
     folder = run_folder(tmp_path, "mine", on_gpu=False)
     scarce = Hardware((), "CPU", 8, 64 * GIB, 8 * GIB)
     group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
-    (warning,) = look(machine(group=group, hardware=scarce), {}).warnings
+    (warning,) = see_memory(machine(group=group, hardware=scarce), {}).warnings
     assert "8.00 GiB are free, less than the plan's margin of 10.00" in warning  # two ranks of 5
     assert "the biggest others: pid " in warning
 
@@ -234,7 +233,7 @@ def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
     folder = run_folder(tmp_path, "mine", host=40 * GIB)
     group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
     seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
-    (warning,) = look(machine(*seen, group=group), {}).warnings
+    (warning,) = see_memory(machine(*seen, group=group), {}).warnings
     assert "the plan counts on 80.0 GiB" in warning  # 60 are free, 6 held
 
 
@@ -243,7 +242,7 @@ def test_one_rank_alone_counts_on_ram_to_write_a_checkpoint(save, wanted, machin
     folder = run_folder(tmp_path, "mine", host=40 * GIB, host_save_bytes=save * GIB)
     group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
     seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
-    found = look(machine(*seen, group=group), {}).warnings
+    found = see_memory(machine(*seen, group=group), {}).warnings
     assert len(found) == (wanted is not None)  # 60 are free, 6 held
     assert all(f"the plan counts on {wanted}.0 GiB for the ranks" in warning for warning in found)
 
@@ -253,9 +252,9 @@ def test_one_rank_alone_counts_on_ram_to_write_a_checkpoint(save, wanted, machin
 
 def test_no_running_run_is_said_and_the_machine_shown(machine, tmp_path):
     output = machine(hardware=CPU)
-    check = look(output / "nothing", {})
+    check = see_memory(output / "nothing", {})
     assert not check.running
-    text = lines(check)
+    text = memory_lines(check)
     assert text[0].startswith(f"No run is in progress in {output / 'nothing'}")
     assert text[-1] == "RAM: 64.0 GiB, 60.0 free; no GPU here"
 
@@ -267,7 +266,7 @@ def test_a_manifest_that_says_running_is_no_proof(machine, tmp_path):
     found = find_run(output, named="killed")
     assert not found.running
     assert "its manifest says running, and nothing writes it: it was ended" in found.said[0]
-    assert "40.00 GiB" in "\n".join(lines(look(output, {}, named=str(output / "killed"))))
+    assert "40.00 GiB" in "\n".join(memory_lines(see_memory(output, {}, named=str(output / "killed"))))
 
 
 def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
@@ -293,9 +292,9 @@ def test_a_run_elsewhere_is_shown_where_the_output_folder_has_none(machine, tmp_
 def test_a_damaged_plan_is_said(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
     (folder.path / "plan.json").write_text('{"peak_bytes": []}')
-    check = look(machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU), {})
+    check = see_memory(machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU), {})
     assert check.prediction is None
-    assert any("its plan.json cannot be read" in line for line in lines(check))
+    assert any("its plan.json cannot be read" in line for line in memory_lines(check))
     assert not check.warnings
 
 
@@ -432,8 +431,8 @@ def test_the_lock_is_asked_about_and_never_taken(training, tmp_path):
 def test_a_writer_that_is_not_of_this_machine_is_said(machine, monkeypatch, tmp_path):
     folder = run_folder(tmp_path, "far")
     output = machine(hardware=CPU)
-    monkeypatch.setattr(seen_run, "lock_holder", lambda folder: 0)
-    check = look(output, {})
+    monkeypatch.setattr(processes, "lock_holder", lambda folder: 0)
+    check = see_memory(output, {})
     assert check.running
     assert f"Run {folder.path} is being written, by a process that cannot be seen from here" in check.said[0]
     assert check.prediction is not None
@@ -492,9 +491,9 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
         if len(pauses) == 3:
             raise KeyboardInterrupt
 
-    last = watch(lambda: look(output, {}), write=written.append, pause=pause)
+    last = watch(lambda: see_memory(output, {}), write=written.append, pause=pause)
     assert len(written) == 3
-    assert isinstance(last, Check)
+    assert isinstance(last, MemorySeen)
     assert pauses == [memory_page.BLOCK_S] * 3
 
 
@@ -503,7 +502,7 @@ def test_on_a_terminal_one_table_is_renewed_in_place(machine, tmp_path):
     output = machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU)
     screen, pauses = io.StringIO(), []
     console = Console(file=screen, force_terminal=True, width=110, height=50)
-    watch(lambda: look(output, {}), write=lambda _: pytest.fail("written"), console=console, rounds=2,
+    watch(lambda: see_memory(output, {}), write=lambda _: pytest.fail("written"), console=console, rounds=2,
           pause=pauses.append)  # fmt: skip
     assert "\x1b[1A" in screen.getvalue()  # the cursor goes up over the first table
     assert screen.getvalue().count("Ctrl-C ends this") >= 2
@@ -522,7 +521,7 @@ def config(tmp_path) -> Path:
 
 
 def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatch):
-    monkeypatch.setattr(seen_run, "groups", list)
+    monkeypatch.setattr(processes, "groups", list)
     code, printed = command("memory-check", "--config", str(config))
     assert code == 0
     assert "No run is in progress in" in printed

@@ -65,7 +65,7 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "defpath", "/nowhere")  # where a uv is looked for without PATH
     monkeypatch.setattr(installer, "pip_settings", lambda python, environ: "")
     monkeypatch.setattr(installer, "missing_room", lambda *_: "")
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "580.65.06"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64", "580.65.06"))
     monkeypatch.setattr(setup_env, "search_python", lambda: Python(str(BASE), HERE, True))
     return root
 
@@ -307,7 +307,7 @@ def told(commands):
 
 
 def test_another_build_comes_first_from_its_index_and_is_kept_by_its_name(checkout, monkeypatch, capfd):
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "550.54.15"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64", "550.54.15"))
     fake, source = FakeBuild(), torch_build.WHEELS + "cu126"
     setup_env.ensure(checkout, {}, fake)
     assert told(fake.commands) == [
@@ -327,7 +327,7 @@ def test_what_rocms_torch_needs_is_looked_for_on_its_index_too(checkout):
 
 def test_with_an_index_in_pips_settings_no_other_is_named(checkout, monkeypatch, capfd):
     monkeypatch.setattr(installer, "pip_settings", lambda python, environ: "global.index-url='https://m.example'")
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64"))
     fake = FakeBuild()
     setup_env.ensure(checkout, {}, fake)
     assert told(fake.commands) == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
@@ -345,7 +345,7 @@ class NoPytorchOrg(FakeBuild):
 
 
 def test_without_a_way_to_pytorch_org_a_cpu_gets_the_usual_index_build(checkout, monkeypatch, capfd):
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64"))
     fake = NoPytorchOrg()
     setup_env.ensure(checkout, {}, fake)
     assert told(fake.commands)[1:] == [["setuptools"], ["--no-build-isolation", "--editable", ".[dev]"]]
@@ -366,7 +366,7 @@ def test_without_a_way_to_pytorch_org_a_build_that_is_needed_is_an_error(asked, 
 
 
 def test_a_driver_that_runs_no_build_is_one_message(checkout, monkeypatch, capfd):
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "470.57.02"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64", "470.57.02"))
     monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(),))
     assert setup_env.main(checkout) == 2
     message = capfd.readouterr().err
@@ -405,14 +405,14 @@ def test_a_person_who_asks_for_setup_is_told_of_another_build_and_nothing_is_reb
     capfd.readouterr()
     setup_env.ensure(ready, {}, never, by_name=True)
     assert capfd.readouterr() == ("", "")  # the machine runs what .venv has
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "550.54.15"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64", "550.54.15"))
     setup_env.ensure(ready, {}, never)
     assert capfd.readouterr() == ("", "")  # a target that only needs it
     setup_env.ensure(ready, {}, never, by_name=True)
     message = capfd.readouterr().err
     assert "has the build cu130 of torch, and this machine would get cu126 (NVIDIA's driver 550.54.15" in message
     assert "make setup TORCH=auto" in message
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64", "470.57.02"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64", "470.57.02"))
     setup_env.ensure(ready, {}, never, by_name=True)
     assert "needs driver 525.60.13" in capfd.readouterr().err
 
@@ -490,7 +490,7 @@ def test_real_pip_takes_torch_from_one_index_and_all_else_at_its_pins_from_the_o
             publish(usual, name, version, *(["torch>=1"] if name == "alpha" else []))
     (checkout / "pins").write_text("alpha==1.0\nbeta==1.1\ntorch==2.0\n", "utf-8")
     monkeypatch.setattr(torch_build, "WHEELS", other.as_uri() + "/")
-    monkeypatch.setattr(torch_build, "look", lambda: Machine("linux", "x86_64"))
+    monkeypatch.setattr(torch_build, "this_machine", lambda: Machine("linux", "x86_64"))
     for name in [name for name in os.environ if name.startswith("PIP_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)

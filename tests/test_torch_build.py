@@ -18,8 +18,8 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 CUDA_12_INDEX = "https://download.pytorch.org/whl/cu126"
 
 
-def linux(driver="", *gpus, arch="x86_64", amd=()):
-    return Machine("linux", arch, driver, gpus, amd)
+def linux(driver="", *gpus, arch="x86_64"):
+    return Machine("linux", arch, driver, gpus)
 
 
 def chosen(machine, asked="", configured=""):
@@ -43,9 +43,6 @@ def chosen(machine, asked="", configured=""):
         (linux("580.65.06", ("NVIDIA GH200 480GB", (9, 0)), arch="aarch64"), "cu130", torch_build.WHEELS + "cu130"),
         (linux(), "cpu", CPU_INDEX),
         (linux(arch="aarch64"), "cpu", None),
-        (linux(amd=("gfx942",)), "rocm7.2", torch_build.WHEELS + "rocm7.2"),
-        (linux(amd=("gfx1036",)), "cpu", CPU_INDEX),  # graphics of a desktop's processor
-        (linux("580.65.06", L4, amd=("gfx1100",)), "cu130", None),
         (Machine("darwin", "arm64"), "index", None),
         (linux(arch="ppc64le"), "index", None),
     ],
@@ -81,7 +78,7 @@ def test_a_gpu_that_is_there_twice_is_named_once():
 
 
 def test_a_configured_index_is_used_and_no_other():
-    for machine in (linux(), linux("580.65.06", L4), linux("470.57.02", K80), linux(amd=("gfx942",))):
+    for machine in (linux(), linux("580.65.06", L4), linux("470.57.02", K80)):
         assert chosen(machine, configured="pip's settings name an index (global.index-url)") == ("index", None)
         assert chosen(machine, "auto", "pip's settings name an index (global.index-url)") == ("index", None)
     why = torch_build.choose(linux(), configured="pip's settings name an index (x)").why
@@ -139,17 +136,12 @@ def test_the_kernel_modules_version_is_read(text, driver):
     assert torch_build.read_kernel(text) == driver
 
 
-def test_amds_gpus_are_read_and_processors_are_not():
-    nodes = [f"cpu_cores_count 8\nsimd_count 0\ngfx_target_version {n}\nvendor_id 4098\n" for n in (0, 90402, 110000)]
-    assert torch_build.read_kfd([*nodes, "gfx_target_version 90010\n", ""]) == ("gfx942", "gfx1100", "gfx90a")
-
-
 def test_a_machine_with_nvidia_smi_is_asked_through_it(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
     tool.write_text('#!/bin/sh\n[ "$2" = --format=csv,noheader ] && echo "550.54.15, 8.9, NVIDIA L4"\n')
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    assert torch_build.look()[2:4] == ("550.54.15", (L4,))
+    assert torch_build.this_machine()[2:4] == ("550.54.15", (L4,))
 
 
 # What a build takes

@@ -165,11 +165,11 @@ CALLS = sorted(name[1:] for name in vars(Machine) if name.startswith("_nvml"))
 
 def pages() -> str:
     """What the commands that look at a machine print of it; nothing in them may raise."""
-    seen, memory = gpu_info.look(Path("outputs"), {}), memory_check.look(Path("outputs"), {})
+    seen, memory = gpu_info.see_machine(Path("outputs"), {}), memory_check.see_memory(Path("outputs"), {})
     json.dumps([seen.as_json(), memory.as_json()])
-    around = surroundings.look(detect({}), {})
+    around = surroundings.read_surroundings(detect({}), {})
     gpus.check_health(around.gpus, gpus=len(around.hardware.gpus))
-    return "\n".join([*gpu_page.lines(seen), *memory_page.lines(memory)])
+    return "\n".join([*gpu_page.machine_lines(seen), *memory_page.memory_lines(memory)])
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_instances_are_planned_by_what_the_driver_still_tells(machine, refused, 
         return
     if refused in ("nvmlDeviceGetHandleByIndex", "nvmlDeviceGetMigDeviceHandleByIndex"):
         assert not found.gpus
-        words = unseen.unseen(unseen.look({"CUDA_VISIBLE_DEVICES": "MIG-one"})).message
+        words = unseen.unseen(unseen.read_devices({"CUDA_VISIBLE_DEVICES": "MIG-one"})).message
         assert "names none of them" not in words
         if REFUSALS[how] in (pynvml.NVMLError_NoPermission, pynvml.NVMLError_Unknown):
             assert str(REFUSALS[how]()) in words
@@ -272,14 +272,13 @@ def test_the_only_instance_is_meant_by_a_uuid_that_the_driver_does_not_tell(mach
     assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": variable}).gpus] == ["3g.40gb"]
 
 
-def test_nvidia_smi_names_the_instances_of_a_gpu_whose_memory_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    answers = {
-        "-L": f"GPU 0: {A100} (UUID: GPU-a)\n  MIG 1g.10gb     Device  0: (UUID: MIG-one)\n",
-        "--query": f"0, GPU-a, {A100}, [Insufficient Permissions], [Insufficient Permissions], 8.0\n",
-    }
-    monkeypatch.setattr(visible_gpus, "_nvidia_smi", lambda word, *_: answers["-L" if word == "-L" else "--query"])
+@pytest.mark.parametrize("how", ["no permission", "unknown"])
+def test_nvidia_smi_names_the_instances_that_nvml_withholds(machine, monkeypatch, how):
+    machine("nvmlDeviceGetMigDeviceHandleByIndex", how, split=True)
+    lists = f"GPU 0: {A100} (UUID: GPU-0)\nGPU 1: {A100} (UUID: GPU-1)\n  MIG 1g.10gb     Device  0: (UUID: MIG-one)\n"
+    monkeypatch.setattr(visible_gpus, "answer_of", lambda *words: lists if words == ("nvidia-smi", "-L") else "")
     (gpu,) = detect({}).gpus
-    assert (gpu.mig, gpu.total_bytes, gpu.capability) == ("1g.10gb", int(10 * GIB * 0.95), (8, 0))
-    answers["-L"] = f"GPU 0: {A100} (UUID: GPU-a)\n"
+    assert (gpu.index, gpu.mig, gpu.total_bytes, gpu.capability) == (1, "1g.10gb", int(10 * GIB * 0.95), (8, 0))
+    assert [gpu.mig for gpu in detect({"CUDA_VISIBLE_DEVICES": "MIG-one"}).gpus] == ["1g.10gb"]
+    monkeypatch.setattr(visible_gpus, "answer_of", lambda *_: f"GPU 0: {A100} (UUID: GPU-0)\n")
     assert detect({}).gpus == ()

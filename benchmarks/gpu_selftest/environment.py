@@ -41,7 +41,7 @@ def device(hardware: Hardware) -> Part:
     if hardware.gpus:
         kinds = [f"{len(group)} x {group[0].name}" for group in hardware.alike]
         return Part(name, "pass", ", ".join(kinds), measured={"gpus": [gpu.name for gpu in hardware.gpus]})
-    there = unseen.unseen(unseen.look(os.environ))
+    there = unseen.unseen(unseen.read_devices(os.environ))
     if there is not None:
         return Part(name, "fail", f"{there.message}; what follows ran on the CPU")
     return Part(
@@ -51,7 +51,7 @@ def device(hardware: Hardware) -> Part:
 
 def toolchain(_: Bench) -> Part:
     """A C compiler and Python's headers, which Triton needs."""
-    name, there = f"{PREFIX}compiler", compiler.look(os.environ)
+    name, there = f"{PREFIX}compiler", compiler.find_toolchain(os.environ)
     measured = {"compiler": there.compiler, "failed": there.failed, "triton": there.triton, "built": there.built}
     if there.compiler is None or there.failed is not None:
         missing, remedy = compiler.obstacle(dataclasses.replace(there, triton=True, built=False)) or ("none", "")
@@ -134,7 +134,7 @@ def varlen(bench: Bench) -> Part:
 def kernels_of(hardware: Hardware) -> dict[str, str]:
     """The kernel that the plan counts on, by case, on the first GPU."""
     shape, capability = shape_of(LARGE), hardware.gpus[0].capability
-    preferred = prefers_cudnn(capability, cuda_libraries(), is_amd=hardware.gpus[0].is_amd)
+    preferred = prefers_cudnn(capability, cuda_libraries())
     kernels = {}
     for dtype in ("bf16", "fp16", "fp32"):
         for heads, count in CASES:

@@ -51,7 +51,7 @@ def all_reduce(bench: Bench, hardware: Hardware) -> Part:
     name, machine, options = f"{PREFIX}all-reduce", together(hardware), _spread(hardware)
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"} if not hardware.gpus else os.environ
     outcome = ranks.run_ranks(machine, options, limit_s=ALL_REDUCE_S, environment=environment)
-    findings = ranks.judge(outcome, surroundings.look(machine, os.environ), Nodes())
+    findings = ranks.judge(outcome, surroundings.read_surroundings(machine, os.environ), Nodes())
     failed = [finding.found for finding in findings if finding.verdict == "FAIL"]
     if failed or outcome.result is None:
         return Part(name, "fail", "; ".join(failed) or "no rank reported a result")

@@ -169,7 +169,7 @@ def run(words: Sequence[str], log: Path, bench: Bench, *, limit_s: float = LIMIT
         "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
     )  # the first GPU of the driver's list is the first here too
     if not bench.on_gpu:
-        environment |= dict.fromkeys(HIDING[:2], "-1")
+        environment |= dict.fromkeys(HIDING, "-1")
     began = time.monotonic()
     code: int | None
     with log.open("ab") as sink:

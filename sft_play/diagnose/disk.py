@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.schema import RunConfig
+from sft_play.errors import SftPlayError
+from sft_play.facts.host import Space, free_at
+from sft_play.facts.models.architecture import local_folder
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.facts.space import Space
 from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.log import one_line
 from sft_play.planner.memory.measured_walk import walk_of
-from sft_play.planner.memory.model_states import paged_bytes
 from sft_play.planner.plan import Plan
-from sft_play.units import GIB
+from sft_play.runs.names import output_dir
+from sft_play.starter.names import BASE_NAME
+from sft_play.units import size_of
 
 OTHER_BYTES = 64 * 2**20
 """Tokenizer (33 MiB for vocabularies of 256,000), trainer and random states, metrics."""
@@ -22,7 +29,7 @@ STORED_WIDTH = 2
 
 
 @dataclass(frozen=True)
-class Written:
+class DiskUse:
     """What a run writes, in bytes: one checkpoint, how many exist at once at most, and the final weights.
 
     `count` is None where all are kept and their number is not known.
@@ -38,25 +45,18 @@ class Written:
         return (self.count or 1) * self.checkpoint + self.weights
 
 
-def written_by(config: RunConfig, shape: ModelShape, plan: Plan) -> Written:
-    """What the planned run writes: weights that train, optimizer states as the layout keeps them, and the final save.
+def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
+    """What the planned run writes: checkpoints of the size that the plan predicts, and the final save.
 
-    DeepSpeed's checkpoints hold fp32 masters and states beside its copy of the weights and the trainer's. Measured
-    against the files of a small model's runs (LoRA, QLoRA, full; one process, FSDP, ZeRO-2 and -3): 0.2 to 5% too low,
-    by the small files that are not counted (2026-11-21).
+    Measured against the files of a small model's runs (LoRA, QLoRA, full; one process, FSDP, ZeRO-2 and -3): 0.2 to 5%
+    too low, by the small files that are not counted (2026-11-21).
     """
     layout = plan.choice.layout
-    walk = walk_of(config, shape, plan.precision, plan.choice.step)
-    params = walk.trained.params
-    paged = paged_bytes(config.train.optim, walk.trained)
-    if layout.is_zero:
-        weights = walk.trained.width * params
-        copies = 1 if layout.shards_params else 2  # ZeRO-3's own files hold the weights as fp32 masters only
-        checkpoint = copies * weights + 4 * params + (paged or 8 * params)
-    else:
-        ranks = (layout.shard if layout.is_fsdp else 1) * layout.tensor_parallel
-        weights = walk.resident.gradients * ranks  # a gradient is as large as its parameter
-        checkpoint = weights + walk.resident.optimizer * ranks + paged  # figures of one rank, times those that share
+    trained = walk_of(config, shape, plan.precision, plan.choice.step).trained
+    weights = trained.width * trained.params
+    checkpoint = plan.memory.checkpoint_bytes
+    if layout.is_zero:  # DeepSpeed's files and the trainer's each hold the weights; ZeRO-3's own only as fp32 masters
+        checkpoint += (1 if layout.shards_params else 2) * weights
     # A new checkpoint is complete before the oldest is deleted, and the best one is kept beside the limit.
     train = config.train
     at_once = None if train.save_total_limit is None else train.save_total_limit + train.load_best_model_at_end + 1
@@ -66,10 +66,47 @@ def written_by(config: RunConfig, shape: ModelShape, plan: Plan) -> Written:
         in_all = None if plan.work is None else math.ceil(plan.work.steps / every)
     counts = [count for count in (in_all, at_once) if count is not None]
     # the fewer of the two bounds: a short run writes fewer checkpoints than the limit allows
-    return Written(checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(counts) if counts else None)
+    return DiskUse(checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(counts) if counts else None)
 
 
-def check_disk(written: Written, *, folder: Path, there: Path, space: Space | None, may_write: bool) -> Finding:
+def disk_findings(
+    config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions, environment: Mapping[str, str]
+) -> list[Finding]:
+    """Whether the weights to download and the checkpoints fit on their disks."""
+    findings = []
+    if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
+        findings.append(skipped("disk", "node 0 writes checkpoints and the final weights"))
+    else:
+        try:
+            folder = output_dir(config.output)
+        except SftPlayError as error:
+            findings.append(failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"))
+        else:
+            existing, space = free_at(folder)
+            use = disk_use(config, shape, plan)
+            may_write = os.access(existing, os.W_OK | os.X_OK)
+            findings.append(check_disk(use, folder=folder, there=existing, space=space, may_write=may_write))
+    existing, space = free_at(hub_cache(environment))
+    cached = has_weights(config, environment)
+    return [*findings, check_fetch(shape, cached=cached, there=existing, space=space)]
+
+
+def has_weights(config: RunConfig, environment: Mapping[str, str]) -> bool:
+    """Whether the model's weights are on this machine already."""
+    name = config.model.name
+    if name == BASE_NAME or local_folder(name) is not None:
+        return True
+    snapshots: Path = hub_cache(environment) / f"models--{name.replace('/', '--')}" / "snapshots"
+    return any(snapshots.glob("*/*.safetensors"))
+
+
+def hub_cache(environment: Mapping[str, str]) -> Path:
+    """Where weights from the hub are kept (huggingface_hub's HF_HUB_CACHE and HF_HOME)."""
+    home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+
+
+def check_disk(use: DiskUse, *, folder: Path, there: Path, space: Space | None, may_write: bool) -> Finding:
     """Whether the run's folder is writable and has room for the checkpoints that exist at once."""
     if not may_write:
         return failed("disk", f"output.dir {folder}: {there} is not writable for this user",
@@ -77,20 +114,20 @@ def check_disk(written: Written, *, folder: Path, there: Path, space: Space | No
     if space is None:
         return skipped("disk", f"the free space at {there} cannot be read")
     several = (
-        f"{written.count} checkpoints of {_gib(written.checkpoint)} at once (a new one is complete before the oldest "
+        f"{use.count} checkpoints of {size_of(use.checkpoint)} at once (a new one is complete before the oldest "
         "is deleted)"
     )
-    one = f"a checkpoint of {_gib(written.checkpoint)}"
+    one = f"a checkpoint of {size_of(use.checkpoint)}"
     needed = (
-        f"{one if written.count == 1 else several} and {_gib(written.weights)} at the end: {_gib(written.total)}; "
-        f"{_gib(space.free)} are free at {there}"
+        f"{one if use.count == 1 else several} and {size_of(use.weights)} at the end: {size_of(use.total)}; "
+        f"{size_of(space.free)} are free at {there}"
     )
     remedy = "free space, set output.dir to a larger disk, train.save_total_limit=1, or a larger train.save_steps"
-    if written.count is None:
-        kept = f"every checkpoint of {_gib(written.checkpoint)} is kept, and {_gib(space.free)} are free at {there}"
-        verdict = failed if space.free < written.total else warned
+    if use.count is None:
+        kept = f"every checkpoint of {size_of(use.checkpoint)} is kept, and {size_of(space.free)} are free at {there}"
+        verdict = failed if space.free < use.total else warned
         return verdict("disk", kept, "set train.save_total_limit=2")
-    if space.free < written.total:
+    if space.free < use.total:
         return failed("disk", needed, remedy)
     return passed("disk", needed)
 
@@ -102,11 +139,7 @@ def check_fetch(shape: ModelShape, *, cached: bool, there: Path, space: Space | 
         return skipped("disk for the model", "the weights are already here")
     if space is None:
         return skipped("disk for the model", f"the free space at {there} cannot be read")
-    words = f"about {_gib(size)} will be downloaded from the hub; {_gib(space.free)} are free at {there}"
+    words = f"about {size_of(size)} will be downloaded from the hub; {size_of(space.free)} are free at {there}"
     if space.free < size:
         return failed("disk for the model", words, "free space, or export HF_HOME=/a/larger/disk")
     return passed("disk for the model", words)
-
-
-def _gib(size: int) -> str:
-    return f"{size / GIB:.1f} GiB" if size >= GIB // 10 else f"{size / 2**20:.0f} MiB"

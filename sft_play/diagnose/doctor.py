@@ -6,27 +6,24 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose import device, disk, gpus, host, known_bad, packages, ranks, surroundings
-from sft_play.diagnose.report import Report, listed
+from sft_play.diagnose import gpus, known_bad, ranks, surroundings, system
+from sft_play.diagnose.disk import disk_findings
+from sft_play.diagnose.report import DoctorReport
 from sft_play.diagnose.surroundings import DISTRIBUTION, Surroundings
+from sft_play.diagnose.text import each_once
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.installed import COMPUTING, missing_kernels
-from sft_play.facts.models.architecture import local_folder
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import Nodes
-from sft_play.facts.space import free_at
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.planner.speed.slow_code import eager_words, missing_words
-from sft_play.runs.names import output_dir
-from sft_play.starter.names import BASE_NAME
 
 MEETING_S = 30.0
 """How long nodes wait for each other: time to start the command by hand on the next one."""
@@ -59,7 +56,7 @@ def examine(
     on_cpu: bool = False,
     meeting_s: float = MEETING_S,
     all_reduce_s: float = ALL_REDUCE_S,
-) -> Report:
+) -> DoctorReport:
     """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written.
 
     `on_cpu`: the run asks for the CPU. Nothing is raised: a check that cannot be made is a finding.
@@ -70,14 +67,14 @@ def examine(
     whole = detect(environment).without_gpus() if on_cpu else detect(environment)
     machine, chosen = gpus.choose(whole, options)
     planned, plan_findings = _plan(planner, gpus.over_nodes(machine, options.nodes.count), chosen)
-    around = surroundings.look(machine, environment)
+    around = surroundings.read_surroundings(machine, environment)
     findings = [
         *_machine_findings(around, options, planned, chosen, on_cpu=on_cpu),
         *plan_findings,
-        *(device.check_blocks(planned.config, whole, environment) if planned else ()),
-        *(device.check_flash(planned.config, whole) if planned else ()),
+        *(gpus.check_blocks(planned.config, whole, environment) if planned else ()),
+        *(gpus.check_flash(planned.config, whole) if planned else ()),
         *(slow_findings(planned, whole) if planned else ()),
-        *(disk_findings(planned, options, environment) if planned else ()),
+        *(disk_findings(planned.config, planned.shape, planned.plan, options, environment) if planned else ()),
         *_together(
             around,
             options,
@@ -88,7 +85,7 @@ def examine(
             all_reduce_s=lambda: min(all_reduce_s, max(LEAST_S, WHOLE_S - (time.monotonic() - started))),
         ),
     ]
-    return Report(tuple(findings), time.monotonic() - started)
+    return DoctorReport(tuple(findings), time.monotonic() - started)
 
 
 def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned | None, list[Finding]]:
@@ -124,46 +121,27 @@ def _machine_findings(
         )
         if not used
     )
-    pairs = known_bad.Pairs(
-        versions=around.versions,
-        kernel=around.kernel if around.system == "Linux" else "",
-        machine=around.machine,
-        driver=around.driver,
-        driver_cuda=around.driver_cuda,
-        torch_cuda=around.torch_cuda,
-        torch_hip=around.torch_hip,
-        nccl=around.nccl,
-        gpu_names=tuple(gpu.name for gpu in machine.gpus),
-        capabilities=tuple(gpu.capability for gpu in machine.gpus if gpu.capability and not gpu.is_amd),
-        bitsandbytes_cuda=around.bitsandbytes_cuda,
-        bitsandbytes_rocm=around.bitsandbytes_rocm,
-        ranks=here * nodes,
-        nodes=nodes,
-        layout=layout,
-        quantised=quantised,
-        environment=around.environment,
-    )
     return [
-        packages.check_python(around.python, around.python_wanted),
-        *packages.check_packages(around.versions, around.requirements, own=DISTRIBUTION, optional=optional),
+        system.check_python(around.python, around.python_wanted),
+        *system.check_packages(around.versions, around.requirements, own=DISTRIBUTION, optional=optional),
         chosen,
-        *device.check_unseen(around, planned.shape.params if planned else 0, on_cpu=on_cpu),
-        *device.check_build(around),
-        *device.check_compiler(around),
+        *gpus.check_unseen(around, planned.shape.params if planned else 0, on_cpu=on_cpu),
+        *gpus.check_build(around),
+        *gpus.check_compiler(around),
         *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
         *gpus.check_peer_path(around.gpus),
-        *known_bad.find_known_bad(pairs),
-        host.check_shared_memory(
+        *known_bad.find_known_bad(around, ranks=here * nodes, nodes=nodes, layout=layout, quantised=quantised),
+        system.check_shared_memory(
             around.shm,
             gpus_per_node=len(machine.gpus),
             ranks_per_node=here,
             workers=workers,
             batch_tokens=plan.batch.micro_batch * plan.max_seq_len if plan else 0,
         ),
-        host.check_locked_memory(
+        system.check_locked_memory(
             around.locked_memory, infiniband=around.infiniband_bytes_per_s > 0 and bool(machine.gpus), nodes=nodes
         ),
-        host.check_open_files(around.open_files, workers=workers),
+        system.check_open_files(around.open_files, workers=workers),
     ]
 
 
@@ -172,42 +150,12 @@ def slow_findings(planned: Planned, machine: Hardware) -> list[Finding]:
     if machine.device != "cuda":
         return []
     config, shape, plan = planned.config, planned.shape, planned.plan
-    findings = packages.check_kernels(missing_words(shape, plan.choice, missing_kernels()))
+    findings = system.check_kernels(missing_words(shape, plan.choice, missing_kernels()))
     words = eager_words(config, shape, plan.choice)
     if words is not None:
         remedy = "model.experts_implementation=auto" if config.model.experts_implementation == "eager" else ""
         findings.append(warned("experts", words, remedy or "there is no setting that changes it: take another model"))
     return findings
-
-
-def disk_findings(planned: Planned, options: LaunchOptions, environment: Mapping[str, str]) -> list[Finding]:
-    """Whether the weights to download and the checkpoints fit on their disks."""
-    config, layout = planned.config, planned.plan.choice.layout
-    findings = []
-    if options.nodes.rank > 0 and not layout.is_zero:
-        findings.append(skipped("disk", "node 0 writes checkpoints and the final weights"))
-    else:
-        try:
-            folder = output_dir(config.output)
-        except SftPlayError as error:
-            findings.append(failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"))
-        else:
-            existing, space = free_at(folder)
-            written = disk.written_by(config, planned.shape, planned.plan)
-            may_write = surroundings.writable(existing)
-            findings.append(disk.check_disk(written, folder=folder, there=existing, space=space, may_write=may_write))
-    existing, space = free_at(surroundings.hub_cache(environment))
-    cached = has_weights(config, environment)
-    return [*findings, disk.check_fetch(planned.shape, cached=cached, there=existing, space=space)]
-
-
-def has_weights(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Whether the model's weights are on this machine already."""
-    name = config.model.name
-    if name == BASE_NAME or local_folder(name) is not None:
-        return True
-    snapshots: Path = surroundings.hub_cache(environment) / f"models--{name.replace('/', '--')}" / "snapshots"
-    return any(snapshots.glob("*/*.safetensors"))
 
 
 def _together(
@@ -254,7 +202,7 @@ def meet_nodes(
         words = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
         return None, failed("nodes", one_line(words, limit=800),
                             "fix it there, then start make doctor on all nodes within half a minute")  # fmt: skip
-    hosts = listed(one_line(str(card.get("host"))) for card in met.cards)
+    hosts = each_once(one_line(str(card.get("host"))) for card in met.cards)
     address = f"{one_line(str(nodes.address))}:{nodes.port}"
     same = "the same packages, driver, GPUs and number of ranks"
     return met.variables(environment), passed("nodes", f"{nodes.count} met at {address} ({hosts}), with {same}")

@@ -1,40 +1,39 @@
-"""What serving engines do not load of what a config trains: a table, each entry with its source.
+"""What serving engines do not load of what a config trains: `engines.json`, each entry with its source.
 
-Read in the engines' own packages: vLLM 0.33.0, SGLang 0.5.23, and the llama.cpp of llama-cpp-python 0.3.36, on
-2026-11-23. What a table cannot hold is not in it: kernels, hardware, and settings of a server's own.
+Read in the engines' own packages. What a table cannot hold is not in it: kernels, hardware, and settings of a server's
+own. A FAIL is not loaded; a WARN only with a flag or another base. `of_full` concerns a model that is trained whole, or
+merged, too.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.engine_models import LLAMA_CPP, SGLANG_OWN_SIZES, VLLM_WITHOUT_LORA
+from sft_play.diagnose.conditions import Facts, holds
 from sft_play.errors import ConfigError
-from sft_play.findings import Finding, Verdict, passed
+from sft_play.findings import Finding, passed
 from sft_play.log import one_line
 
-LOOKED_UP = "2026-11-23"
+_TABLE: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+LOOKED_UP: str = _TABLE["looked_up"]
+ENGINES: Mapping[str, Mapping[str, Any]] = _TABLE["engines"]
+"""`title` and `limits` by the name that SERVE= takes."""
+MODELS: Mapping[str, frozenset[str]] = {name: frozenset(one["names"]) for name, one in _TABLE["models"].items()}
+"""Classes by the names of config.json, as the engines know them."""
 VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `--max-lora-rank` takes."""
-VLLM_DEFAULT_RANK = 16
 _CLASSIFIERS = {"classifier", "score"}
 """Whole modules that vLLM takes beside an adapter: heads of classifiers."""
-_SGLANG_TARGETS = frozenset(
-    {
-        *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),
-        *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "kv_b_proj", "wq_b", "wk", "weights_proj"),
-    }
-)
-"""Layers whose sizes SGLang knows of any model."""
-_MERGE = "merge before serving: make merge, and serve the merged folder"
 
 
 @dataclass(frozen=True)
-class Trained:
+class Served:
     """What a config trains, as far as engines care; empty or None where it is not known."""
 
     mode: str = "lora"
@@ -48,65 +47,10 @@ class Trained:
     architecture: str | None = None
     """By config.json."""
 
-
-@dataclass(frozen=True)
-class Limit:
-    """Something that an engine does not load (FAIL), or only with a flag or another base (WARN)."""
-
-    verdict: Verdict
-    meets: Callable[[Trained], bool]
-    what: Callable[[Trained], str]
-    do: Callable[[Trained], str]
-    source: str
-    of_full: bool = False
-    """Whether it concerns a model that is trained whole, or merged, too."""
-
-
-@dataclass(frozen=True)
-class Engine:
-    """An engine in the version that was read."""
-
-    title: str
-    limits: tuple[Limit, ...]
-
-
-def _vllm(path: str) -> str:
-    return f"https://github.com/vllm-project/vllm/blob/v0.33.0/{path}"
-
-
-def _sglang(path: str) -> str:
-    return f"https://github.com/sgl-project/sglang/blob/v0.5.23/python/sglang/srt/{path}"
-
-
-def _llama_cpp(path: str) -> str:
-    return f"https://github.com/ggml-org/llama.cpp/blob/master/{path}"
-
-
-def scale(trained: Trained) -> float:
-    """What an adapter's output is multiplied by in training."""
-    return trained.alpha / (math.sqrt(trained.r) if trained.use_rslora else trained.r)
-
-
-def is_rescaled(trained: Trained) -> bool:
-    """Whether an engine that divides alpha by the rank computes another scale than training did."""
-    return trained.use_rslora and trained.r > 1  # with r = 1 alpha / sqrt(r) is alpha / r
-
-
-def _scale_text(trained: Trained) -> str:
-    return (
-        f"use_rslora=true: the adapter loads, and its scale is taken as alpha / r = {trained.alpha / trained.r:g} "
-        f"where training had {scale(trained):g}: other answers without an error"
-    )
-
-
-def _scale_remedy(trained: Trained) -> str:
-    alpha = trained.alpha * math.sqrt(trained.r)
-    same = f", or train the same with use_rslora=false alpha={alpha:.0f}" if alpha == round(alpha) else ""
-    return f"{_MERGE}{same}"
-
-
-def _saved_text(trained: Trained) -> str:
-    return f"modules_to_save=[{', '.join(sorted(trained.modules_to_save))}]: whole modules beside an adapter"
+    @property
+    def scale(self) -> float:
+        """What an adapter's output is multiplied by in training."""
+        return self.alpha / (math.sqrt(self.r) if self.use_rslora else self.r)
 
 
 def vllm_rank(rank: int) -> int | None:
@@ -114,7 +58,36 @@ def vllm_rank(rank: int) -> int | None:
     return next((most for most in VLLM_RANKS if most >= rank), None)
 
 
-def sglang_halves(targets: frozenset[str]) -> tuple[str, ...]:
+def _facts(served: Served) -> Facts:
+    """What the conditions are about, and the words of their texts."""
+    halves, unknown = _sglang_halves(served.targets), _sglang_unknown(served)
+    alpha = served.alpha * math.sqrt(served.r)
+    same = f", or train the same with use_rslora=false alpha={alpha:.0f}" if alpha == round(alpha) else ""
+    architecture = served.architecture
+    return {
+        "mode": served.mode,
+        "r": served.r,
+        "use_dora": served.use_dora,
+        # an engine that divides alpha by the rank; with r = 1 alpha / sqrt(r) is alpha / r
+        "is_rescaled": served.use_rslora and served.r > 1,
+        "scale": served.scale,
+        "plain_scale": served.alpha / served.r,
+        "or_same_scale": same,
+        "saves_modules": bool(served.modules_to_save),
+        "saves_more_than_heads": bool(served.modules_to_save - _CLASSIFIERS),
+        "modules_to_save": ", ".join(sorted(served.modules_to_save)),
+        "architecture": architecture,
+        "vllm_rank": vllm_rank(served.r),
+        "vllm_without_lora": architecture in MODELS["vllm_without_lora"],
+        "llama_cpp_converts": architecture and architecture in MODELS["llama_cpp"],
+        "sglang_halves": bool(halves),
+        "halves": ", ".join(halves),
+        "sglang_unknown": bool(unknown),
+        "unknown": ", ".join(unknown),
+    }
+
+
+def _sglang_halves(targets: frozenset[str]) -> list[str]:
     """Targets whose adapters SGLang cannot put into its joined layers, for lack of the one that they are joined to.
 
     It joins q, k and v where it meets q_proj, which needs v_proj; gate and up where it meets gate_proj.
@@ -126,162 +99,14 @@ def sglang_halves(targets: frozenset[str]) -> tuple[str, ...]:
         lost |= targets & {"k_proj", "v_proj"}
     if "gate_proj" not in targets:
         lost |= targets & {"up_proj"}
-    return tuple(sorted(lost))
+    return sorted(lost)
 
 
-def sglang_unknown(trained: Trained) -> tuple[str, ...]:
+def _sglang_unknown(served: Served) -> list[str]:
     """Targets whose sizes SGLang does not know in this model."""
-    if trained.architecture in SGLANG_OWN_SIZES:
-        return ()
-    return tuple(sorted(trained.targets - _SGLANG_TARGETS))
-
-
-ENGINES: Mapping[str, Engine] = {
-    "vllm": Engine(
-        "vLLM 0.33.0",
-        (
-            Limit(
-                "FAIL",
-                lambda t: vllm_rank(t.r) is None,
-                lambda t: f"r={t.r}: the largest rank is {VLLM_RANKS[-1]}",
-                lambda t: f"tuning.lora.r={VLLM_RANKS[-1]} or less, or {_MERGE}",
-                _vllm("vllm/config/lora.py"),
-            ),
-            Limit(
-                "WARN",
-                lambda t: t.r > VLLM_DEFAULT_RANK and vllm_rank(t.r) is not None,
-                lambda t: f"r={t.r}: the default is at most {VLLM_DEFAULT_RANK}",
-                lambda t: f"serve with --enable-lora --max-lora-rank {vllm_rank(t.r)}",
-                _vllm("vllm/config/lora.py"),
-            ),
-            Limit(
-                "FAIL",
-                lambda t: t.use_dora,
-                lambda _: "use_dora=true: DoRA is refused",
-                lambda _: _MERGE,
-                _vllm("vllm/lora/peft_helper.py"),
-            ),
-            Limit(
-                "FAIL",
-                lambda t: bool(t.modules_to_save - _CLASSIFIERS),
-                lambda t: f"{_saved_text(t)} are refused",
-                lambda _: _MERGE,
-                _vllm("vllm/lora/peft_helper.py"),
-            ),
-            Limit(
-                "FAIL",
-                lambda t: t.architecture in VLLM_WITHOUT_LORA,
-                lambda t: f"{t.architecture} takes no adapter there",
-                lambda _: _MERGE,
-                _vllm("vllm/model_executor/models/registry.py"),
-            ),
-            Limit(
-                "WARN",
-                lambda t: t.mode == "qlora",
-                lambda _: (
-                    "tuning.mode=qlora: there are no NF4 weights to put the adapter on; on 16-bit ones it "
-                    "answers differently than in training"
-                ),
-                lambda _: "serve the merged folder of make merge, which has the NF4 values in 16 bits",
-                _vllm("vllm/model_executor/layers/quantization/__init__.py"),
-            ),
-        ),
-    ),
-    "sglang": Engine(
-        "SGLang 0.5.23",
-        (
-            Limit(
-                "FAIL",
-                lambda t: t.use_dora,
-                lambda _: "use_dora=true: DoRA is refused",
-                lambda _: _MERGE,
-                _sglang("lora/lora_manager.py"),
-            ),
-            Limit(
-                "FAIL",
-                is_rescaled,
-                _scale_text,
-                _scale_remedy,
-                "https://github.com/sgl-project/sglang/issues/40835",
-            ),
-            Limit(
-                "FAIL",
-                lambda t: bool(t.modules_to_save),
-                lambda t: f"{_saved_text(t)} are left out without an error",
-                lambda _: _MERGE,
-                _sglang("lora/lora.py"),
-            ),
-            Limit(
-                "FAIL",
-                lambda t: bool(sglang_halves(t.targets)),
-                lambda t: (
-                    f"target_modules: adapters on {', '.join(sglang_halves(t.targets))} are not applied, or stop "
-                    "the server: q, k and v are one layer there, and need q_proj and v_proj; gate and up need gate_proj"
-                ),
-                lambda _: f"train the missing ones too (target_modules=auto takes all), or {_MERGE}",
-                _sglang("lora/lora.py"),
-            ),
-            Limit(
-                "FAIL",
-                lambda t: bool(sglang_unknown(t)),
-                lambda t: f"target_modules: {', '.join(sglang_unknown(t))} are not known there",
-                lambda _: f"leave them out of tuning.lora.target_modules, or {_MERGE}",
-                _sglang("lora/utils.py"),
-            ),
-            Limit(
-                "WARN",
-                lambda t: t.mode == "qlora",
-                lambda _: "tuning.mode=qlora: on 16-bit weights the adapter answers differently than in training",
-                lambda _: (
-                    "serve with --quantization bitsandbytes --load-format bitsandbytes, or the merged folder of "
-                    "make merge"
-                ),
-                _sglang("layers/quantization/bitsandbytes.py"),
-            ),
-        ),
-    ),
-    "llama.cpp": Engine(
-        "llama.cpp of llama-cpp-python 0.3.36",
-        (
-            Limit(
-                "FAIL",
-                lambda t: t.architecture is not None and t.architecture not in LLAMA_CPP,
-                lambda t: f"{t.architecture} has no converter to GGUF",
-                lambda _: "take another model.name, or another engine",
-                _llama_cpp("conversion/__init__.py"),
-                of_full=True,
-            ),
-            Limit(
-                "FAIL",
-                lambda t: t.use_dora,
-                lambda _: "use_dora=true: DoRA's magnitudes stop the adapter's converter",
-                lambda _: _MERGE,
-                _llama_cpp("convert_lora_to_gguf.py"),
-            ),
-            Limit("FAIL", is_rescaled, _scale_text, _scale_remedy, _llama_cpp("src/llama-adapter.h")),
-            Limit(
-                "FAIL",
-                lambda t: bool(t.modules_to_save),
-                lambda t: (
-                    f"{_saved_text(t)}: embeddings stop the adapter's converter, norms are left out when it is loaded"
-                ),
-                lambda _: _MERGE,
-                _llama_cpp("convert_lora_to_gguf.py"),
-            ),
-            Limit(
-                "WARN",
-                lambda t: t.mode == "qlora",
-                lambda _: (
-                    "tuning.mode=qlora: GGUF has no NF4; on other weights the adapter answers differently than in "
-                    "training"
-                ),
-                lambda _: "convert the merged folder of make merge, which has the NF4 values in 16 bits",
-                _llama_cpp("convert_lora_to_gguf.py"),
-            ),
-        ),
-    ),
-}
-"""By the name that SERVE= takes."""
+    if served.architecture in MODELS["sglang_own_sizes"]:
+        return []
+    return sorted(served.targets.difference(_TABLE["sglang_targets"]))
 
 
 def architecture_of(values: Mapping[str, Any]) -> str | None:
@@ -295,11 +120,11 @@ def architecture_of(values: Mapping[str, Any]) -> str | None:
     return of_type if isinstance(of_type, str) else None
 
 
-def trained_of(config: RunConfig, architecture: str | None, targets: Iterable[str] = ()) -> Trained:
+def served_of(config: RunConfig, architecture: str | None, targets: Iterable[str] = ()) -> Served:
     """What a config trains; `targets`: names of the adapter's layers, of which the config may only say `auto`."""
     lora = config.tuning.lora
     given = lora.target_modules if lora.target_modules != "auto" else ()
-    return Trained(
+    return Served(
         mode=config.tuning.mode,
         r=lora.r,
         alpha=lora.alpha,
@@ -324,19 +149,19 @@ def engine_names(asked: Sequence[str]) -> tuple[str, ...]:
     return names
 
 
-def findings(name: str, trained: Trained) -> list[Finding]:
+def engine_findings(name: str, served: Served) -> list[Finding]:
     """What this engine does not load of what is trained, each with its source; one PASS where that is nothing."""
-    engine = ENGINES[name]
-    met = [
-        limit for limit in engine.limits if (trained.mode != "full" or limit.of_full) and limit.meets(trained)
-    ]  # fmt: skip
+    title, facts = ENGINES[name]["title"], _facts(served)
+    is_full = served.mode == "full"
+    met = [limit for limit in ENGINES[name]["limits"]
+           if (not is_full or limit.get("of_full")) and holds(limit["when"], facts)]  # fmt: skip
     if not met:
-        what = "model" if trained.mode == "full" else "adapter"
-        return [passed(f"serve {name}", f"nothing in this {what} that {engine.title} is known not to load")]
+        what = "model" if is_full else "adapter"
+        return [passed(f"serve {name}", f"nothing in this {what} that {title} is known not to load")]
     return [
         Finding(
-            f"serve {name}", limit.verdict, f"{limit.what(trained)} ({engine.title})", limit.do(trained),
-            (f"{limit.source} (looked up {LOOKED_UP})",),
+            f"serve {name}", limit["verdict"], f"{limit['what'].format(**facts)} ({title})",
+            limit["remedy"].format(**facts), (f"{limit['source']} (looked up {LOOKED_UP})",),
         )
         for limit in met
     ]  # fmt: skip

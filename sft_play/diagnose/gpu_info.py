@@ -13,15 +13,13 @@ from typing import Any
 
 import psutil
 
-from sft_play.diagnose import nvidia
 from sft_play.endings import ends_with_me
-from sft_play.facts.gpus import amd, nvml
+from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.seen import Seen
-from sft_play.facts.gpus.unseen import Unseen, unseen
-from sft_play.facts.gpus.unseen import look as devices
-from sft_play.facts.hardware import Hardware, detect, seen_on_mac
+from sft_play.facts.gpus.unseen import Unseen, read_devices, unseen
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.host import free_at
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
-from sft_play.facts.space import free_at
 from sft_play.log import one_line
 
 TORCH_TIMEOUT_S = 120.0
@@ -94,7 +92,7 @@ class Machine:
     @property
     def trainable(self) -> bool:
         """Whether planning and training find a GPU here."""
-        return self.hardware.device != "cpu"
+        return bool(self.hardware.gpus)
 
     @property
     def hidden(self) -> tuple[int, ...]:
@@ -104,7 +102,7 @@ class Machine:
     @property
     def count(self) -> int:
         """GPUs, or instances of split ones, that a run here would see."""
-        return len(self.hardware.gpus) or len(self.visible)
+        return len(self.hardware.gpus)
 
     def as_json(self) -> dict[str, Any]:
         """One JSON object: bytes, watts and degrees Celsius as numbers, null where the driver does not say."""
@@ -129,7 +127,7 @@ class Machine:
         }
 
 
-def look(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -> Machine:
+def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -> Machine:
     """This machine, as a run with `environment` would see it.
 
     Args:
@@ -138,12 +136,12 @@ def look(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -
     """
     hardware = detect(environment)
     seen = all_gpus()
-    visible, setting = _visible(seen, hardware, environment)
+    variable = environment.get("CUDA_VISIBLE_DEVICES")
     nccl_name, nccl_version = nccl_package() or (None, None)
     return Machine(
         seen=seen,
-        visible=visible,
-        visible_setting=setting,
+        visible=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
+        visible_setting=None if variable is None else f"CUDA_VISIBLE_DEVICES={variable}",
         hardware=hardware,
         host=_host(hardware, outputs),
         software=Software(
@@ -154,34 +152,13 @@ def look(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -
             nccl_package=nccl_name,
         ),
         asked_torch=ask_torch(environment) if full else None,
-        unused=unseen(devices(environment)) if hardware.device == "cpu" else None,
+        unused=None if hardware.gpus else unseen(read_devices(environment)),
     )
 
 
 def all_gpus(*, topology: bool = True) -> Seen:
-    """Every GPU of this machine, visible to this process or not: NVIDIA's, else AMD's, else Apple's."""
-    seen = nvml.see(topology=topology)
-    if seen is None or not seen.gpus:
-        # an empty environment: CUDA_VISIBLE_DEVICES hides none of them from this page
-        seen = nvidia.through_smi(tuple(gpu for gpu in detect({}).gpus if not gpu.is_amd), topology=topology)
-    return seen or amd.see() or seen_on_mac() or Seen()
-
-
-def _visible(seen: Seen, hardware: Hardware, environment: Mapping[str, str]) -> tuple[tuple[int, ...], str | None]:
-    """Indices that a run would see, and the variable that chooses them."""
-    alive = tuple(gpu.index for gpu in seen.gpus if not gpu.trouble)
-    if any(gpu.vendor == amd.VENDOR for gpu in seen.gpus):
-        given = [f"{name}={environment[name]}" for name in amd.VISIBLE if name in environment]
-        return tuple(index for _, index in amd.visible(alive, environment)), " ".join(given) or None
-    variable = environment.get("CUDA_VISIBLE_DEVICES")
-    setting = None if variable is None else f"CUDA_VISIBLE_DEVICES={variable}"
-    if hardware.gpus:
-        return tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)), setting
-    if any(gpu.vendor == nvml.VENDOR for gpu in seen.gpus):
-        # detection found nothing usable: CUDA counts neither a GPU without an answer nor a split one as a whole
-        whole = tuple(gpu.index for gpu in seen.gpus if not gpu.trouble and not gpu.mig_enabled)
-        return (whole if variable is None else amd.numbered(variable, whole)), setting
-    return alive, setting
+    """Every GPU of this machine, visible to this process or not."""
+    return nvml.see(topology=topology) or Seen()
 
 
 def _host(hardware: Hardware, outputs: Path) -> Host:

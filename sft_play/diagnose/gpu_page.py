@@ -1,4 +1,5 @@
-"""The page of `make gpu-info`: GPUs, processes, topology, driver, host and disk as lines that fit a narrow terminal."""
+"""The page of `make gpu-info` as lines that fit a narrow terminal: GPUs, processes, topology, driver, host and disk; or
+what a plan assumes of a machine that is only named."""
 
 from __future__ import annotations
 
@@ -8,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.gpu_info import Host, Machine, without_gpu
-from sft_play.diagnose.text import NOT_KNOWN, WIDTH, gib, known, lines_of, table, yes_no
+from sft_play.diagnose.text import NOT_KNOWN, WIDTH, gib, lines_of, table_of, value_text, yes_no
 from sft_play.facts.gpus.seen import Seen, SeenGpu, Topology
+from sft_play.facts.hardware import Hardware
 from sft_play.log import escape_control, one_line
+from sft_play.planner.plan import budget_bytes
 
 _TOPOLOGY_WORDS = {
     "X": "itself",
@@ -20,12 +23,10 @@ _TOPOLOGY_WORDS = {
     "PHB": "the host bridge of one CPU",
     "NODE": "host bridges of one NUMA node",
     "SYS": "from one CPU socket to another",
-    "XGMI": "Infinity Fabric",
-    "PCIE": "PCIe",
 }
 
 
-def lines(machine: Machine) -> list[str]:
+def machine_lines(machine: Machine) -> list[str]:
     """The page; its first line names the source, the second the number of GPUs."""
     seen = machine.seen
     source = f"GPUs as {seen.source} shows them" if seen.source else "no driver shows a GPU"
@@ -54,7 +55,7 @@ def _visible_lines(machine: Machine) -> list[str]:
 def _gpu_lines(seen: Seen) -> list[str]:
     heads = ("GPU", "name", "total\nGiB", "used\nGiB", "free\nGiB", "cc", "bf16", "fp8", "cap\nW", "°C",
              "PCIe\nnow/max", "MIG")  # fmt: skip
-    page = lines_of(table(heads, [_gpu_row(gpu) for gpu in seen.gpus], left=(1,)))
+    page = lines_of(table_of(heads, [_gpu_row(gpu) for gpu in seen.gpus], left=(1,)))
     for gpu in seen.gpus:
         if gpu.unified:
             page.append(f"GPU {gpu.index} shares the machine's memory")
@@ -63,7 +64,7 @@ def _gpu_lines(seen: Seen) -> list[str]:
             page.append(f"GPU {gpu.index}: {seen.source} does not tell its {told}")
         for item in gpu.instances:
             sizes = f"{gib(item.total_bytes)} GiB, {gib(item.free_bytes)} free"
-            page.append(f"GPU {gpu.index} instance {known(item.profile)}: {sizes}, {known(item.uuid)}")
+            page.append(f"GPU {gpu.index} instance {value_text(item.profile)}: {sizes}, {value_text(item.uuid)}")
         if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
             page.append(f"GPU {gpu.index}: MIG will be {'on' if gpu.mig_pending else 'off'} after its next reset")
     links = [gpu.pcie for gpu in seen.gpus]
@@ -77,15 +78,15 @@ def _gpu_row(gpu: SeenGpu) -> list[str]:
     link = gpu.pcie
     return [
         str(gpu.index),
-        known(gpu.name),
+        value_text(gpu.name),
         gib(gpu.total_bytes),
         gib(gpu.used_bytes),
         gib(gpu.free_bytes),
-        known(gpu.compute_capability),
+        value_text(gpu.compute_capability),
         yes_no(gpu.bf16),
         yes_no(gpu.fp8),
-        known(gpu.power_cap_watts),
-        known(gpu.temperature_celsius),
+        value_text(gpu.power_cap_watts),
+        value_text(gpu.temperature_celsius),
         f"{_link(link.generation, link.lanes)}/{_link(link.max_generation, link.max_lanes)}",
         mig,
     ]
@@ -99,12 +100,12 @@ def _link(generation: int | None, lanes: int | None) -> str:
 
 def _process_lines(seen: Seen) -> list[str]:
     rows = [
-        [str(gpu.index), str(item.pid), known(item.name), gib(item.used_bytes, digits=2)]
+        [str(gpu.index), str(item.pid), value_text(item.name), gib(item.used_bytes, digits=2)]
         for gpu in seen.gpus
         for item in gpu.all_processes
     ]
     unlisted = [str(gpu.index) for gpu in seen.gpus if gpu.processes is None and not gpu.trouble and not gpu.unified]
-    page = ["", *lines_of(table(("GPU", "pid", "process", "GiB"), rows, left=(2,)))] if rows else []
+    page = ["", *lines_of(table_of(("GPU", "pid", "process", "GiB"), rows, left=(2,)))] if rows else []
     if unlisted:
         page.append(f"Processes: {seen.source} lists none for GPU {', '.join(unlisted)} (n/a)")
     elif not rows and any(gpu.processes is not None for gpu in seen.gpus):
@@ -164,7 +165,7 @@ def _built_for(cuda: object, hip: object) -> str:
 
 
 def _host_lines(host: Host) -> list[str]:
-    cores = f"{known(host.physical_cores)} physical cores, {known(host.logical_cores)} logical"
+    cores = f"{value_text(host.physical_cores)} physical cores, {value_text(host.logical_cores)} logical"
     usable = f", {host.usable_cores} for this process" if host.usable_cores != host.logical_cores else ""
     where = one_line(host.outputs)
     exists = host.disk_folder == str(Path(host.outputs).expanduser().absolute())
@@ -200,10 +201,86 @@ def without_gpu_lines(machine: Machine) -> list[str]:
     """The same as lines, with the reason where the machine's GPUs cannot be used."""
     if machine.unused:
         head = f"{machine.unused.message}. What still works:"
-    elif machine.visible and any(gpu.trouble for gpu in machine.seen.gpus):
+    elif any(gpu.trouble for gpu in machine.seen.gpus):
         head = "Planning and training find no GPU as long as one does not answer. What still works:"
     elif machine.seen.gpus:
         head = "No GPU is visible to a run, or none can be used. What still works:"
     else:
         head = "Without a GPU this works:"
     return [head, *(f"  {text}" for text in without_gpu())]
+
+
+# --- a machine that is only named (HARDWARE=); nothing is measured ----------------------------------------------------
+
+
+def assumed_json(hardware: Hardware) -> dict[str, Any]:
+    """What a plan assumes of a named machine: bytes, rates per second, dense operations; null: not known."""
+    return {
+        "number_of_gpus": len(hardware.gpus),
+        "assumed": True,
+        "nodes": hardware.nodes,
+        "gpus_per_node": hardware.gpus_per_node if hardware.gpus else 0,
+        "gpus": [
+            {
+                "index": gpu.index,
+                "name": gpu.name,
+                "usable_bytes": gpu.total_bytes,
+                "compute_capability": None if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}",
+                "bandwidth_bytes_per_s": gpu.bandwidth,
+                "bf16_flops_per_s": gpu.bf16_flops,
+                "fp16_flops_per_s": gpu.fp16_flops,
+                "fp8_flops_per_s": gpu.fp8_flops,
+                "fp32_flops_per_s": gpu.fp32_flops,
+                "power_limit_watts": gpu.tdp_watts,
+            }
+            for gpu in hardware.gpus
+        ],
+        "link_bytes_per_s": hardware.link_bytes_per_s,
+        "network_bytes_per_s": hardware.network_bytes_per_s,
+        "budget_bytes": budget_bytes(hardware),
+        "price_per_gpu_hour": hardware.price_per_gpu_hour,
+        "ram_bytes": hardware.ram_bytes,
+        "ram_given": hardware.ram_given,
+        "cpu_cores": hardware.cpu_cores,
+        "notes": list(hardware.notes),
+    }
+
+
+def assumed_lines(hardware: Hardware, text: str) -> list[str]:
+    """What a plan would assume of a machine that is only named; nothing is measured."""
+    count = len(hardware.gpus)
+    nodes = f" on {hardware.nodes} nodes of {hardware.gpus_per_node}" if hardware.nodes > 1 else ""
+    page = [
+        f"Assumed, not detected: HARDWARE={one_line(text)}, as in make plan (catalogue: docs/gpus.md)",
+        f"Number of GPUs: {count}{nodes}",
+    ]
+    if count:
+        gpu = hardware.gpus[0]
+        rates = ", ".join(
+            f"{name} {_rate(rate)}"
+            for name, rate in (("bf16", gpu.bf16_flops), ("fp16", gpu.fp16_flops), ("fp8", gpu.fp8_flops),
+                               ("fp32", gpu.fp32_flops))
+        )  # fmt: skip
+        capability = NOT_KNOWN if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}"
+        page += [
+            f"Each GPU: {one_line(gpu.name)}, compute capability {capability}, {value_text(gpu.tdp_watts, 'W')}",
+            f"  memory that a process can use: {gib(gpu.total_bytes, digits=2)} GiB",
+            f"  memory bandwidth: {_bytes_rate(gpu.bandwidth)}",
+            f"  dense matrix rates: {rates}",
+            f"Link between GPUs, per GPU and one way: {_bytes_rate(hardware.link_bytes_per_s)}",
+        ]
+        if hardware.nodes > 1 or hardware.network_bytes_per_s is not None:
+            page.append(f"Network between nodes, per node and one way: {_bytes_rate(hardware.network_bytes_per_s)}")
+        if hardware.price_per_gpu_hour is not None:
+            page.append(f"Price: {hardware.price_per_gpu_hour:g} per GPU-hour")
+    here = "" if hardware.ram_given else " (this machine's; ram= sets another)"
+    page.append(f"Host: {hardware.cpu_cores} cores, {gib(hardware.ram_bytes)} GiB RAM{here}")
+    return [escape_control(line) for line in [*page, *hardware.notes]]
+
+
+def _rate(rate: float | None) -> str:
+    return NOT_KNOWN if rate is None else f"{rate / 1e12:,.4g} TFLOPS"
+
+
+def _bytes_rate(rate: float | None) -> str:
+    return NOT_KNOWN if rate is None else f"{rate / 1e9:,.4g} GB/s"

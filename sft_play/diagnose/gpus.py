@@ -1,14 +1,19 @@
-"""The GPUs: enough of them, of one kind, healthy, free, and able to reach each other."""
+"""What a run computes on: GPUs that are enough, alike, healthy, free and able to reach each other, torch's build and a
+compiler for them, or a CPU beside which no accelerator is left unused."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from sft_play.diagnose.report import listed
-from sft_play.diagnose.surroundings import GpuState
+from sft_play.config.schema import RunConfig
+from sft_play.diagnose.surroundings import GpuState, Surroundings
+from sft_play.diagnose.text import each_once
+from sft_play.facts.compiler import WITHOUT_TRITON, block_obstacle, obstacle
+from sft_play.facts.gpus.unseen import ON_CPU, unseen
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.launch.device import CPU_PARAMS, flash_obstacle
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.units import GIB
 
@@ -38,7 +43,7 @@ def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Findin
     wanted = options.processes or len(options.gpus) or len(chosen)
     machine = replace(hardware, gpus=tuple(chosen[:wanted]))
     if missing:
-        return machine, failed("GPUs", f"GPUS= names {listed(missing)}, but there are {listed(by_index)}",
+        return machine, failed("GPUs", f"GPUS= names {each_once(missing)}, but there are {each_once(by_index)}",
                                "name GPUs that nvidia-smi shows and CUDA_VISIBLE_DEVICES leaves visible")  # fmt: skip
     if wanted > len(chosen):
         why = ""
@@ -47,7 +52,7 @@ def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Findin
         return machine, failed("GPUs", f"{wanted} ranks on this node need a GPU each, but there are {len(chosen)}{why}",
                                f"NPROC={len(chosen)}, or more GPUs",
                                *(("https://github.com/NVIDIA/nccl/issues/1716",) if why else ()))  # fmt: skip
-    kinds = listed(
+    kinds = each_once(
         f"{sum(gpu.name == name for gpu in machine.gpus)} x {name}" for name in [g.name for g in machine.gpus]
     )
     # by memory too: an A100 comes with 40 and with 80 GB, and the plan is for identical ranks
@@ -55,7 +60,7 @@ def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Findin
         same = ",".join(str(gpu.index) for gpu in chosen if gpu.total_bytes == chosen[0].total_bytes)
         some = replace(machine, gpus=tuple(chosen))
         choices = some.alike_words(processes=options.processes) if len(some.alike) > 1 else f"GPUS={same}"
-        shown = listed(f"{gpu.index} is a {gpu.name} of {gpu.total_bytes / GIB:.0f} GiB" for gpu in machine.gpus)
+        shown = each_once(f"{gpu.index} is a {gpu.name} of {gpu.total_bytes / GIB:.0f} GiB" for gpu in machine.gpus)
         return machine, failed("GPUs", f"they differ: {shown}; every rank would be held to the smallest and slowest",
                                f"name identical GPUs: {choices}")  # fmt: skip
     return machine, passed("GPUs", kinds)
@@ -80,7 +85,7 @@ def check_health(states: Sequence[GpuState], *, gpus: int) -> list[Finding]:
     if not any(item.name == "GPU health" for item in findings):
         findings.insert(0, passed("GPU health", f"{len(states)} GPU{'s' if len(states) > 1 else ''} without errors"))
     if len(states) < gpus:
-        told = listed(state.index for state in states)
+        told = each_once(state.index for state in states)
         findings.append(skipped("GPU health", f"NVML tells the state of GPU {told} only, not of all {gpus}"))
     return findings
 
@@ -92,7 +97,7 @@ def _fabric(states: Sequence[GpuState]) -> list[Finding]:
     return [
         failed(
             "NVSwitch fabric",
-            f"GPU {listed(waiting)}: not ready; CUDA will report `system not yet initialized` (error 802)",
+            f"GPU {each_once(waiting)}: not ready; CUDA will report `system not yet initialized` (error 802)",
             "systemctl start nvidia-fabricmanager, of exactly the driver's version (rented machines: ask the owner)",
             "https://github.com/pytorch/pytorch/issues/35710",
             "https://github.com/huggingface/huggingface_hub/issues/4134",
@@ -104,16 +109,17 @@ def _errors(states: Sequence[GpuState]) -> list[Finding]:
     findings = []
     broken = [state.index for state in states if state.remap_failed]
     if broken:
-        findings.append(failed("GPU health", f"GPU {listed(broken)}: a memory row could not be remapped",
+        findings.append(failed("GPU health", f"GPU {each_once(broken)}: a memory row could not be remapped",
                             "do not use it (GPUS= names the others); have it replaced"))  # fmt: skip
     counted = [f"{state.index} ({state.uncorrected_errors})" for state in states if state.uncorrected_errors]
     if counted:
-        findings.append(failed("GPU health", f"uncorrected memory errors since the last start: GPU {listed(counted)}",
+        words = f"uncorrected memory errors since the last start: GPU {each_once(counted)}"
+        findings.append(failed("GPU health", words,
                             "reset the GPU or restart the machine (nvidia-smi -q -d ECC, dmesg | grep Xid); replace it "
                             "if they come back"))  # fmt: skip
     pending = [state.index for state in states if state.remap_pending and not state.remap_failed]
     if pending:
-        findings.append(warned("GPU health", f"GPU {listed(pending)}: a memory row waits to be remapped",
+        findings.append(warned("GPU health", f"GPU {each_once(pending)}: a memory row waits to be remapped",
                             "reset the GPU or restart the machine before a long run"))  # fmt: skip
     narrow = [
         f"{state.index} (x{state.pcie_lanes[0]} of x{state.pcie_lanes[1]})"
@@ -121,7 +127,7 @@ def _errors(states: Sequence[GpuState]) -> list[Finding]:
         if state.pcie_lanes and state.pcie_lanes[0] < state.pcie_lanes[1]
     ]
     if narrow:
-        findings.append(warned("PCIe lanes", f"GPU {listed(narrow)}: copies and all-reduces are slower by as much",
+        findings.append(warned("PCIe lanes", f"GPU {each_once(narrow)}: copies and all-reduces are slower by as much",
                             "reseat the card or use another slot; risers and shared slots halve lanes"))  # fmt: skip
     return findings
 
@@ -130,10 +136,10 @@ def _modes(states: Sequence[GpuState]) -> list[Finding]:
     closed = [state.index for state in states if state.compute_mode == PROHIBITED]
     taken = [state.index for state in states if state.compute_mode == EXCLUSIVE and state.others]
     if closed:
-        return [failed("compute mode", f"GPU {listed(closed)}: prohibited, no process may compute on it",
+        return [failed("compute mode", f"GPU {each_once(closed)}: prohibited, no process may compute on it",
                        f"nvidia-smi -i {','.join(map(str, closed))} -c DEFAULT")]  # fmt: skip
     if taken:
-        return [failed("compute mode", f"GPU {listed(taken)}: exclusive, and another process has it",
+        return [failed("compute mode", f"GPU {each_once(taken)}: exclusive, and another process has it",
                        "stop that process (nvidia-smi shows it), or nvidia-smi -c DEFAULT")]  # fmt: skip
     return []
 
@@ -161,7 +167,7 @@ def check_peer_path(states: Sequence[GpuState]) -> list[Finding]:
     return [
         warned(
             "IOMMU",
-            f"GPU {listed(translated)}: the IOMMU translates addresses, and there is no NVLink: P2P over PCIe may "
+            f"GPU {each_once(translated)}: the IOMMU translates addresses, and there is no NVLink: P2P over PCIe may "
             "hang or be slow; see the all-reduce below",
             "boot with iommu=pt and switch ACS off in the BIOS (or amd_iommu=off, intel_iommu=off); until then export "
             "NCCL_P2P_DISABLE=1 if it hangs",
@@ -169,3 +175,79 @@ def check_peer_path(states: Sequence[GpuState]) -> list[Finding]:
             "https://github.com/NVIDIA/nccl/issues/631",
         )
     ]
+
+
+# --- torch, a compiler, or the CPU ------------------------------------------------------------------------------------
+
+_COMPILER_SOURCES = (
+    "https://github.com/theroyallab/tabbyAPI/issues/453",
+    "https://github.com/sgl-project/sglang/issues/1117",
+)
+
+
+def check_unseen(around: Surroundings, params: int, *, on_cpu: bool) -> list[Finding]:
+    """An accelerator that exists but would not be used, or a model too large to train on a CPU."""
+    if around.hardware.gpus or around.devices is None:
+        return []
+    if on_cpu:
+        return [skipped("accelerator", "not looked for: train.device=cpu")]
+    accelerator = unseen(around.devices)
+    if accelerator is not None:
+        return [failed("accelerator", accelerator.found, f"{accelerator.remedy}; or {ON_CPU}")]
+    if params > CPU_PARAMS:
+        return [failed("accelerator", f"none was detected, and the model has {params / 1e9:.1f} billion parameters",
+                       f"plan for another machine (make plan HARDWARE=1xL4); or {ON_CPU}")]  # fmt: skip
+    return [passed("accelerator", "neither device files nor the PCI bus show one")]
+
+
+def check_build(around: Surroundings) -> list[Finding]:
+    """What torch is built for, compared with the newest CUDA that the driver runs."""
+    if "torch" not in around.versions:
+        return []
+    torch, gpus = around.versions["torch"], around.hardware.gpus
+    if not gpus:
+        return [skipped("driver", f"no GPU; torch {torch} is {_built_for(around)}")]
+    torch_words = f"torch {torch} is {_built_for(around)}"
+    if around.torch_cuda is None:
+        return [failed("driver", f"{torch_words}, but there are GPUs",
+                       "install torch's CUDA build: make setup (with VENV=: torch from PyPI)")]  # fmt: skip
+    if around.driver is None or around.driver_cuda is None:
+        return [skipped("driver", f"NVML does not answer; {torch_words}")]
+    newest = ".".join(map(str, around.driver_cuda))
+    return [passed("driver", f"{around.driver} (CUDA {newest} and older); {torch_words}")]
+
+
+def _built_for(around: Surroundings) -> str:
+    return f"built for CUDA {around.torch_cuda}" if around.torch_cuda else "a build without CUDA"
+
+
+def check_compiler(around: Surroundings) -> list[Finding]:
+    """Whether Triton can build the kernel that the loss needs on a GPU."""
+    toolchain = around.toolchain
+    if toolchain is None:
+        return []
+    missing = obstacle(toolchain)
+    if missing is not None:
+        return [failed("compiler", f"{missing[0]}; the loss is a Triton kernel, compiled at the first step", missing[1],
+                       *_COMPILER_SOURCES)]  # fmt: skip
+    if not toolchain.triton:
+        return [warned("compiler", "Triton is not installed, although torch's GPU builds bring it", WITHOUT_TRITON)]
+    return [
+        passed("compiler", "Triton's module was built here earlier" if toolchain.built else f"{toolchain.compiler}")
+    ]
+
+
+def check_blocks(config: RunConfig, machine: Hardware, environment: Mapping[str, str]) -> list[Finding]:
+    """Whether inductor can compile the blocks of a run that asks for it."""
+    if not config.train.compile:
+        return []
+    missing = block_obstacle(machine, environment)
+    if missing is not None:
+        return [failed("train.compile", f"{missing[0]}; inductor compiles blocks with it", missing[1])]
+    return [passed("train.compile", "what inductor needs is here")]
+
+
+def check_flash(config: RunConfig, machine: Hardware) -> list[Finding]:
+    """Whether flash-attn 2 has kernels here, where the run asks for it."""
+    missing = flash_obstacle(config, machine)
+    return [failed("model.attn_implementation", *missing)] if missing is not None else []

@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 
 from sft_play.diagnose.gpu_info import all_gpus
-from sft_play.diagnose.processes import Group, Rank
-from sft_play.diagnose.seen_run import find_run, manifest_of
-from sft_play.diagnose.text import gib, known
+from sft_play.diagnose.processes import Group, RankProcess, find_run, manifest_of
+from sft_play.diagnose.text import gib, value_text
 from sft_play.facts.gpus.seen import GpuProcess, SeenGpu
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.log import one_line
@@ -88,7 +87,7 @@ class Ram:
 
 
 @dataclass(frozen=True)
-class Check:
+class MemorySeen:
     """One look. `said` are lines about the run; `running` is False where nothing trains."""
 
     time: str
@@ -108,7 +107,7 @@ class Check:
 
 
 @dataclass
-class Peaks:
+class HighestSeen:
     """The most that a run was seen to hold, by GPU and by process, while it was watched."""
 
     run: object = None
@@ -145,9 +144,9 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
         return None
 
 
-def look(
-    output: Path, environment: Mapping[str, str], *, named: str | None = None, peaks: Peaks | None = None
-) -> Check:
+def see_memory(
+    output: Path, environment: Mapping[str, str], *, named: str | None = None, peaks: HighestSeen | None = None
+) -> MemorySeen:
     """Memory of this machine and of the run on it, now.
 
     Args:
@@ -158,7 +157,7 @@ def look(
     Raises:
         RunFolderError: a name was given, and it is not a run of this toolkit.
     """
-    peaks = Peaks() if peaks is None else peaks
+    peaks = HighestSeen() if peaks is None else peaks
     run = find_run(output, named=named)
     hardware = detect(environment)
     folder, group = run.folder, run.group
@@ -167,7 +166,7 @@ def look(
     uses = gpu_uses(all_gpus(topology=False).gpus, hardware, group, peaks)
     ram = Ram(hardware.ram_bytes, hardware.ram_free_bytes, group.rss_bytes if group else 0)
     unread = ("its plan.json cannot be read, so there is no prediction to compare with",)
-    return Check(
+    return MemorySeen(
         time=datetime.now(UTC).isoformat(timespec="seconds"),
         running=run.running,
         said=(*run.said, *(unread if folder is not None and prediction is None else ())),
@@ -181,14 +180,16 @@ def look(
     )
 
 
-def _rank_use(rank: Rank, position: int, peaks: Peaks) -> RankUse:
+def _rank_use(rank: RankProcess, position: int, peaks: HighestSeen) -> RankUse:
     highest = max(peaks.ranks.get(rank.pid, 0), rank.rss_bytes, rank.peak_rss_bytes or 0)
     peaks.ranks[rank.pid] = highest
     number = rank.rank if rank.rank is not None else position
     return RankUse(number, rank.pid, rank.rss_bytes, len(rank.workers), rank.workers_rss_bytes, highest)
 
 
-def gpu_uses(gpus: tuple[SeenGpu, ...], hardware: Hardware, group: Group | None, peaks: Peaks) -> tuple[GpuUse, ...]:
+def gpu_uses(
+    gpus: tuple[SeenGpu, ...], hardware: Hardware, group: Group | None, peaks: HighestSeen
+) -> tuple[GpuUse, ...]:
     """Each GPU that is visible here or that the run uses, with whose its memory is."""
     taken = _gpus_of(group) if group else {}
     visible = {gpu.index for gpu in hardware.gpus}
@@ -196,7 +197,7 @@ def gpu_uses(gpus: tuple[SeenGpu, ...], hardware: Hardware, group: Group | None,
     uses = []
     for gpu in gpus:
         holds = any(item.pid in pids for item in gpu.all_processes)
-        if gpu.index in visible or gpu.index in taken or holds or gpu.vendor != "NVIDIA":
+        if gpu.index in visible or gpu.index in taken or holds:
             uses.append(_use(gpu, pids, tuple(taken.get(gpu.index, ())), peaks))
     return tuple(uses)
 
@@ -217,7 +218,7 @@ def _gpus_of(group: Group) -> dict[int, list[int]]:
     return ranks_by_gpu
 
 
-def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: Peaks) -> GpuUse:
+def _use(gpu: SeenGpu, pids: set[int], ranks: tuple[int, ...], peaks: HighestSeen) -> GpuUse:
     listed = gpu.all_processes
     own = [item for item in listed if item.pid in pids]
     others = tuple(item for item in listed if item.pid not in pids)
@@ -276,7 +277,7 @@ def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
     if left >= prediction.margin or not taken:  # a tight plan without others is no news: `make plan` said so
         return
     who = ", ".join(
-        f"pid {item.pid} ({known(item.name)}) {gib(item.used_bytes, digits=2)} GiB"
+        f"pid {item.pid} ({value_text(item.name)}) {gib(item.used_bytes, digits=2)} GiB"
         for item in sorted(use.others, key=lambda item: -(item.used_bytes or 0))[:BIG_OTHERS]
     )
     who = f"others hold {who}" if who else f"{gib(taken, digits=2)} GiB are held by no process that is listed"

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from sft_play.diagnose.memory_check import Check, Prediction
-from sft_play.diagnose.text import gib, lines_of, sized, table
+from sft_play.diagnose.memory_check import MemorySeen, Prediction
+from sft_play.diagnose.text import gib, lines_of, sized, table_of
 from sft_play.log import escape_control, one_line
 
 REFRESH_S = 2.0
@@ -22,7 +22,7 @@ BLOCK_S = 5.0
 """How often a block of lines is written where the output is not a terminal."""
 
 
-def lines(check: Check) -> list[str]:
+def memory_lines(check: MemorySeen) -> list[str]:
     """What a person reads: the run, one table with the prediction beside it, RAM, warnings."""
     page = [*check.said]
     right = _prediction_table(check.prediction) if check.prediction else None
@@ -49,14 +49,14 @@ def lines(check: Check) -> list[str]:
     return [escape_control(line) for line in page]
 
 
-def _shows_ranks(check: Check) -> bool:
+def _shows_ranks(check: MemorySeen) -> bool:
     """Whether the run is one of the CPU, so that its ranks' RSS is what there is to see."""
     if not check.ranks:
         return False
     return not check.gpus or (check.prediction is not None and not check.prediction.on_gpu)
 
 
-def _gpu_table(check: Check) -> Table | None:
+def _gpu_table(check: MemorySeen) -> Table | None:
     if not check.gpus:
         return None
     heads = ("GPU", "rank", "total", "this\nrun", "others", "not\nlisted", "free", "peak\nseen")
@@ -73,10 +73,10 @@ def _gpu_table(check: Check) -> Table | None:
         ]
         for use in check.gpus
     ]
-    return table(heads, rows)
+    return table_of(heads, rows)
 
 
-def _rank_table(check: Check) -> Table:
+def _rank_table(check: MemorySeen) -> Table:
     heads = ("rank", "pid", "RSS\nGiB", "peak\nGiB", "workers", "their\nGiB")
     rows = [
         [
@@ -89,7 +89,7 @@ def _rank_table(check: Check) -> Table:
         ]
         for use in check.ranks
     ]
-    return table(heads, rows)
+    return table_of(heads, rows)
 
 
 def _prediction_table(prediction: Prediction) -> Table:
@@ -104,17 +104,17 @@ def _prediction_table(prediction: Prediction) -> Table:
         ("= needed", prediction.required),
     ]
     rows = [[name, sized(size)] for name, size in [*terms, *sums] if size > 0]
-    return table(("predicted\nper rank", ""), rows, left=(0,))
+    return table_of(("predicted\nper rank", ""), rows, left=(0,))
 
 
 def watch(
-    take: Callable[[], Check],
+    take: Callable[[], MemorySeen],
     *,
-    write: Callable[[Check], None],
+    write: Callable[[MemorySeen], None],
     console: Console | None = None,
     rounds: int | None = None,
     pause: Callable[[float], None] = time.sleep,
-) -> Check | None:
+) -> MemorySeen | None:
     """Look again and again until Ctrl-C (or for so many rounds); the last look.
 
     Args:
@@ -122,7 +122,7 @@ def watch(
         write: what is done with a look where `console` is None: a block of lines, or an object of JSON.
         console: a terminal, in which one table is renewed in place.
     """
-    last: Check | None = None
+    last: MemorySeen | None = None
     with contextlib.suppress(KeyboardInterrupt), _live(console) as live:
         done = 0
         while rounds is None or done < rounds:
@@ -131,7 +131,7 @@ def watch(
             if live is None:
                 write(last)
             else:
-                live.update(Text("\n".join([*lines(last), f"{last.time}; Ctrl-C ends this"])), refresh=True)
+                live.update(Text("\n".join([*memory_lines(last), f"{last.time}; Ctrl-C ends this"])), refresh=True)
             if rounds is None or done < rounds:
                 pause(REFRESH_S if live is not None else BLOCK_S)
     return last

@@ -14,8 +14,9 @@ from typing import Any
 
 import psutil
 
-from sft_play.diagnose.report import listed, ranks_words
+from sft_play.diagnose.known_bad import explained
 from sft_play.diagnose.surroundings import Surroundings
+from sft_play.diagnose.text import each_once
 from sft_play.endings import ends_with_me
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
@@ -38,51 +39,6 @@ BUS_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.m
 _TAIL_LINES = 3
 _RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SFT_PLAY_RUN")
 """What a launcher above the doctor may have set, and its own ranks must not inherit."""
-
-# what an error's text holds, the remedy, and threads on it; the first entry that fits counts
-_EXPLAINED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    (
-        r"system not yet initialized|\b802\b",
-        "start nvidia-fabricmanager, of exactly the driver's version (on a rented machine: ask its owner)",
-        ("https://github.com/pytorch/pytorch/issues/35710",),
-    ),
-    (
-        r"driver on your system is too old|driver version is insufficient",
-        "install a driver for the CUDA that torch was built with (580 or newer for CUDA 13), or another build of torch",
-        ("https://github.com/pytorch/pytorch/pull/162531",),
-    ),
-    (
-        r"no kernel image",
-        "install a torch whose build has kernels for this GPU (for Volta and Pascal: that for CUDA 12.6)",
-        ("https://github.com/pytorch/pytorch/issues/172352",),
-    ),
-    (
-        r"CPU-only build",
-        "install torch's CUDA build: make setup, or with VENV= pip install torch from PyPI",
-        (),
-    ),
-    (
-        r"No space left on device|shared memory segment|posix_fallocate",
-        "give /dev/shm more: docker run --shm-size=8g",
-        ("https://github.com/NVIDIA/nccl/issues/342",),
-    ),
-    (
-        r"Duplicate GPU detected",
-        "one rank a GPU: NPROC= at most their number; slices of one GPU (MIG) count as that GPU",
-        ("https://github.com/NVIDIA/nccl/issues/1716", "https://github.com/NVIDIA/nccl/issues/103"),
-    ),
-    (
-        r"ibv_reg_mr|memory region|ibv_create_cq",
-        "ulimit -l unlimited: the network card locks the memory that it reads",
-        ("https://github.com/NVIDIA/nccl-tests/issues/206",),
-    ),
-    (
-        r"[Aa]ddress already in use|EADDRINUSE",
-        "give another port on every node: MASTER_PORT=29600",
-        (),
-    ),
-    (r"out of memory", "stop what else is on the GPU (nvidia-smi), or name others: GPUS=0,1", ()),
-)
 
 
 @dataclass(frozen=True)
@@ -180,6 +136,11 @@ def _read(path: Path) -> dict[str, Any] | None:
 # --- in words ---------------------------------------------------------------------------------------------------------
 
 
+def ranks_words(ranks: Sequence[int]) -> str:
+    """`rank 1`, or `ranks 0, 2`."""
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+
+
 def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
     """The findings of the all-reduce: the sum, the ranks that did not arrive, whether ranks are identical, the
     bandwidth."""
@@ -212,7 +173,7 @@ def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundi
         versions += f", NCCL {one_line(str(ranks[0].get('nccl')))}, driver {around.driver or '?'}"
     part = "" if outcome.result else f" (this node's part of {outcome.world}; node 0 reports on all)"
     how = "NCCL" if around.hardware.gpus else "gloo"
-    devices = listed(one_line(str(note.get("device"))) for note in ranks)
+    devices = each_once(one_line(str(note.get("device"))) for note in ranks)
     return passed(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}; {devices}; {versions}")
 
 
@@ -293,19 +254,10 @@ def _died(outcome: Outcome, errors: Mapping[int, str]) -> Finding:
     if not own:
         absent = [rank for rank in outcome.expected if rank not in outcome.notes]
         who = f"{ranks_words(absent)} never started" if absent else "a rank was killed"
-        return failed(
-            NAME, f"{who}, exit code {outcome.code}: {outcome.tail or 'no output'}", *_explained(outcome.tail)
-        )
+        return failed(NAME, f"{who}, exit code {outcome.code}: {outcome.tail or 'no output'}", *explained(outcome.tail))
     text = next(iter(own.values()))
     same = [other for other, message in own.items() if message == text]
-    return failed(NAME, f"{ranks_words(same)}: {redact(one_line(text, limit=300))}", *_explained(text))
-
-
-def _explained(text: str) -> tuple[str, ...]:
-    for pattern, remedy, sources in _EXPLAINED:
-        if re.search(pattern, text, re.IGNORECASE):
-            return remedy, *sources
-    return ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
+    return failed(NAME, f"{ranks_words(same)}: {redact(one_line(text, limit=300))}", *explained(text))
 
 
 # --- bandwidth --------------------------------------------------------------------------------------------------------

@@ -1,18 +1,38 @@
-"""The page of the doctor: every finding on a line, what to do about it, and the verdict."""
+"""The pages of `make check` and `make doctor`: every finding, what to do about it, and the verdict."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from sft_play.findings import Finding
+from rich.table import Table
 
-_NAME_WIDTH = 22
+from sft_play.diagnose.text import each_once, lines_of
+from sft_play.findings import Finding
+from sft_play.log import escape_control
+
+STATES = {"PASS": "ok", "WARN": "warning", "FAIL": "problem", "SKIP": "skipped"}
+"""What `make check` calls each verdict; skipped: not looked at, and the finding says why."""
+_SHOWN = {**STATES, "FAIL": "PROBLEM"}
+"""The same on its page: a problem is in capitals, to be seen among the other lines."""
+
+
+def finding_lines(findings: Sequence[Finding], words: Mapping[str, str] = _SHOWN) -> list[str]:
+    """Each finding's verdict, name and text; below the text what to do, and the threads that it rests on."""
+    rows = Table.grid(padding=(0, 2, 0, 0))
+    for column in range(3):
+        rows.add_column(no_wrap=True, overflow="ignore", min_width=(0, 18, 0)[column])
+    for finding in findings:
+        remedy = [f"do: {finding.remedy}"] if finding.remedy else []
+        text = "\n".join([finding.found, *remedy, *(f"see {source}" for source in finding.sources)])
+        rows.add_row(words.get(finding.verdict, finding.verdict), escape_control(finding.name), escape_control(text))
+    return lines_of(rows, width=None)
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """All findings of one look at this machine, and how long it took."""
 
     findings: tuple[Finding, ...]
@@ -21,7 +41,7 @@ class Report:
     @property
     def failures(self) -> tuple[Finding, ...]:
         """The checks that FAIL."""
-        return tuple(finding for finding in self.findings if finding.verdict == "FAIL")
+        return _of(self.findings, "FAIL")
 
     @property
     def ok(self) -> bool:
@@ -34,33 +54,46 @@ class Report:
 
     def lines(self) -> list[str]:
         """The table, and the verdict."""
-        table = [line for finding in self.findings for line in _lines(finding)]
-        return [*table, f"{self._sum()} ({self.elapsed_s:.0f} s)"]
-
-    def _sum(self) -> str:
-        counts = {
-            verdict: sum(item.verdict == verdict for item in self.findings) for verdict in ("PASS", "WARN", "SKIP")
-        }
+        counts = {verdict: len(_of(self.findings, verdict)) for verdict in ("PASS", "WARN", "SKIP")}
+        named = f"{len(self.failures)} FAIL: {each_once(item.name for item in self.failures)}; "
         rest = ", ".join(f"{count} {verdict}" for verdict, count in counts.items() if count)
-        if self.ok:
-            return f"Nothing FAILs: {rest}"
-        failures = f"{len(self.failures)} FAIL: {listed(item.name for item in self.failures)}"
-        return f"{failures}; {rest}" if rest else failures
+        verdict = f"{'Nothing FAILs: ' if self.ok else named}{rest}".removesuffix("; ")
+        return [*finding_lines(self.findings, {}), f"{verdict} ({self.elapsed_s:.0f} s)"]
 
 
-def _lines(finding: Finding) -> list[str]:
-    """The row of the table; below it the remedy and the sources of a problem."""
-    lines = [f"{finding.verdict}  {finding.name:<{_NAME_WIDTH}} {finding.found}"]
-    if finding.remedy:
-        lines.append(f"      {'':<{_NAME_WIDTH}} remedy: {finding.remedy}")
-    return [*lines, *(f"      {'':<{_NAME_WIDTH}} see {source}" for source in finding.sources)]
+@dataclass(frozen=True)
+class CheckReport:
+    """Everything that was checked of a config, in the order of the page."""
+
+    config: Path
+    findings: tuple[Finding, ...]
+    elapsed_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Whether there is no problem; warnings do not count."""
+        return not _of(self.findings, "FAIL")
+
+    def lines(self) -> list[str]:
+        """The page and its verdict."""
+        problems, warnings, well = (len(_of(self.findings, verdict)) for verdict in ("FAIL", "WARN", "PASS"))
+        counts = [f"{problems} problem{'s' if problems != 1 else ''}"] if problems else []
+        counts += [f"{warnings} warning{'s' if warnings != 1 else ''}"] if warnings else []
+        is_tried = any(item.name == "memory plan" for item in _of(self.findings, "WARN"))
+        verdict = "Not ready" if not self.ok else "Predicted not to fit" if is_tried else "Ready to train"
+        counts.append(f"{well} ok")
+        last = f"{verdict}: {', '.join(counts)} ({self.elapsed_s:.0f} s)"
+        return [f"Check of {self.config}:", *finding_lines(self.findings), last]
+
+    def as_json(self) -> dict[str, Any]:
+        """`ok`, `elapsed_s` and the checks."""
+        return {"ok": self.ok, "elapsed_s": self.elapsed_s, "checks": [_as_json(item) for item in self.findings]}
 
 
-def listed(words: Any) -> str:
-    """Each word once, with commas."""
-    return ", ".join(dict.fromkeys(str(word) for word in words))
+def _of(findings: Sequence[Finding], verdict: str) -> tuple[Finding, ...]:
+    return tuple(finding for finding in findings if finding.verdict == verdict)
 
 
-def ranks_words(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 2`."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(str(rank) for rank in ranks)}"
+def _as_json(finding: Finding) -> dict[str, Any]:
+    data = {"name": finding.name, "state": STATES[finding.verdict], "what": finding.found, "do": finding.remedy}
+    return data | ({"see": list(finding.sources)} if finding.sources else {})

@@ -20,9 +20,9 @@ from sft_play.data.build.survey import RowMaker, Survey, survey_rows
 from sft_play.data.preview import Shown, example_line
 from sft_play.data.sources.files import AnySource, data_paths, find_source, split_of
 from sft_play.data.token_pieces import TokenBytes, token_pieces
-from sft_play.diagnose import doctor, engines
-from sft_play.diagnose.check_report import Report
+from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
+from sft_play.diagnose.report import CheckReport
 from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub, tokenizer_of
 from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.hardware import Hardware
@@ -49,7 +49,7 @@ def check(
     planner: Planner,
     also: Sequence[Finding] = (),
     serve: Sequence[str] = (),
-) -> Report:
+) -> CheckReport:
     """Everything that can be checked before training; one part that fails hides no other. Nothing is written.
 
     Args:
@@ -63,7 +63,7 @@ def check(
         loaded = load_config(config_path, overrides=overrides)
     except SftPlayError as error:
         unread = failed("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
-        return Report(config_path, (*also, unread), time.monotonic() - started)
+        return CheckReport(config_path, (*also, unread), time.monotonic() - started)
     checks = [*also]
     for number, stage in enumerate(loaded.stages, start=1):
         checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {stage.name}"))
@@ -71,7 +71,7 @@ def check(
         checks += _Checks(loaded.of(stage), hardware, planner, serve=serve if is_last else ()).findings()
     if not loaded.stages:
         checks += _Checks(loaded, hardware, planner, serve=serve).findings()
-    return Report(config_path, tuple(checks), time.monotonic() - started)
+    return CheckReport(config_path, tuple(checks), time.monotonic() - started)
 
 
 class _Checks:
@@ -342,9 +342,9 @@ class _Checks:
             return
         model = self._config.model
         architecture = engines.architecture_of(config_json(model.name, revision=model.revision))
-        trained = engines.trained_of(self._config, architecture, self._targets or ())
+        served = engines.served_of(self._config, architecture, self._targets or ())
         for name in self._serve:
-            yield from engines.findings(name, trained)
+            yield from engines.engine_findings(name, served)
 
     def _disk(self) -> Iterator[Finding]:
         if self._hardware.named:
@@ -353,7 +353,8 @@ class _Checks:
         if self._planned is None:
             yield skipped("disk", "not without a memory plan; see there")
             return
-        yield from doctor.disk_findings(self._planned, LaunchOptions(), os.environ)
+        planned = self._planned
+        yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions(), os.environ)
 
 
 def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
@@ -370,7 +371,7 @@ def _weights_problem(config: RunConfig) -> str:
     folder = local_folder(name)
     if folder is None:
         check_available(name, revision=config.model.revision)
-        if doctor.has_weights(config, os.environ) or hub_answers():
+        if disk.has_weights(config, os.environ) or hub_answers():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     config_json(name)

@@ -27,8 +27,8 @@ from sft_play.facts import compiler
 from sft_play.facts.gpus import nvml, unseen
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import torch_cuda, torch_hip
-from sft_play.facts.space import Space, space_of
+from sft_play.facts.host import Space, space_of
+from sft_play.facts.installed import torch_cuda
 
 DISTRIBUTION = "sft-play"
 SHM = Path("/dev/shm")
@@ -80,14 +80,11 @@ class Surroundings:
     """What each installed package, this one included, requires of others."""
     python_wanted: str = ""
     torch_cuda: str | None = None
-    torch_hip: str | None = None
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
     bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
     """CUDA versions for which the installed bitsandbytes has a library."""
-    bitsandbytes_rocm: tuple[tuple[int, int], ...] = ()
-    """The same for ROCm."""
     toolchain: compiler.Toolchain | None = None
     """The compiler that Triton would use; None without a GPU."""
     devices: unseen.Devices | None = None
@@ -104,7 +101,7 @@ class Surroundings:
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
-def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
+def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
     """Read everything about this machine that a check needs; what cannot be read stays unknown."""
     installed: dict[str, str] = {}
     for item in metadata.distributions():
@@ -123,17 +120,14 @@ def look(hardware: Hardware, environment: Mapping[str, str]) -> Surroundings:
         requirements=_requirements(installed),
         python_wanted=_project().get("requires-python", ""),
         torch_cuda=torch_cuda(),
-        torch_hip=torch_hip(),
         nccl=next(
             (installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None
         ),
         driver=driver,
         driver_cuda=driver_cuda,
-        # libbitsandbytes_cuda128.so is for CUDA 12.8, libbitsandbytes_rocm62.so for ROCm 6.2
-        bitsandbytes_cuda=_bitsandbytes_for("cuda", r"(\d\d)(\d)"),
-        bitsandbytes_rocm=_bitsandbytes_for("rocm", r"(\d)(\d+)"),
-        toolchain=compiler.look(environment) if hardware.gpus else None,
-        devices=None if hardware.gpus else unseen.look(environment),
+        bitsandbytes_cuda=_bitsandbytes_cuda(),
+        toolchain=compiler.find_toolchain(environment) if hardware.gpus else None,
+        devices=None if hardware.gpus else unseen.read_devices(environment),
         gpus=states,
         shm=space_of(SHM) if SHM.is_mount() else None,
         locked_memory=_limit(resource.RLIMIT_MEMLOCK),
@@ -174,13 +168,13 @@ def _requirements(installed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
     return required
 
 
-def _bitsandbytes_for(kind: str, version: str) -> tuple[tuple[int, int], ...]:
-    """CUDA or ROCm versions, from the names of the libraries that bitsandbytes ships."""
+def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
+    """CUDA versions by the names of bitsandbytes' libraries: libbitsandbytes_cuda128.so is for CUDA 12.8."""
     with contextlib.suppress(Exception):
         spec = importlib.util.find_spec("bitsandbytes")
         if spec is not None and spec.origin is not None:
-            names = [path.name for path in Path(spec.origin).parent.glob(f"libbitsandbytes_{kind}*")]
-            matches = [re.match(rf"libbitsandbytes_{kind}{version}\.", name) for name in names]
+            names = [path.name for path in Path(spec.origin).parent.glob("libbitsandbytes_cuda*")]
+            matches = [re.match(r"libbitsandbytes_cuda(\d\d)(\d)\.", name) for name in names]
             return tuple(sorted({(int(match[1]), int(match[2])) for match in matches if match}))
     return ()
 
@@ -249,17 +243,6 @@ def _translated(bus: str) -> bool | None:
 
 
 # --- limits and networks ----------------------------------------------------------------------------------------------
-
-
-def writable(folder: Path) -> bool:
-    """Whether this process may create files in a folder."""
-    return os.access(folder, os.W_OK | os.X_OK)
-
-
-def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where weights from the hub are kept (huggingface_hub's HF_HUB_CACHE and HF_HOME)."""
-    home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
 
 
 def _limit(which: int) -> int | None:

@@ -1,9 +1,9 @@
 """Whether Triton could build what its first kernel needs: a C compiler, Python's headers, a list of libraries.
 
-On CUDA and ROCm TRL's loss is a Triton kernel (trl 1.16, `kernels/chunked_logprob.py`, `_use_triton`); its way without
+On CUDA TRL's loss is a Triton kernel (trl 1.16, `kernels/chunked_logprob.py`, `_use_triton`); its way without
 Triton is taken only where no Triton is installed. The first kernel of a process, which comes in the first step, with
 all weights loaded, has Triton build a C module against `Python.h` (triton 3.7.1 and 3.8: `runtime/build.py`,
-`backends/nvidia/driver.py`: `cuda_utils`, `backends/amd/driver.py`: `hip_utils`), once for a machine and a release.
+`backends/nvidia/driver.py`), once for a machine and a release.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from sft_play.errors import HardwareError
-from sft_play.facts.ask import text_of
 from sft_play.facts.hardware import Hardware
+from sft_play.facts.host import text_of
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ WITHOUT_TRITON = "the loss runs without its kernel, slower and with up to 3.6 Gi
 """TRL's path in torch operations holds 7.3 tiles of 4,096 tokens x 32,768 words in fp32 at once (counted, trl 1.16)."""
 _MODULE = "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n#include <stdlib.h>\nint answer = 42;\n"
 """The headers that Triton's own module includes, without those that Triton ships."""
-_BUILT = ("cuda_utils", "hip_utils")
+_BUILT = "cuda_utils"
 _LDCONFIG = Path("/sbin/ldconfig")
 _OS_RELEASE = Path("/etc/os-release")
 _PACKAGES = (
@@ -61,7 +61,7 @@ class Toolchain:
     python: str = platform.python_version()
 
 
-def look(environment: Mapping[str, str]) -> Toolchain:
+def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
     """This machine's, from a trial: a one-line module is compiled as Triton would compile its own."""
     compiler = environment.get("CC") or shutil.which("gcc") or shutil.which("clang")
     # as Triton does it: Debian's posix_local has no Python.h (triton 3.7.1, runtime/build.py)
@@ -76,7 +76,7 @@ def look(environment: Mapping[str, str]) -> Toolchain:
         compiler=compiler,
         headers=headers,
         failed=_trial(compiler, headers) if compiler else None,
-        built=any(next(cache.glob(f"*/{name}{suffix}"), None) is not None for name in _BUILT),
+        built=next(cache.glob(f"*/{_BUILT}{suffix}"), None) is not None,
         ldconfig=_LDCONFIG.exists() or "TRITON_LIBCUDA_PATH" in environment,
         distribution=" ".join(names).lower(),
     )
@@ -106,13 +106,11 @@ def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[
     On a GPU it writes Triton kernels, each of which has a start built by the C compiler; on a CPU it writes C++
     (torch 2.13, `_inductor/config.py`: `cpp.cxx`).
     """
-    if hardware.device == "mps":
-        return "blocks on Apple's GPU were not tried", "train.device=cpu"
-    old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0) and not gpu.is_amd]
+    old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0)]
     if old:  # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
         found = ".".join(map(str, old[0].capability or ()))
         return f"it compiles for compute capability 7.0 and newer, and {old[0].name} has {found}", "use another GPU"
-    tools = replace(look(environment), built=False)  # what an earlier run has left is of other kernels
+    tools = replace(find_toolchain(environment), built=False)  # what an earlier run has left is of other kernels
     if hardware.gpus and not tools.triton:
         return "Triton is not installed", "pip install triton"
     if not hardware.gpus:
@@ -137,7 +135,7 @@ def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None
     """Raises HardwareError, before anything loads, where GPUs would run TRL's loss and Triton cannot build it."""
     if hardware.device != "cuda":
         return
-    tools = look(environment)
+    tools = find_toolchain(environment)
     if not tools.triton:
         logger.warning("Triton is not installed, although torch's GPU builds bring it: %s", WITHOUT_TRITON)
     problem = obstacle(tools)

@@ -6,20 +6,16 @@ torch is not imported: a plan needs neither it nor a GPU.
 from __future__ import annotations
 
 import os
-import platform
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from sft_play.errors import HardwareError
 from sft_play.facts import host
-from sft_play.facts.ask import answer_of
 from sft_play.facts.gpus.gpu import Gpu, capability_pair
-from sft_play.facts.gpus.gpu_catalog import CatalogEntry, amd_entry, find, key_of, nearest
-from sft_play.facts.gpus.seen import Seen, SeenGpu
-from sft_play.facts.gpus.visible_gpus import AMD_NOTE, Found, visible_gpus
+from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, key_of, nearest
+from sft_play.facts.gpus.visible_gpus import Found, visible_gpus
 from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
 from sft_play.log import one_line
 from sft_play.units import GIB
@@ -48,18 +44,14 @@ class Hardware:
     ram_given: bool = True
     cpu_ranks: int = 1
     """Processes that share the CPUs of all nodes where there are no GPUs."""
-    shared_gpu: str | None = None
-    """A GPU without memory of its own (Apple's), which one process can use; then the host's memory is what counts."""
     pages: bool = False
     """Whether the driver moves GPU memory to the host's instead of running out, as Windows' does below WSL, and a
     desktop shares the GPU."""
 
     @property
     def device(self) -> str:
-        """torch's word for where a run computes: `cuda` (AMD's GPUs too), `mps` or `cpu`."""
-        if self.gpus:
-            return "cuda"
-        return "mps" if self.shared_gpu and self.cpu_ranks == 1 else "cpu"
+        """torch's word for where a run computes: `cuda` or `cpu`."""
+        return "cuda" if self.gpus else "cpu"
 
     @property
     def gpus_per_node(self) -> int:
@@ -112,20 +104,14 @@ class Hardware:
 
     def without_gpus(self) -> Hardware:
         """The same machine for a run that asks for the CPU."""
-        notes = ("train.device=cpu: the GPUs are not used",) if self.device != "cpu" else self.notes
-        return replace(self, gpus=(), link_bytes_per_s=None, shared_gpu=None, notes=notes)
+        notes = ("train.device=cpu: the GPUs are not used",) if self.gpus else self.notes
+        return replace(self, gpus=(), link_bytes_per_s=None, notes=notes)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for `plan.json` and the manifest; what only AMD's, Apple's or WSL's GPUs have, with them alone."""
+        """Plain data for `plan.json` and the manifest; `pages` with WSL's GPUs alone."""
         data = asdict(self)
-        # plans of machines without these keep the fields that they always had
-        if self.shared_gpu is None:
-            del data["shared_gpu"]
         if not self.pages:
             del data["pages"]
-        for gpu in data["gpus"]:
-            if gpu["architecture"] is None:
-                del gpu["architecture"]
         return data
 
     @classmethod
@@ -134,6 +120,11 @@ class Hardware:
         gpus = tuple(Gpu(**{**gpu, "capability": capability_pair(gpu["capability"])}) for gpu in data["gpus"])
         return cls(**{**data, "gpus": gpus, "notes": tuple(data["notes"])})
 
+
+AMD_NOTE = (
+    "AMD's GPUs are planned for with the rules that were scored on NVIDIA's; nobody has compared the two yet, and no "
+    "run starts on them (docs/gpus.md)"
+)
 
 # --- a machine that is named -----------------------------------------------------------------------------------------
 
@@ -234,9 +225,7 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
         gpus, host.cpu_name(), host.cpu_cores(), ram_total, ram_free, link_bytes_per_s=link, notes=notes, pages=pages
     )
     shared = ["WSL: Windows' desktop shares the GPU, and a part of what is free is left to it"] if pages else []
-    hardware = replace(hardware, notes=(*notes, *shared, *_mixed(hardware)))
-    chip = None if gpus else _apple_chip()
-    return with_shared_gpu(hardware, chip) if chip else hardware
+    return replace(hardware, notes=(*notes, *shared, *_mixed(hardware)))
 
 
 def _mixed(hardware: Hardware) -> list[str]:
@@ -255,8 +244,6 @@ def _mixed(hardware: Hardware) -> list[str]:
 
 
 def _entry_of(gpu: Gpu) -> CatalogEntry | None:
-    if gpu.is_amd:
-        return amd_entry(gpu.name)
     name = gpu.name.split(" MIG ")[0]
     # an instance's memory says nothing of its card's, which a name such as A100 needs to be one entry
     entries = find(name) if gpu.mig else find(name, gpu.total_bytes)
@@ -301,40 +288,3 @@ def _link(gpus: tuple[Found, ...], entries: list[CatalogEntry | None]) -> float 
         else:
             rates.append(entry.pcie if item.nvlinks == 0 else entry.link)
     return min(rates, default=None)
-
-
-# --- Apple ------------------------------------------------------------------------------------------------------------
-
-_SMALL_MAC = 36 * GIB
-_METAL_SHARES = (2 / 3, 3 / 4)
-"""Of a Mac's memory what Metal recommends that one process uses at most: up to `_SMALL_MAC`, and above it
-(`recommendedMaxWorkingSetSize`, which `torch.mps.recommended_max_memory` reports)."""
-
-
-def _apple_chip() -> str | None:
-    """`Apple M3 Max`; None on another machine than a Mac with Apple's own chip."""
-    if sys.platform != "darwin" or platform.machine() != "arm64":
-        return None
-    return answer_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or "Apple GPU"
-
-
-def seen_on_mac() -> Seen | None:
-    """The GPU of this Mac, which has the machine's memory; None on another machine."""
-    chip = _apple_chip()
-    if chip is None:
-        return None
-    total, free = host.memory()
-    gpu = SeenGpu(0, chip, "Apple", total_bytes=total, used_bytes=total - free, free_bytes=free, unified=True)
-    return Seen((gpu,), "sysctl")
-
-
-def with_shared_gpu(hardware: Hardware, chip: str) -> Hardware:
-    """The machine with a GPU that shares its memory, of which Metal leaves a part to one process."""
-    share = _METAL_SHARES[hardware.ram_bytes > _SMALL_MAC]
-    usable = min(hardware.ram_free_bytes, int(hardware.ram_bytes * share))
-    note = (
-        f"{chip} shares the machine's memory: one process trains on it (MPS), planned as on a CPU with "
-        f"{usable / GIB:.1f} GiB, what is free and Metal recommends; its speed is not known, and nobody has compared "
-        "plan and run yet (docs/gpus.md)"
-    )
-    return replace(hardware, shared_gpu=chip, ram_free_bytes=usable, notes=(*hardware.notes, note))

@@ -1,20 +1,51 @@
-"""The host of the GPUs: RAM within this process's control groups, CPU, and whether it is WSL."""
+"""The host of the GPUs: RAM within this process's control groups, CPU, disks, WSL, and what its programs say."""
 
 from __future__ import annotations
 
 import os
 import platform
 import re
+import shutil
+import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from sft_play.facts.ask import text_of
-
+TIMEOUT_S = 10.0
+"""After the driver is loaded, nvidia-smi answers in 2 to 5 s; a hanging one never does."""
 OSRELEASE = Path("/proc/sys/kernel/osrelease")
 """The kernel's release; WSL's own kernel has Microsoft's name in it."""
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+
+
+def text_of(path: Path) -> str:
+    """The text of a file; empty where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def answer_of(program: str, *words: str, timeout_s: float = TIMEOUT_S) -> str:
+    """What a program prints; empty where it does not exist, fails, or does not answer in time."""
+    path = shutil.which(program)
+    if path is None:
+        return ""
+    try:
+        answer = subprocess.run(
+            [path, *words],
+            capture_output=True,
+            stdin=subprocess.DEVNULL,  # a tool that asks something must not wait for the terminal
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return answer.stdout
 
 
 def on_wsl(osrelease: Path | None = None) -> bool:
@@ -74,3 +105,27 @@ def cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor() or platform.machine() or "CPU"
+
+
+@dataclass(frozen=True)
+class Space:
+    """A file system's size and what is free, in bytes."""
+
+    total: int
+    free: int
+
+
+def space_of(path: Path) -> Space | None:
+    """The file system that holds `path`; None where it cannot be read."""
+    try:
+        usage = shutil.disk_usage(path)
+    except OSError:
+        return None
+    return Space(usage.total, usage.free)
+
+
+def free_at(path: Path) -> tuple[Path, Space | None]:
+    """The nearest folder above `path` that exists, and the space of its file system."""
+    path = path.expanduser().absolute()
+    nearest = next((folder for folder in (path, *path.parents) if folder.exists()), Path("/"))
+    return nearest, space_of(nearest)

@@ -73,11 +73,6 @@ def torch_hip() -> str | None:
     return _built_with("hip")
 
 
-def torch_xpu() -> str | None:
-    """The version of Intel's XPU support that the installed torch was built with; None for any other build."""
-    return _built_with("xpu")
-
-
 def _built_with(what: str) -> str | None:
     with contextlib.suppress(Exception):
         spec = importlib.util.find_spec("torch")

@@ -56,10 +56,9 @@ class Launch:
         return f"{variables} {shlex.join(self.words)}".strip()
 
 
-def visible_only(gpus: str, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables that leave these GPUs visible, numbered by slot. HIP reads its own before CUDA's where it is set."""
-    names = ("CUDA_VISIBLE_DEVICES", *(name for name in ("HIP_VISIBLE_DEVICES",) if name in given))
-    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", **dict.fromkeys(names, gpus)}
+def visible_only(gpus: str) -> dict[str, str]:
+    """Variables that leave these GPUs visible, numbered by slot."""
+    return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": gpus}
 
 
 def torchrun(
@@ -94,7 +93,7 @@ def torchrun(
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     if gpus is not None:
-        environment |= visible_only(gpus, given or {})
+        environment |= visible_only(gpus)
     if folder is not None:
         environment[RUN_VARIABLE] = str(folder)
     if nccl_timeout_s is not None:

@@ -10,19 +10,16 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from sft_play.config.schema import RunConfig
 from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import HardwareError
-from sft_play.facts.ask import answer_of
 from sft_play.facts.compiler import require_compiler, require_for_blocks
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.unseen import HIDING, ON_CPU, look, unseen
+from sft_play.facts.gpus.unseen import HIDING, ON_CPU, read_devices, unseen
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import hub_answers, local_folder
 from sft_play.log import one_line
 
-AOTRITON = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 P2P_OFF = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 """What accelerate asks for on several RTX 40 with an older driver than `_P2P_DRIVER`."""
 _P2P_DRIVER = [550, 40, 7]
-_RDNA = re.compile(r"gfx1[12]\d\d")
 
 logger = logging.getLogger(__name__)
 
@@ -36,26 +33,12 @@ def machine_for(config: RunConfig, hardware: Hardware) -> Hardware:
 
 
 def hide_gpus(config: RunConfig, environment: MutableMapping[str, str]) -> None:
-    """Hide all GPUs from libraries imported later and from ranks, where the CPU is asked for: with -1, because HIP
-    reads an empty list as unset."""
+    """Hide all GPUs from libraries imported later and from ranks, where the CPU is asked for: with -1, because AMD's
+    HIP reads an empty list as unset."""
     if config.train.device == "cpu":
         if environment.get(HIDING[0]) != "-1":  # for a rank, the parent has logged it already
             logger.info("train.device=cpu: no GPU is used or looked for")
-        environment.update(dict.fromkeys(HIDING[:2], "-1"))
-
-
-def allow_fused_attention(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
-    """Let torch use the attention kernels that the plan counts on, on AMD's RDNA 3 and 4; call it before importing
-    torch.
-
-    Unless a variable is set, it silently falls back to its math kernel there, whose memory grows with the square of the
-    length (measured on a gfx1200: github.com/unslothai/unsloth/pull/8821).
-    """
-    is_rdna = any(gpu.architecture is not None and _RDNA.match(gpu.architecture) for gpu in hardware.gpus)
-    if is_rdna and AOTRITON not in environment:
-        environment[AOTRITON] = "1"
-        logger.info("%s=1: the plan counts on torch's fused attention, which torch uses on %s only with this set",
-                    AOTRITON, hardware.gpus[0].architecture)  # fmt: skip
+        environment.update(dict.fromkeys(HIDING, "-1"))
 
 
 def without_bad_p2p(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
@@ -79,19 +62,15 @@ def refuses_p2p(names: Sequence[str], driver: str | None) -> bool:
 
 
 def _cards() -> tuple[list[str], str | None]:
-    """The names of all GPUs of this machine, and its driver; nvidia-smi's, which accelerate asks, without NVML."""
+    """The names of all GPUs of this machine, and its driver."""
     seen = nvml.see(details=False, topology=False)
-    if seen is not None and seen.driver:
-        return [gpu.name or "" for gpu in seen.gpus], seen.driver
-    rows = answer_of("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
-    cells = [row.split(",") for row in rows if row.count(",") == 1]
-    return [name.strip() for name, _ in cells], next((driver.strip() for _, driver in cells), None)
+    return ([gpu.name or "" for gpu in seen.gpus], seen.driver) if seen else ([], None)
 
 
 def allow_fp16(hardware: Hardware, environment: MutableMapping[str, str]) -> None:
     """Let DeepSpeed train in fp16 on Pascal, the only 16 bits that it has: without the variable its engine refuses to
     start on compute capability 6.x (accelerator/cuda_accelerator.py, `is_fp16_supported`)."""
-    if any(gpu.capability and gpu.capability[0] == 6 and not gpu.is_amd for gpu in hardware.gpus):
+    if any(gpu.capability and gpu.capability[0] == 6 for gpu in hardware.gpus):
         environment.setdefault("DS_ALLOW_DEPRECATED_FP16", "1")
 
 
@@ -114,14 +93,9 @@ def require_machine(
         raise HardwareError(f"model.attn_implementation: {flash[0]}; {flash[1]}")
     if hardware.gpus:
         return require_compiler(hardware, environment)
-    if config.train.device == "cpu" or hardware.device == "mps":
+    if config.train.device == "cpu":
         return None
-    if hardware.shared_gpu:  # Apple's, and several ranks: `device` is mps for one process only
-        raise HardwareError(
-            f"{hardware.shared_gpu} takes one process, but {hardware.cpu_ranks} were requested: make train uses it; or "
-            f"{ON_CPU}"
-        )
-    accelerator = unseen(look(environment))
+    accelerator = unseen(read_devices(environment))
     if accelerator is not None:
         raise HardwareError(accelerator.message)
     count = params()  # asked last: for a model of the hub it fetches the config
@@ -135,9 +109,8 @@ def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | N
     if config.model.attn_implementation != "flash_attention_2":
         return None
     if not hardware.gpus:
-        place = hardware.shared_gpu if hardware.device == "mps" else "the CPU"
-        return f"flash_attention_2 has kernels for NVIDIA's and AMD's GPUs, and this run uses {place}", "use auto"
-    old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0) and not gpu.is_amd]
+        return "flash_attention_2 has kernels for GPUs, and this run uses the CPU", "use auto"
+    old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (8, 0)]
     if not old:
         return None
     return (
@@ -150,7 +123,7 @@ def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | N
 def say_unseen(config: RunConfig, hardware: Hardware, environment: Mapping[str, str]) -> None:
     """Warn, beside a plan for this machine's CPU, that a run here would not start."""
     if not hardware.named and hardware.device == "cpu" and config.train.device == "auto":
-        accelerator = unseen(look(environment))
+        accelerator = unseen(read_devices(environment))
         if accelerator is not None:
             logger.warning("a run here would stop: %s", accelerator.message)
 
@@ -168,7 +141,6 @@ def prepare_libraries(model: str, hardware: Hardware) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     if not hardware.gpus:
         deepspeed_on_cpu()
-    allow_fused_attention(hardware, os.environ)
     allow_fp16(hardware, os.environ)
     without_bad_p2p(hardware, os.environ)
     offline_without_hub(model)

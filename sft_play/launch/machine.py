@@ -143,7 +143,7 @@ def one_gpu(hardware: Hardware) -> Hardware:
     idle = len(hardware.gpus) - 1
     logger.info("Using GPU %d; %d other GPU%s idle (make train-distributed uses them all)",
                 first.index, idle, "s stay" if idle > 1 else " stays")  # fmt: skip
-    os.environ.update(visible_only(str(first.index), os.environ))
+    os.environ.update(visible_only(str(first.index)))
     return hardware.first(1)
 
 

@@ -210,11 +210,10 @@ class Job:
 
     def one_by_one_because(self, precision: Precision) -> str | None:
         """Why attention between boundaries is a call for each chat; None where one call takes them all."""
-        gpus = self.hardware.gpus
+        is_amd = any(gpu.is_amd for gpu in self.hardware.gpus)
         return why_one_by_one(
             self.shape, half=precision.compute != "float32", capability=self.capability,
-            device="rocm" if any(gpu.is_amd for gpu in gpus) else self.hardware.device,
-            architectures=[gpu.architecture for gpu in gpus],
+            device="rocm" if is_amd else self.hardware.device,
         )  # fmt: skip
 
     @property

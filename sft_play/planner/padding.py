@@ -8,17 +8,9 @@ it does not run, each chat is a call of its own. No S x S mask is held.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
-
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import FLASH_HEAD, FLASH_SINCE, flash_runs
-
-AOTRITON = re.compile(r"gfx(90a|942|950|11\d\d|120\d)")
-"""AMD's architectures that AOTriton has kernels for (its images in PyTorch's cmake/External/aotriton.cmake). torch has
-AOTriton 0.11.2b since 2.11 (https://github.com/huggingface/kernels/pull/401). With it PyTorch's tests of varlen
-attention run on ROCm, and windows are CUDA's (https://github.com/pytorch/pytorch/pull/174105, after 170969)."""
 
 
 def why_masked(
@@ -61,22 +53,15 @@ def why_no_boundaries(config: RunConfig, shape: ModelShape, *, attention: str) -
     return None
 
 
-def why_one_by_one(
-    shape: ModelShape,
-    *,
-    half: bool,
-    capability: tuple[int, int] | None,
-    device: str,
-    architectures: Sequence[str | None] = (),
-) -> str | None:
+def why_one_by_one(shape: ModelShape, *, half: bool, capability: tuple[int, int] | None, device: str) -> str | None:
     """Why each chat between boundaries is attended to by a call of its own, as the end of a sentence; None where one
     call of PyTorch's flash kernel takes them all.
 
     Args:
         half: whether attention computes in fp16 or bf16.
         capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
-        device: `cuda`, `rocm`, `cpu` or `mps`.
-        architectures: of AMD's GPUs (`gfx942`); None where one is unknown, which counts as one that AOTriton knows.
+        device: `cuda`, `rocm` or `cpu`. On ROCm torch has the call by AOTriton since 2.11
+            (https://github.com/huggingface/kernels/pull/401).
     """
     if device not in ("cuda", "rocm"):
         return f"no kernel for boundaries runs on {device}"
@@ -87,7 +72,4 @@ def why_one_by_one(
     if device == "cuda":
         runs = flash_runs(half=half, capability=capability)
         return None if runs else "flash attention does not run on this GPU in this precision"
-    if not half:
-        return "flash attention does not run in this precision"
-    unknown = [name for name in architectures if name is not None and not AOTRITON.match(name)]
-    return f"AOTriton has no kernel for {unknown[0]}" if unknown else None
+    return None if half else "flash attention does not run in this precision"

@@ -92,10 +92,6 @@ def with_updates(
 def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -> tuple[DtypeName, str]:
     """`overflow`: what exceeds fp16's range in the model's forward pass; None if nothing is known to."""
     train = config.train
-    if hardware.device == "mps":
-        if train.bf16 is True:
-            return "bfloat16", "bf16 on Apple's GPU because train.bf16 is true (macOS 14 or newer)"
-        return "float32", "fp32: Apple's GPU; train.bf16=true asks for bf16 there"
     if not hardware.gpus:
         if train.bf16 is True:
             return "bfloat16", "bf16 on a CPU because train.bf16 is true (fp32 is often faster there)"

@@ -44,8 +44,6 @@ def detected_lines(hardware: Hardware) -> list[str]:
     notes, host = [*hardware.notes], _host_words(hardware)
     if not hardware.gpus:
         where = "Planned for a machine without GPUs, named" if hardware.named else "Detected no GPU"
-        if hardware.device == "mps":
-            return [f"Detected {hardware.shared_gpu}: running on its GPU ({host})", *notes]
         return [f"{where}: running on the CPU ({host})", *notes]
     count = len(hardware.gpus)
     gpus = f"{count} GPU{'s' if count > 1 else ''}"

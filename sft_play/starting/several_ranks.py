@@ -214,7 +214,7 @@ def _run_unsloth(
     if options.show_only:
         return 0
     if options.gpus:
-        os.environ.update(visible_only(",".join(str(gpu) for gpu in options.gpus), os.environ))
+        os.environ.update(visible_only(",".join(str(gpu) for gpu in options.gpus)))
     prepare_libraries(loaded.config.model.name, plan.hardware)
     load_libraries()
     from sft_play.training.job import job_of

@@ -166,8 +166,7 @@ def _train(
 
 def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
     ranks = job.plan.choice.layout.ranks
-    cpu = job.plan.hardware.shared_gpu or "the CPU"
-    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else cpu
+    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else "the CPU"
     where += f" ({ranks} ranks, {job.plan.layout})" if ranks > 1 else ""
     precision, backend = precision_name(job.plan), prepared.backend.name
     if checkpoint is not None:

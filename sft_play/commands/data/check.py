@@ -10,8 +10,8 @@ from sft_play.commands.machine import asked_machine
 from sft_play.commands.request import Request
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, run_check
-from sft_play.diagnose.check_report import Report
 from sft_play.diagnose.doctor import Planned
+from sft_play.diagnose.report import CheckReport
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding
 from sft_play.launch.resolve_options import machine_of_mesh
@@ -34,7 +34,7 @@ def check(
     *,
     also: Sequence[Finding] = (),
     serve: Sequence[str] = (),
-) -> Report:
+) -> CheckReport:
     """`run_check.check` with the plan that a run would make here."""
     return run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
 

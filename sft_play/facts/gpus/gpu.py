@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.facts.gpus.gpu_catalog import AMD_BF16, BF16_CAPABILITY
+from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,15 @@ class Gpu:
     fp32_flops: float | None = None
     tdp_watts: int | None = None
     mig: str | None = None
-    architecture: str | None = None
-    """Of an AMD GPU that was found: `gfx942`."""
 
     @property
     def is_amd(self) -> bool:
-        """Whether torch reaches it through ROCm, where it is a `cuda` device as well."""
-        return self.architecture is not None or self.name.startswith("AMD ")
+        """Whether it is one of AMD's, which can only be named."""
+        return self.name.startswith("AMD ")
 
     @property
     def has_bf16(self) -> bool:
         """Whether its matrix units compute in bfloat16; unknown counts as yes."""
-        if self.architecture is not None:
-            return AMD_BF16.match(self.architecture) is not None
         return self.capability is None or self.capability >= BF16_CAPABILITY
 
     def rate(self, dtype: str) -> float | None:

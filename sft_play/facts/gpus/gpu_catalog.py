@@ -33,9 +33,6 @@ from sft_play.units import GIB, MIB
 BF16_CAPABILITY = (8, 0)
 """CUDA compute capability from which bfloat16 matrix units exist (CUDA C++ Programming Guide, table of
 arithmetic by compute capability)."""
-AMD_BF16 = re.compile(r"gfx(908|90a|94[0-2]|95\d|11\d\d|12\d\d)")
-"""AMD's architectures with bfloat16 matrix units: CDNA 1 to 4, RDNA 3 and 4 (ROCm documentation, "Data types and
-precision support")."""
 
 
 @dataclass(frozen=True)
@@ -192,13 +189,6 @@ def _with_size(key: str) -> Iterator[tuple[str, int]]:
         base, size = stem[:-digits], stem[-digits:]
         if base and size.isdigit() and size[0] != "0":
             yield base, int(size)
-
-
-def amd_entry(name: str) -> CatalogEntry | None:
-    """The entry of a detected AMD GPU: for `AMD Instinct MI300X OAM` that of the MI300X."""
-    match = re.search(r"\b(MI\d{3}[A-Z]?|RX \d{4}(?: XTX| XT| GRE)?|W\d{4}|R9\d{3})\b", name)
-    entries = find(match[1]) if match else ()
-    return entries[0] if entries and entries[0].vendor == "AMD" else None
 
 
 def gpus_by_memory() -> list[CatalogEntry]:

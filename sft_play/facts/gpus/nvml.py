@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import Any
 
 import psutil
 
-from sft_play.facts.gpus.gpu_catalog import find
+from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find
 from sft_play.facts.gpus.seen import (
     GpuProcess,
     Instance,
@@ -20,13 +21,13 @@ from sft_play.facts.gpus.seen import (
     Seen,
     SeenGpu,
     Topology,
-    abilities,
     matrix,
-    process_name,
 )
 from sft_play.log import one_line
 
 VENDOR = "NVIDIA"
+FP8_CAPABILITY = (8, 9)
+"""CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++ Programming Guide)."""
 _LEVELS = {0: "X", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 """`nvmlGpuTopologyLevel_t` in the words of `nvidia-smi topo -m`; two GPUs of one board (0) are `PSB` there."""
 _SAME_BOARD = "PSB"
@@ -189,9 +190,20 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
         trouble=_words(gone[0]) if gone else None,
         withheld={what: _words(error) for what, error in errors.items()},
         **memory,
-        **abilities((int(capability[0]), int(capability[1])) if capability else None),
+        **_abilities((int(capability[0]), int(capability[1])) if capability else None),
         **(_details(nvml, handle) if details else {}),
     )
+
+
+def _abilities(capability: tuple[int, int] | None) -> dict[str, Any]:
+    """Compute capability and matrix formats of a GPU, as fields of `SeenGpu`."""
+    if capability is None:
+        return {}
+    return {
+        "compute_capability": f"{capability[0]}.{capability[1]}",
+        "bf16": capability >= BF16_CAPABILITY,
+        "fp8": capability >= FP8_CAPABILITY,
+    }
 
 
 def _details(nvml: Any, handle: Any) -> dict[str, Any]:
@@ -244,12 +256,22 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     keeps_accounts = ask(nvml, "nvmlDeviceGetAccountingMode", handle)  # an administrator may switch it on
     processes = []
     for pid, held in sorted(used.items()):
-        name = process_name(pid, text(ask(nvml, "nvmlSystemGetProcessName", pid)))
+        name = _process_name(pid, text(ask(nvml, "nvmlSystemGetProcessName", pid)))
         stats = ask(nvml, "nvmlDeviceGetAccountingStats", handle, pid) if keeps_accounts else None
         processes.append(
             GpuProcess(pid, name, held, (int(stats.maxMemoryUsage) or None) if stats is not None else None)
         )
     return tuple(processes)
+
+
+def _process_name(pid: int, by_driver: str | None = None) -> str | None:
+    """The name of a process: from this machine's process table, else the driver's; None if unknown."""
+    # in a container the driver lists pids of the host, which this process table does not have
+    try:
+        return psutil.Process(pid).name()
+    except (psutil.Error, ValueError, OverflowError):
+        named = PurePath(by_driver.split(" ")[0]).name if by_driver else ""
+        return named if named and not named.startswith("[") else None  # `[Not Found]`
 
 
 def _instances(nvml: Any, handle: Any) -> tuple[tuple[Instance, ...], Exception | None]:

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import PurePath
 from typing import Any
-
-import psutil
-
-from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY
-
-FP8_CAPABILITY = (8, 9)
-"""CUDA compute capability from which 8-bit floating-point matrix units exist (Ada; CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True)
@@ -145,24 +137,3 @@ def matrix(
         tuple(tuple(link(one, other) for other in indices) for one in indices),
         tuple(tuple(peer(one, other) for other in indices) for one in indices),
     )
-
-
-def abilities(capability: tuple[int, int] | None) -> dict[str, Any]:
-    """Compute capability and matrix formats of an NVIDIA GPU, as fields of `SeenGpu`."""
-    if capability is None:
-        return {}
-    return {
-        "compute_capability": f"{capability[0]}.{capability[1]}",
-        "bf16": capability >= BF16_CAPABILITY,
-        "fp8": capability >= FP8_CAPABILITY,
-    }
-
-
-def process_name(pid: int, by_driver: str | None = None) -> str | None:
-    """The name of a process: from this machine's process table, else the driver's; None if unknown."""
-    # in a container the driver lists pids of the host, which this process table does not have
-    try:
-        return psutil.Process(pid).name()
-    except (psutil.Error, ValueError, OverflowError):
-        named = PurePath(by_driver.split(" ")[0]).name if by_driver else ""
-        return named if named and not named.startswith("[") else None  # `[Not Found]`

@@ -1,22 +1,23 @@
 """Accelerators that a machine has but a run would not use: by device files, the PCI bus, the driver, torch's build.
 
 Called where no GPU was found. torch is not imported and only NVML is started; everything is read below a root folder,
-which tests make up. A GPU that only drives a screen does not count: Intel's on the CPU's own bus, AMD's with less
-memory than `LEAST_VRAM`.
+which tests make up. Runs are planned for NVIDIA's GPUs; AMD's, Intel's and Apple's are found for a message alone. A GPU
+that only drives a screen does not count: Intel's on the CPU's own bus, AMD's with less memory than `LEAST_VRAM`.
 """
 
 from __future__ import annotations
 
-import os
+import platform
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sft_play.facts.ask import text_of
 from sft_play.facts.gpus.nvml import driver, opened, see_through
 from sft_play.facts.gpus.visible_gpus import obstacle
-from sft_play.facts.installed import torch_cuda, torch_hip, torch_xpu, version_of
+from sft_play.facts.host import answer_of, text_of
+from sft_play.facts.installed import torch_cuda, torch_hip, version_of
 from sft_play.log import one_line
 
 NVIDIA, AMD, INTEL = 0x10DE, 0x1002, 0x8086
@@ -26,9 +27,9 @@ and later)."""
 _VGA = 0x0300
 LEAST_VRAM = 4 * 2**30
 """Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own."""
-HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+"""NVIDIA's variable, which AMD's libraries read too, and AMD's own."""
 _NONE_WANTED = ("", "-1")
-ROCM_BUILD = "pip install torch --index-url https://download.pytorch.org/whl/rocm*, for the installed ROCm"
 ON_CPU = "train.device=cpu trains on the CPU"
 
 
@@ -63,16 +64,14 @@ class TorchBuild:
     version: str | None = None
     cuda: str | None = None
     hip: str | None = None
-    xpu: str | None = None
 
     @property
     def words(self) -> str:
         """`torch 2.13.0 is built for CUDA 13.0`."""
         if self.version is None:
             return "torch is not installed"
-        kinds = (("CUDA", self.cuda), ("ROCm", self.hip), ("Intel's XPU", self.xpu))
-        built = [f"{name} {version}" for name, version in kinds if version]
-        return f"torch {self.version} is built for {built[0] if built else 'CPU only'}"
+        kind = f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "CPU only"
+        return f"torch {self.version} is built for {kind}"
 
 
 @dataclass(frozen=True)
@@ -83,9 +82,8 @@ class Devices:
     """/dev/nvidia0 and so on."""
     driver: str | None = None
     pci: tuple[PciDevice, ...] = ()
-    kfd: bool = False
-    kfd_opens: bool = False
-    """Whether this user may open /dev/kfd."""
+    chip: str | None = None
+    """The name of Apple's chip, whose GPU is a part of it."""
     wsl: bool = False
     """Whether this is WSL with an NVIDIA driver on the Windows side."""
     container: bool = False
@@ -107,16 +105,14 @@ class Unseen:
         return f"{self.found}: {self.remedy}; or {ON_CPU}"
 
 
-def look(environment: Mapping[str, str], *, root: Path = Path("/"), nvml: Nvml | None = None) -> Devices:
+def read_devices(environment: Mapping[str, str], *, root: Path = Path("/"), nvml: Nvml | None = None) -> Devices:
     """This machine, or the one below `root`; `nvml`: its answer, where it is not to be asked."""
     dev = root / "dev"
-    kfd = dev / "kfd"
     return Devices(
         nodes=tuple(sorted(f"/dev/{node.name}" for node in dev.glob("nvidia[0-9]*"))),
         driver=_driver(root),
         pci=_pci(root / "sys/bus/pci/devices"),
-        kfd=kfd.exists(),
-        kfd_opens=os.access(kfd, os.R_OK | os.W_OK),
+        chip=_apple_chip(),
         wsl=(dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists(),
         container=any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
         or "KUBERNETES_SERVICE_HOST" in environment,
@@ -128,20 +124,20 @@ def look(environment: Mapping[str, str], *, root: Path = Path("/"), nvml: Nvml |
 
 def torch_build() -> TorchBuild:
     """What the installed torch is built for, from its files."""
-    return TorchBuild(version_of("torch"), torch_cuda(), torch_hip(), torch_xpu())
+    return TorchBuild(version_of("torch"), torch_cuda(), torch_hip())
 
 
 def unseen(devices: Devices) -> Unseen | None:
     """The accelerator that a run on this machine would silently leave unused; None if there is none.
 
-    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; of AMD's GPUs, ROCm's own variables do too.
+    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too.
     """
     hiding = devices.environment or {}
     # a wish for the CPU is no accident
     hidden = {name for name, text in hiding.items() if text.strip() in _NONE_WANTED}
     if HIDING[0] in hidden:
         return None
-    unused = _nvidia(devices, hiding) or (None if hidden else _amd(devices, hiding)) or _intel(devices)
+    unused = _nvidia(devices, hiding) or (None if hidden else _of_other_makers(devices))
     return replace(unused, found=f"{unused.found} ({devices.torch.words})") if unused else None
 
 
@@ -210,37 +206,33 @@ def _nvidia_cause(devices: Devices) -> tuple[str, str]:
         return "the driver's libraries are missing (libnvidia-ml.so.1)", _DOCKER
     if "not found" in error.lower():
         return "the driver's libraries are missing (libnvidia-ml.so.1)", "reinstall the driver, with its libraries"
+    if "pynvml" in error:
+        return words, "make setup, or into your own environment: pip install nvidia-ml-py"
     if devices.container:
         return words, "restart the container: it lost its devices (systemctl daemon-reload does that)"
     return words, "nvidia-smi and dmesg | grep NVRM say more; a user must be allowed to open /dev/nvidia*"
 
 
-# --- AMD and Intel ----------------------------------------------------------------------------------------------------
+# --- AMD, Intel, Apple ------------------------------------------------------------------------------------------------
 
 
-def _amd(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
-    cards = [item for item in devices.pci if item.vendor == AMD and _is_for_computing(item)]
-    if not cards:
+def _of_other_makers(devices: Devices) -> Unseen | None:
+    """GPUs that no run uses: no such machine has trained anything yet."""
+    amd = [card for card in devices.pci if card.vendor == AMD and _computes(card)]
+    # a processor's own GPU is on bus 0
+    intel = [card for card in devices.pci if card.vendor == INTEL and card.kind >> 8 == _DISPLAY
+             and not re.match(r"[0-9a-f]+:00:", card.slot)]  # fmt: skip
+    found = [_on_the_bus(name, cards) for name, cards in (("AMD", amd), ("Intel", intel)) if cards]
+    found += [f"the GPU of {devices.chip}"] if devices.chip else []
+    if not found:
         return None
-    what = f"this machine shows {_on_the_bus('AMD', cards)}"
-    if not devices.kfd and devices.container:
-        why, remedy = "this container was not given them (no /dev/kfd)", (
-            "docker run --device=/dev/kfd --device=/dev/dri --group-add video --group-add render")  # fmt: skip
-    elif not devices.kfd:
-        why, remedy = "there is no /dev/kfd", "install the amdgpu driver with ROCm and restart the machine"
-    elif not devices.kfd_opens:
-        why, remedy = "this user cannot open /dev/kfd", "sudo usermod -aG render,video $USER, then a new login"
-    elif hiding:
-        hidden_by = ", ".join(f"{name}={one_line(text)}" for name, text in hiding.items())
-        why, remedy = f"{hidden_by} names none of them", "unset it, or name GPUs that amd-smi shows"
-    else:
-        why, remedy = "amd-smi does not show it", "install ROCm's amd-smi"
-    if devices.torch.version and devices.torch.hip is None:
-        remedy += f"; then a torch for ROCm: {ROCM_BUILD}"
-    return Unseen(f"{what}, and {why}", remedy)
+    return Unseen(
+        f"this machine shows {' and '.join(found)}",
+        "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one",
+    )
 
 
-def _is_for_computing(card: PciDevice) -> bool:
+def _computes(card: PciDevice) -> bool:
     """Counts even where its driver, which would report its memory, is not loaded: unless it drives a screen."""
     if card.kind >> 8 not in (_DISPLAY, _PROCESSING):
         return False
@@ -249,37 +241,24 @@ def _is_for_computing(card: PciDevice) -> bool:
     return card.vram_bytes >= LEAST_VRAM
 
 
-def _intel(devices: Devices) -> Unseen | None:
-    """Separate cards: a processor's own GPU is on bus 0."""
-    cards = [
-        item
-        for item in devices.pci
-        if item.vendor == INTEL and item.kind >> 8 == _DISPLAY and not re.match(r"[0-9a-f]+:00:", item.slot)
-    ]
-    if not cards:
+def _apple_chip() -> str | None:
+    """`Apple M3 Max`; None on another machine than a Mac with Apple's own chip."""
+    if sys.platform != "darwin" or platform.machine() != "arm64":
         return None
-    return Unseen(
-        f"this machine shows {_on_the_bus('Intel', cards)}",
-        "runs are planned for NVIDIA's, AMD's and Apple's GPUs, none yet for Intel's",
-    )
+    return answer_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or "Apple's chip"
 
 
 # --- a GPU that its driver shows and torch does not -------------------------------------------------------------------
 
 
-def torch_is_blind(
-    gpu: str, torch_error: str, *, build: TorchBuild | None = None, nvml: Nvml | None = None, is_amd: bool | None = None
-) -> str:
+def torch_is_blind(gpu: str, torch_error: str, *, build: TorchBuild | None = None, nvml: Nvml | None = None) -> str:
     """Why this torch cannot use a GPU that its driver shows, and what to do; `torch_error`: torch's own message."""
     build = build or torch_build()
-    is_amd = gpu.startswith("AMD ") if is_amd is None else is_amd
     head = f"the driver shows {gpu}, but {build.words} and cannot use it"
-    if is_amd and build.hip is None:
-        return f"{head}: install its ROCm build ({ROCM_BUILD}); or {ON_CPU}"
-    if not is_amd and build.cuda is None:
+    if build.cuda is None:
         return f"{head}: install its CUDA build (make setup; with VENV=: pip install torch from PyPI); or {ON_CPU}"
-    nvml = nvml or (Nvml() if is_amd else _ask_nvml())
-    if not is_amd and nvml.cuda and build.cuda and nvml.cuda[0] < int(build.cuda.split(".")[0]):
+    nvml = nvml or _ask_nvml()
+    if nvml.cuda and nvml.cuda[0] < int(build.cuda.split(".")[0]):
         return (
             f"{head}: the driver {nvml.driver} runs CUDA {'.'.join(map(str, nvml.cuda))} at most; install driver 580 "
             f"or newer for CUDA 13, 525 or newer for CUDA 12, or a torch built for CUDA {nvml.cuda[0]} "

@@ -13,26 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from sft_play.facts import host
-from sft_play.facts.ask import answer_of
-from sft_play.facts.gpus import amd, nvml
+from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Gpu, capability_pair
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.gpus.seen import Instance, SeenGpu
-from sft_play.units import GIB, MIB
+from sft_play.facts.host import answer_of
+from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
-_PROBE_TIMEOUT_S = 20
 _INSTANCE_SHARE = 0.95
 """Of the size that a profile is named by: 3g.20gb has 19,968 of 20,480 MiB, 1g.5gb 4,864 of 5,120 (tables of
 `nvidia-smi` in the MIG user guide): the smaller share is assumed for all."""
-_NUMBER = re.compile(r"\d+(\.\d+)?")
 UNNAMED = "NVIDIA GPU"
 """A GPU whose driver does not tell its name."""
-AMD_NOTE = (
-    "AMD's GPUs are planned for with the rules that were scored on NVIDIA's; nobody has compared the two yet"
-    " (docs/gpus.md)"
-)
 
 
 @dataclass(frozen=True)
@@ -54,26 +48,24 @@ class Found:
 
 
 def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]]:
-    """The GPUs that a process with this environment sees, in its order, and what a person should know about them.
-
-    AMD's are asked for where NVIDIA's drivers show none: one torch is built for one of the two.
-    """
-    visible, notes = _seen(_probe_gpus(), environment)
-    return (visible, notes) if visible else _probe_amd(environment) or (visible, notes)
+    """The GPUs that a process with this environment sees, in its order, and what a person should know about them."""
+    return _seen(_probe_gpus(), environment)
 
 
 def _probe_gpus() -> tuple[Found, ...]:
-    """Every GPU with its UUID: NVML first, nvidia-smi where its Python package cannot."""
+    """Every GPU or instance that NVML lists; instances that it withholds are those that nvidia-smi names."""
     seen = nvml.see(details=False, topology=False)
-    listed = tuple(one for gpu in seen.gpus for one in _of_nvml(gpu)) if seen else ()
-    # an NVML that runs and lists no GPU is right; one that lists some and gets no answer may be too old
-    if not any(item.usable for item in listed) and (seen is None or seen.gpus):
-        split = [gpu.index for gpu in seen.gpus if gpu.mig_enabled] if seen else []
-        return tuple(item for item in _probe_nvidia_smi() if item.gpu.mig or item.gpu.index not in split) or listed
-    for gpu in seen.gpus if seen else ():
+    if seen is None:
+        return ()
+    listed: list[Found] = []
+    for gpu in seen.gpus:
         if gpu.trouble:  # a GPU that fell off the bus does not hide the others
             logger.warning("%s and is left out", obstacle(gpu))
-    return listed
+        items = _of_nvml(gpu)
+        if gpu.mig_enabled and not gpu.instances and "MIG instances" in gpu.withheld:
+            items = _named_instances(items[0]) or items
+        listed += items
+    return tuple(listed)
 
 
 def obstacle(gpu: SeenGpu) -> str | None:
@@ -190,63 +182,15 @@ def _matches(item: Found, entry: str) -> bool:
     return entry != "" and (item.parent or item.uuid).startswith(entry)
 
 
-def _probe_nvidia_smi() -> tuple[Found, ...]:
-    fields = "index,uuid,name,memory.total,memory.free,compute_cap"
-    whole = []
-    # nvidia-smi's csv has no quotes; no GPU has a comma in its name
-    for line in _nvidia_smi(f"--query-gpu={fields}", "--format=csv,noheader,nounits").splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) != len(fields.split(",")) or not parts[0].isdigit():  # an error message
-            continue
-        total, free = (int(float(text) * MIB) if _NUMBER.fullmatch(text) else None for text in parts[3:5])
-        capability = capability_pair(parts[5].split(".")) if re.fullmatch(r"\d+\.\d+", parts[5]) else None
-        # no total: [N/A], or [Insufficient Permissions] of a split GPU inside a container
-        gpu = Gpu(int(parts[0]), parts[2], total or 0, free, capability)
-        whole.append(Found(parts[1], gpu, usable=total is not None))
-    if not whole:
-        return ()
-    split = _smi_instances(_nvidia_smi("-L"), whole)
-    return tuple(one for item in whole for one in split.get(item.uuid, [item] if item.usable else []))
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    return answer_of("nvidia-smi", *arguments, timeout_s=_PROBE_TIMEOUT_S)
-
-
-def _smi_instances(listed: str, whole: list[Found]) -> dict[str, list[Found]]:
-    """Instances by their GPU's UUID from `nvidia-smi -L`."""
-    gpus, parent = {item.uuid: item.gpu for item in whole}, ""
-    instances: dict[str, list[Found]] = {}
-    for line in listed.splitlines():
-        gpu_line = re.match(r"GPU \d+: .*\(UUID: (GPU-[^)]+)\)", line)
-        instance = re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)
-        if gpu_line:
-            parent = gpu_line[1]
-        elif instance and parent in gpus:
-            size = _profile_bytes(instance[1])
-            name = f"{gpus[parent].name} MIG {instance[1]}"
-            gpu = replace(gpus[parent], name=name, total_bytes=size, free_bytes=size, mig=instance[1])
-            instances.setdefault(parent, []).append(Found(instance[2], gpu, parent))
+def _named_instances(split: Found) -> list[Found]:
+    """The instances of a split GPU as `nvidia-smi -L` names them, each with the memory that its profile has."""
+    instances: list[Found] = []
+    is_below = False
+    for line in answer_of("nvidia-smi", "-L").splitlines():
+        if match := re.match(r"GPU (\d+):", line):
+            is_below = int(match[1]) == split.gpu.index
+        elif is_below and (match := re.match(r"\s+MIG (\S*?\d+gb\S*)\s+Device\s+\d+: \(UUID: (MIG-[^)]+)\)", line)):
+            size, name = _profile_bytes(match[1]), f"{split.gpu.name} MIG {match[1]}"
+            gpu = replace(split.gpu, name=name, total_bytes=size, free_bytes=None, mig=match[1])
+            instances.append(Found(match[2], gpu, split.uuid))
     return instances
-
-
-def _probe_amd(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tuple[str, ...]] | None:
-    """AMD's GPUs as a ROCm process sees them; None where their tools show none."""
-    seen = amd.see()
-    if seen is None:
-        return None
-    by_index = {gpu.index: gpu for gpu in seen.gpus}
-    visible = []
-    for place, index in amd.visible(tuple(by_index), environment):
-        gpu = by_index[index]
-        if not gpu.total_bytes:  # amd-smi gets no answer for it
-            continue
-        name = (gpu.name or "GPU").removeprefix("Advanced Micro Devices, Inc. ").strip().removeprefix("AMD ")
-        # what torch calls its compute capability: (9, 4) of gfx942, (11, 0) of gfx1100
-        match = re.fullmatch(r"gfx(\d{1,2})([0-9a-f])[0-9a-f]", gpu.compute_capability or "")
-        capability = (int(match[1]), int(match[2], 16)) if match else None
-        card = Gpu(
-            place, f"AMD {name}", gpu.total_bytes, gpu.free_bytes, capability, architecture=gpu.compute_capability
-        )
-        visible.append(Found(gpu.uuid or "", card))
-    return tuple(visible), ((AMD_NOTE,) if visible else ())

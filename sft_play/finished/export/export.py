@@ -95,7 +95,7 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
     commands = [f"vllm serve {shell_word(target)} --served-model-name {shell_word(name)} --max-model-len {length}"]
     values = json.loads((model / "config.json").read_text(encoding="utf-8"))
     # the base with the adapter is offered as well, but only where vLLM computes what was trained
-    limits = engines.findings("vllm", engines.trained_of(run.config, engines.architecture_of(values)))
+    limits = engines.engine_findings("vllm", engines.served_of(run.config, engines.architecture_of(values)))
     rank = engines.vllm_rank(run.config.tuning.lora.r)
     if run.is_adapter and not run.is_quantized and rank and all(limit.verdict != "FAIL" for limit in limits):
         base = local_folder(run.config.model.name) or run.config.model.name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.text import lines_of, table
+from sft_play.diagnose.text import lines_of, table_of
 from sft_play.errors import ConfigError
 from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, draw_charts
 from sft_play.finished.report.curves import Screen, plot_lines
@@ -93,8 +93,8 @@ class Comparison:
         heads = [one_line(name, limit=28) for name in self.names]
         lines = [f"Compared: {len(self.names)} runs; {len(self.differing)} differences; * is the best"]
         if settings:
-            lines += [*lines_of(table(["differs", *heads], settings, left=left)), ""]
-        lines += [*lines_of(table(["result", *heads], results, left=(0,))), ""]
+            lines += [*lines_of(table_of(["differs", *heads], settings, left=left)), ""]
+        lines += [*lines_of(table_of(["result", *heads], results, left=(0,))), ""]
         lines += [f"Note: {note}" for note in self.notes]
         first = self.records[0].folder.path
         return [*lines, f"Written to: {self.path}", next_line("report", RUN=first)]

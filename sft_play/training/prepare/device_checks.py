@@ -34,11 +34,6 @@ def check_device(plan: Plan, config: RunConfig) -> None:
         except Exception as error:  # the exception's type differs between builds
             reason = str(error)
         raise HardwareError(torch_is_blind(plan.hardware.gpus[0].name, reason))
-    if planned == "mps" and not torch.backends.mps.is_available():
-        raise HardwareError(
-            f"this Mac has {plan.hardware.shared_gpu}, but torch {torch.__version__} cannot use it (a build without "
-            f"MPS, Python for Intel, or macOS before 14): use a Python for arm64, then make setup; or {ON_CPU}"
-        )
     if planned == "cpu" and config.train.device == "auto" and torch.accelerator.is_available():
         raise HardwareError(
             f"torch {torch.__version__} sees an accelerator ({torch.accelerator.current_accelerator()}), but the run "
@@ -102,9 +97,8 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
 
     # what every call of a kernel would raise from; releases before 0.46 name it otherwise
     if isinstance(cextension.lib, getattr(cextension, "ErrorHandlerMockBNBNativeLibrary", ())):
-        build = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
         raise HardwareError(
-            f"bitsandbytes has no library that works with torch for {build}, and this run needs it "
+            f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}, and this run needs it "
             f"(tuning.mode={config.tuning.mode}, train.optim={config.train.optim}): another version of it is "
             "needed (make doctor), or tuning.mode=lora with train.optim=adamw_torch_fused"
         )
