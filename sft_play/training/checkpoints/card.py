@@ -1,7 +1,7 @@
 """The model card (README.md) of trained weights: base, data in figures, results, settings, how to use them.
 
 Rows, paths and secrets are not in it: a base in a local folder is named by its hub id where the folder tells it, else
-by the folder's name. huggingface_hub writes and reads the front matter.
+by the folder's name. `card.md.jinja` is its text; huggingface_hub writes and reads the front matter.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from huggingface_hub import ModelCard, ModelCardData
+from jinja2 import Environment, FileSystemLoader, Template
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
@@ -64,9 +65,9 @@ class CardFacts:
     """Of a merged model: bf16, fp16, fp32."""
 
 
-def write_card(folder: Path, trained: CardFacts) -> None:
+def write_card(folder: Path, facts: CardFacts) -> None:
     """Write the card into the folder of the weights."""
-    write_text(folder / CARD, card_of(trained, base_of(trained.config)))
+    write_text(folder / CARD, card_of(facts, base_of(facts.config)))
 
 
 def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]:
@@ -82,57 +83,53 @@ def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]
     return stop_ids(config.task_mode, tokenizer, renderer, of_base)
 
 
-def card_of(trained: CardFacts, base: Base) -> str:
+def card_of(facts: CardFacts, base: Base) -> str:
     """The card's text, with its front matter."""
-    config = trained.config
-    datasets = sorted(
-        {path.removeprefix("hub:").partition(":")[0] for path in _paths(config) if path.startswith("hub:")}
-    )
+    config, is_adapter = facts.config, facts.kind == "adapter"
     method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[config.tuning.mode]
-    data = ModelCardData(
+    kwargs = config.data.chat_template_kwargs
+    classes, options = _loading(facts, base)
+    text = _template().render(
+        front_matter=_front_matter(facts, base).to_yaml(),
+        name=facts.name,
+        what={
+            "adapter": f"A {method} adapter for `{base.name}`, which it needs.",
+            "model": f"`{base.name}` after {method}, all weights.",
+            "merged": f"`{base.name}` with a {method} adapter merged into its weights ({facts.dtype}).",
+        }[facts.kind],
+        base=base, here=HERE, is_adapter=is_adapter, classes=classes, options=options, trust=_trust(config),
+        resize_to=facts.model_spec.resize_to, stop=list(facts.stop), plan=facts.plan, config=config,
+        template_options=f", **{kwargs!r}" if kwargs else "",
+        scored=_scored(facts), results=_results(facts), data=_data(facts), settings=_settings(facts),
+        licence=base.license.get("license_name") or base.license.get("license"),
+        versions=_versions(facts),
+    )  # fmt: skip
+    return str(ModelCard(text))
+
+
+def _template() -> Template:
+    """`card.md.jinja`."""
+    loader = FileSystemLoader(Path(__file__).parent)
+    environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+    environment.filters["json"] = json.dumps  # jinja2's own escapes what HTML needs
+    return environment.get_template("card.md.jinja")
+
+
+def _front_matter(facts: CardFacts, base: Base) -> ModelCardData:
+    config = facts.config
+    paths = [config.data.train_path, config.data.text_path, *(one.path for one in config.data.sources)]
+    datasets = sorted(
+        {path.removeprefix("hub:").partition(":")[0] for path in paths if path and path.startswith("hub:")}
+    )
+    tags = {"full": [], "lora": ["lora"], "qlora": ["lora", "qlora"]}[config.tuning.mode]
+    return ModelCardData(
         base_model=base.name if base.is_on_hub else None,
-        library_name="peft" if trained.kind == "adapter" else "transformers",
+        library_name="peft" if facts.kind == "adapter" else "transformers",
         pipeline_tag="text-generation",
         datasets=datasets or None,
-        tags=["sft_play", "sft" if config.task_mode == "sft" else "continued-pretraining", *_tags(trained)],
+        tags=["sft_play", "sft" if config.task_mode == "sft" else "continued-pretraining", *tags],
         **base.license,
     )
-    what = {
-        "adapter": f"A {method} adapter for `{base.name}`, which it needs.",
-        "model": f"`{base.name}` after {method}, all weights.",
-        "merged": f"`{base.name}` with a {method} adapter merged into its weights ({trained.dtype}).",
-    }[trained.kind]
-    return str(
-        ModelCard(
-            "\n".join(
-                [
-                    f"---\n{data.to_yaml()}\n---",
-                    f"\n# {trained.name}\n\n{what} Trained by sft_play.",
-                    *_section("Use", [usage(trained, base)]),
-                    *_section("Results", _results(trained)),
-                    *_section("Data", _data(trained)),
-                    *_section("Settings", _settings(trained)),
-                    *_section("Base and licence", [_licence(base)]),
-                    *_section("Versions", [_versions(trained)]),
-                ]
-            )
-            + "\n"
-        )
-    )
-
-
-def _section(title: str, lines: Sequence[str]) -> list[str]:
-    return [f"\n## {title}\n", *lines] if lines else []
-
-
-def _paths(config: RunConfig) -> list[str]:
-    data = config.data
-    return [path for path in (data.train_path, data.text_path, *(one.path for one in data.sources)) if path]
-
-
-def _tags(trained: CardFacts) -> list[str]:
-    mode = trained.config.tuning.mode
-    return [] if mode == "full" else ["lora", *(["qlora"] if mode == "qlora" else [])]
 
 
 # --- the base ---------------------------------------------------------------------------------------------------------
@@ -187,109 +184,65 @@ def _license_on_hub(name: str, revision: str | None) -> dict[str, str]:
         return {}
 
 
-def _licence(base: Base) -> str:
-    shown = base.license.get("license_name") or base.license.get("license")
-    where = f"[{base.name}](https://huggingface.co/{base.name})" if base.is_on_hub else f"`{base.name}` (a local model)"
-    if shown is None:
-        return f"Base: {where}. Its licence is not recorded here; it holds for this model too."
-    link = base.license.get("license_link")
-    return f"Base: {where}. Its licence ({f'[{shown}]({link})' if link else shown}) holds for this model too."
-
-
 # --- how to use it ----------------------------------------------------------------------------------------------------
 
 
-def usage(trained: CardFacts, base: Base) -> str:
-    """Code that loads the weights as they were trained and answers a prompt."""
-    return "\n".join(["```python", *_loading(trained, base), *_asking(trained), "```"])
+def _trust(config: RunConfig) -> list[str]:
+    return ["trust_remote_code=True"] if config.model.trust_remote_code else []
 
 
-def _loading(trained: CardFacts, base: Base) -> Iterator[str]:
-    config, spec = trained.config, trained.model_spec
-    trust = ["trust_remote_code=True"] if config.model.trust_remote_code else []
-    dtype = f"dtype=torch.{trained.plan.precision.load}" if trained.kind == "adapter" else 'dtype="auto"'
-    options = [dtype, 'device_map="auto"', *trust]
+def _loading(facts: CardFacts, base: Base) -> tuple[list[str], list[str]]:
+    """The classes of transformers that load the weights as they were trained, and the options of their model."""
+    config = facts.config
     classes = ["AutoModelForCausalLM", "AutoTokenizer"]
-    if trained.kind == "adapter":
-        if base.is_on_hub and config.model.revision:
-            options.append(f"revision={json.dumps(config.model.revision)}")
-        if spec.is_text_tower:
-            classes.append("AutoConfig")
-            options += ["config=AutoConfig.from_pretrained(base).get_text_config()", f"key_mapping={TEXT_TOWER_KEYS!r}"]
-        if config.tuning.mode == "qlora":
-            classes.append("BitsAndBytesConfig")
-            options.append("quantization_config=quantization")
-    yield "import torch"
-    yield from ["from peft import PeftModel"] * (trained.kind == "adapter")
-    yield f"from transformers import {', '.join(sorted(classes))}"
-    yield ""
-    yield f'name = "{HERE}"  # this repository, or the folder of this file'
-    if trained.kind != "adapter":
-        yield f"tokenizer = AutoTokenizer.from_pretrained({', '.join(['name', *trust])})"
-        yield f"model = AutoModelForCausalLM.from_pretrained({', '.join(['name', *options])})"
-        return
-    yield f"base = {json.dumps(base.name)}" + ("" if base.is_on_hub else "  # the folder of the base")
-    yield f"tokenizer = AutoTokenizer.from_pretrained({', '.join(['name', *trust])})"
+    if facts.kind != "adapter":
+        return classes, ['dtype="auto"', 'device_map="auto"', *_trust(config)]
+    options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *_trust(config)]
+    if base.is_on_hub and config.model.revision:
+        options.append(f"revision={json.dumps(config.model.revision)}")
+    if facts.model_spec.is_text_tower:
+        classes.append("AutoConfig")
+        options += ["config=AutoConfig.from_pretrained(base).get_text_config()", f"key_mapping={TEXT_TOWER_KEYS!r}"]
     if config.tuning.mode == "qlora":
-        yield "quantization = BitsAndBytesConfig("
-        yield '    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,'
-        yield f"    bnb_4bit_compute_dtype=torch.{trained.plan.precision.compute},"
-        yield ")"
-    yield f"model = AutoModelForCausalLM.from_pretrained({', '.join(['base', *options])})"
-    if spec.resize_to is not None:
-        yield f"model.resize_token_embeddings({spec.resize_to}, mean_resizing=False)"
-    yield "model = PeftModel.from_pretrained(model, name).eval()"
-
-
-def _asking(trained: CardFacts) -> Iterator[str]:
-    data = trained.config.data
-    yield ""
-    if trained.config.task_mode == "cpt":
-        yield 'inputs = tokenizer("Once upon a time", return_tensors="pt").to(model.device)'
-    else:
-        more = f", **{data.chat_template_kwargs!r}" if data.chat_template_kwargs else ""
-        yield 'messages = [{"role": "user", "content": "Hello"}]'
-        yield "inputs = tokenizer.apply_chat_template("
-        yield f'    messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"{more}'
-        yield ").to(model.device)"
-    yield f"output = model.generate(**inputs, max_new_tokens=256, do_sample=False, eos_token_id={list(trained.stop)})"
-    yield 'print(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))'
+        classes.append("BitsAndBytesConfig")
+        options.append("quantization_config=quantization")
+    return classes, options
 
 
 # --- what was done ----------------------------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in lines] if rows else []
-
-
-def _results(trained: CardFacts) -> list[str]:
-    summary, rows = trained.summary, []
-    before, after = summary.get("before") or {}, summary.get("after") or {}
+def _results(facts: CardFacts) -> list[list[str]]:
+    """Figures before and after training; empty where nothing was measured."""
+    rows = []
+    before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     for name, key, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
         values = [figures.get(key) for figures in (before, after)]
         if any(value is not None for value in values):
             rows.append([name, *("not measured" if value is None else form.format(value) for value in values)])
-    count = after.get("rows") or before.get("rows")
-    split = {"val": "validation", "test": "test"}.get(str(summary.get("split")), str(summary.get("split")))
-    table = _table([f"{count:,} {split} rows" if count else "", "before", "after"], rows)
-    return [*table, "", "On rows like those of the training; nothing else was measured here."] if table else []
+    return rows
 
 
-def _data(trained: CardFacts) -> list[str]:
+def _scored(facts: CardFacts) -> str:
+    """The rows that these figures are of."""
+    before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
+    count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
+    return f"{count:,} {'validation' if split == 'val' else split} rows" if count else ""
+
+
+def _data(facts: CardFacts) -> list[list[str]]:
     """Rows and tokens of each split, as the manifest has them; never a row, a path or a file's name."""
     rows = []
-    for name, fact in (trained.manifest.get("data") or {}).items():
+    for name, fact in (facts.manifest.get("data") or {}).items():
         report = fact.get("report") if isinstance(fact, Mapping) else None
         if report and name.split()[-1] in ("train", "val", "test"):
             numbers = [f"{report[key]:,}" for key in ("rows_kept", "tokens", "tokens_trained")]
             rows.append([name, str(report.get("format") or ""), *numbers])
-    return _table(["split", "format", "rows", "tokens", "trained tokens"], rows)
+    return rows
 
 
-def _settings(trained: CardFacts) -> list[str]:
-    config, spec = trained.config, trained.model_spec
+def _settings(facts: CardFacts) -> list[list[str]]:
+    config, spec = facts.config, facts.model_spec
     train, lora = config.train, config.tuning.lora
     rows = [["method", {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]]]
     if config.tuning.mode != "full":
@@ -299,20 +252,20 @@ def _settings(trained: CardFacts) -> list[str]:
         rows.append(["adapter", ", ".join([f"r {lora.r}", f"alpha {scale}", f"dropout {lora.dropout:g}", *kinds])])
         rows.append(["adapted layers", ", ".join(targets)] if targets else ["adapted layers", "all linear ones"])
         rows += [["trained whole", ", ".join(lora.modules_to_save)]] if lora.modules_to_save else []
-    steps = trained.summary.get("steps")
-    rows += [
+    steps = facts.summary.get("steps")
+    return [
+        *rows,
         ["steps", f"{steps:,}" if steps else str(train.max_steps or f"{train.epochs:g} epochs")],
-        ["effective batch", str(trained.plan.choice.batch.effective_batch)],
+        ["effective batch", str(facts.plan.choice.batch.effective_batch)],
         ["learning rate", f"{config.learning_rate:g}, {train.lr_scheduler_type}, warm-up {train.warmup_steps:g}"],
         ["optimizer", f"{train.optim}, weight decay {train.weight_decay:g}, gradient norm {train.max_grad_norm:g}"],
-        ["sequence length", f"{trained.plan.max_seq_len:,}" + (", packed" if config.data.packing != "none" else "")],
+        ["sequence length", f"{facts.plan.max_seq_len:,}" + (", packed" if config.data.packing != "none" else "")],
         ["loss on", "all text" if config.task_mode == "cpt" else config.data.loss_on],
-        ["precision", f"{trained.plan.precision.compute}, weights in {trained.plan.precision.load}"],
+        ["precision", f"{facts.plan.precision.compute}, weights in {facts.plan.precision.load}"],
         ["seed", str(train.seed)],
     ]
-    return _table(["setting", "value"], rows)
 
 
-def _versions(trained: CardFacts) -> str:
-    versions = trained.manifest.get("versions") or {}
+def _versions(facts: CardFacts) -> str:
+    versions = facts.manifest.get("versions") or {}
     return ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded"
