@@ -7,6 +7,8 @@ there is an environment.
 
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
+from sft_play.spelling import nearest, plain
+
 TARGETS = {
     "train-tb": "train",
     "train-and-watch": "train",
@@ -377,7 +379,7 @@ def spoken(target: str) -> str:
 def _no_target(goal: str) -> str:
     if goal in targets():  # of the other Makefile
         return f"make {goal}: that target is called as {spoken(goal)}"
-    near = nearest(goal, sorted(targets()))
+    near = nearest(goal, targets())
     hint = f"did you mean {spoken(near)}?" if near else "make alone lists them"
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
@@ -395,7 +397,7 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
     if name.upper() in _OTHERS:
         return None
     own = [one for one in VARIABLES if any(is_taken(one, goal) for goal in asked)]
-    near = OTHER_WORDS.get(_plain(name)) or nearest(name, own, list(VARIABLES))
+    near = OTHER_WORDS.get(plain(name)) or nearest(name, own, list(VARIABLES))
     if near is not None:
         whose = "" if near in own else f" It belongs to {_takers(near)}"
         return f"{name}= is not a variable of {words}; did you mean {near}=?{whose}"
@@ -421,36 +423,3 @@ def _takers(name: str) -> str:
     """The targets that use a variable, the first of them by name."""
     named = [spoken(one) for one in VARIABLES[name].commands]
     return ", ".join(named) if len(named) <= 7 else f"{', '.join(named[:6])} and {len(named) - 6} others"
-
-
-def nearest(name: str, *choices: Sequence[str]) -> Optional[str]:
-    """The name that was probably meant, from the first list that has a near one; None where none is near.
-
-    Case, hyphens and underscores do not count. Of short names one letter may differ, of longer ones two.
-    """
-    plain = _plain(name)
-    for names in choices:
-        ranked = sorted((_distance(plain, _plain(one)), one) for one in names)
-        for distance, one in ranked[:1]:
-            shortest = min(len(plain), len(_plain(one)))
-            if distance <= (0 if shortest < 3 else 1 if shortest < 6 else 2):
-                return one
-    return None
-
-
-def _plain(name: str) -> str:
-    return name.upper().replace("_", "").replace("-", "")
-
-
-def _distance(one: str, other: str) -> int:
-    """How many letters differ: inserted, left out, changed, or two neighbours swapped (optimal string alignment)."""
-    before: List[int] = []
-    row = list(range(len(other) + 1))
-    for i, a in enumerate(one, start=1):
-        before, last, row = row, before, [i]
-        for j, b in enumerate(other, start=1):
-            best = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
-            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:  # `last` is the row before `before`
-                best = min(best, last[j - 2] + 1)
-            row.append(best)
-    return row[-1]

@@ -150,7 +150,7 @@ def copy(tmp_path):
     for name in ("sft_play", "tests", "benchmarks"):
         (folder / name).mkdir()
     shutil.copy(ROOT / "benchmarks" / "Makefile", folder / "benchmarks")
-    for name in ("__init__.py", "_version.py", "variables.py"):
+    for name in ("__init__.py", "_version.py", "spelling.py", "variables.py"):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play")
     return folder
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import json
 import os
@@ -23,8 +22,9 @@ from sft_play.errors import ConfigError
 from sft_play.launch.exported import node_variables, rank_variables
 from sft_play.launch.launch_options import NODE_VARIABLES, LaunchOptions, launch_options_of
 from sft_play.log import escape_control, one_line
+from sft_play.spelling import did_you_mean, nearest
 from sft_play.starter.names import CONFIG
-from sft_play.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands, nearest
+from sft_play.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 
 SHORT_FLAGS = {
     "--lora-rank": "tuning.lora.r",
@@ -120,8 +120,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
         list(words)
     )
     if given.command not in (*FILES, *INTERNAL):
-        near = difflib.get_close_matches(given.command, FILES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"there are: {', '.join(FILES)}"
+        hint = did_you_mean(given.command, FILES) or f"there are: {', '.join(FILES)}"
         raise ConfigError(f"there is no command {escape_control(given.command)}; {hint}")
     _refuse_flags(given, words, unknown)
     # the last of several values of a key counts: words win over short flags, and these over SET

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator
 
@@ -12,7 +11,7 @@ from sft_play.config.overrides import OVERRIDE, place
 from sft_play.config.reference import yaml_value
 from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse_value, show
 from sft_play.errors import ConfigError
-from sft_play.variables import nearest
+from sft_play.spelling import nearest
 
 # Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
 _SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|api_key|secret|password", re.IGNORECASE)
@@ -87,8 +86,8 @@ def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, sectio
     if near:
         return f"; did you mean {f'{section}.' if section else ''}{near}?"
     elsewhere = {path.rpartition(".")[2] for path in [*leaves(), *sections()]} - _VAGUE - {""}
-    near = None if key in _VAGUE else nearest(key, sorted(elsewhere), other_tools.table().plain_keys)
-    if near and difflib.SequenceMatcher(None, key, near).ratio() >= _ALIKE:
+    near = None if key in _VAGUE else nearest(key, elsewhere, other_tools.table().plain_keys, alike=_ALIKE)
+    if near:
         if places := homes(near):
             return f"; did you mean {' or '.join(places[:3])}?"
         answer = other_tools.answer(other_tools.table().rows[near], value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -15,7 +14,7 @@ from sft_play.config.overrides import OVERRIDE, place
 from sft_play.config.schema import RunConfig
 from sft_play.config.unknown_keys import answer_words, foreign_problems
 from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, show, value_at, walk
-from sft_play.variables import nearest
+from sft_play.spelling import LIKE_A_TYPO, did_you_mean
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -140,8 +139,7 @@ def _item_message(document: Document, path: Path_, kind: str) -> str:
         first = next(iter(fields))
         return f"expected a section, found {show(value, raw=raw)}; write {{{first}: {show(value, raw=raw)}, …}}"
     if key[0] not in fields:
-        near = nearest(str(key[0]), list(fields))
-        hint = f"did you mean {near}?" if near else f"{holder}[] takes {', '.join(fields)}"
+        hint = did_you_mean(str(key[0]), fields) or f"{holder}[] takes {', '.join(fields)}"
         return f"unknown key (value {show(value, raw=raw)}); {hint}"
     leaf = item_leaf(holder, str(key[0]))
     return f"missing; {leaf.doc}" if kind == "missing" else _expected(leaf, value, raw)
@@ -184,9 +182,9 @@ def _hint(value: Plain, raw: str | None, expected: str) -> str:
             return "; a number has no leading zero"
         if "number" in expected and value.replace("_", "").replace(",", "").isdigit():
             return "; write the number without separators"
-        cutoff = 0.6 if len(value) > 3 else 0.7  # `gpu` is not a misspelt `cpu`
-        near = difflib.get_close_matches(value, expected.replace(",", " ").split(), n=1, cutoff=cutoff)
-        return f"; did you mean {near[0]}?" if near else ""
+        alike = 0.6 if len(value) > 3 else LIKE_A_TYPO  # `gpu` is not a misspelt `cpu`
+        near = did_you_mean(value, expected.replace(",", " ").split(), alike=alike)
+        return f"; {near}" if near else ""
     if isinstance(value, (bool, int, float)) and "text" in expected and "list" not in expected:
         return f'; put it in quotes: "{raw if raw is not None else value}"'
     if value is None and "null" not in expected:

@@ -24,7 +24,6 @@ A YAML file says the same:
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable
@@ -36,6 +35,7 @@ import yaml
 
 from sft_play.errors import HardwareError
 from sft_play.log import one_line
+from sft_play.spelling import nearest
 
 MAX_GPUS = 100_000
 _MAX_FILE_BYTES = 1_000_000
@@ -208,8 +208,8 @@ def _head(text: str, where: str) -> MachineSpec:
 def _checked(name: str, names: tuple[str, ...], what: str) -> str:
     if name in names:
         return name
-    close = difflib.get_close_matches(name, names, n=2, cutoff=0.5)
-    hint = f"nearest: {', '.join(close)}; " if close else ""
+    near = nearest(name, names, alike=0.5)
+    hint = f"nearest: {near}; " if near else ""
     raise HardwareError(f"{what} is not an option of a machine; {hint}there are {', '.join(names)}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from sft_play.launch.accelerate.reading import AccelerateConfig
 from sft_play.launch.given import whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
+from sft_play.spelling import did_you_mean
 
 NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -132,8 +132,8 @@ def _strategy(text: str | None) -> LayoutName | None:
     for name in LAYOUT_NAMES:
         if text.strip().lower() == name:
             return name
-    near = difflib.get_close_matches(text.lower(), LAYOUT_NAMES, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    near = did_you_mean(text, LAYOUT_NAMES, alike=0.6)
+    hint = f"{near} " if near else ""
     raise ConfigError(f"STRATEGY={one_line(text)} is not a layout; {hint}there are: {', '.join(LAYOUT_NAMES)}")
 
 

@@ -5,7 +5,6 @@ A DeepSpeed file is read and checked here too, so that contradictions between th
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
 from sft_play.launch.deepspeed.translate import translate
 from sft_play.log import one_line
+from sft_play.spelling import nearest
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
 PROJECT = Path(__file__).resolve().parents[2]
@@ -228,9 +228,9 @@ def _nearest(key: str) -> str:
     plain = key.lower().replace("-", "_")
     if plain in KNOWN_AS:
         return f"here it is {KNOWN_AS[plain]}"
-    near = difflib.get_close_matches(plain, [*DistConfig.model_fields, *KNOWN_AS], n=1, cutoff=0.6)
+    near = nearest(key, [*DistConfig.model_fields, *KNOWN_AS], alike=0.6)
     if near:
-        return f"did you mean {KNOWN_AS.get(near[0], near[0])}?"
+        return f"did you mean {KNOWN_AS.get(near, near)}?"
     return f"the keys are {_keys()}"
 
 
@@ -239,11 +239,11 @@ def _hint(key: str, value: Any) -> str:
     word = str(value).strip().lower()
     if key == "mixed_precision":
         meant = _PRECISIONS.get(word.removeprefix("torch."))
-        near = [meant] if meant else difflib.get_close_matches(word, ["auto", "no", "fp16", "bf16"], n=1)
-        return f"; did you mean {near[0]}?" if near else ""
+        near = meant or nearest(word, ["auto", "no", "fp16", "bf16"])
+        return f"; did you mean {near}?" if near else ""
     if key == "backend":
-        near = difflib.get_close_matches(word, ["accelerate", "deepspeed"], n=1, cutoff=0.5)
-        return f"; did you mean {near[0]}?" if near else ""
+        near = nearest(word, ["accelerate", "deepspeed"], alike=0.5)
+        return f"; did you mean {near}?" if near else ""
     if annotation is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
         return f"; write {'true' if word in ('true', 'yes', 'on', '1') else 'false'}"
     if annotation is int and word.isdigit() and int(word) > 0:

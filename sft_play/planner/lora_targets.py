@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.models.families import why_no_adapter
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
+from sft_play.spelling import did_you_mean
 
 OUTPUT_HEADS = ("lm_head", "embed_out")
 """What transformers calls the output head."""
@@ -30,8 +29,8 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
         elif why := _why_none(target, shape):
             problems.append(f"{one_line(target)}: {why}")
         else:
-            near = difflib.get_close_matches(target, names, n=1, cutoff=0.6)
-            hint = f" (did you mean {near[0]}?)" if near else ""
+            near = did_you_mean(target, names)
+            hint = f" ({near})" if near else ""
             problems.append(f"{one_line(target)} matches nothing{hint}")
     if problems:
         listed = f"The linear layers are: {', '.join(names)}; auto takes these"

@@ -7,7 +7,6 @@ example, counted and reported.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import re
@@ -37,6 +36,7 @@ from sft_play.data.sources.other_kinds import TELLTALES, likely_kind, refuse_oth
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
+from sft_play.spelling import did_you_mean
 
 EMPTY_ANSWER = "the answer is empty"
 EMPTY_TEXT = "text is empty"
@@ -359,8 +359,8 @@ def check_columns(data: DataConfig) -> None:
         raise DataError(f"data.columns: {one_line(twice[0])} is mapped to two columns; each of yours can stand for one")
     for known in data.columns:
         if known not in KNOWN_COLUMNS:
-            near = difflib.get_close_matches(known, KNOWN_COLUMNS, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = did_you_mean(known, KNOWN_COLUMNS)
+            hint = f"; {near}" if near else ""
             raise DataError(
                 f"data.columns: {one_line(known)} is not a column of a known format{hint} (write known: yours; known: "
                 f"{', '.join(sorted(KNOWN_COLUMNS))})"

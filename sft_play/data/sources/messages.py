@@ -6,7 +6,6 @@ a message is left out silently: what cannot be kept makes the row unusable, with
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +13,7 @@ from typing import Any
 
 from sft_play.data.sources.json_rows import strict_json
 from sft_play.log import one_line
+from sft_play.spelling import nearest
 
 Message = dict[str, Any]
 
@@ -314,8 +314,8 @@ def _role(given: Any, where: str, *, is_result: bool = False) -> str:
         return ROLES[name]
     if name == "function" and is_result:
         return "tool"
-    near = difflib.get_close_matches(name[:60], ROLES, n=1, cutoff=0.7)
-    hint = f'; did you mean "{near[0]}"?' if near else f"; known: {', '.join(ROLES)}"
+    near = nearest(name, ROLES)
+    hint = f'; did you mean "{near}"?' if near else f"; known: {', '.join(ROLES)}"
     raise Unusable(f'{UNKNOWN_ROLE} "{one_line(given, limit=40)}"', f"{where}{hint}")
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from sft_play.data.sources.messages import Message
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
+from sft_play.spelling import did_you_mean
 from sft_play.training.measure.exact_match import Answer, Question
-from sft_play.variables import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -73,9 +73,8 @@ def _named(name: str) -> Metric:
     if ":" in name:
         return Metric(name, _own(name))
     if name not in BUILT_IN:
-        near = nearest(name, [*BUILT_IN, NONE])
         there = f"there are {', '.join(BUILT_IN)}, {NONE} and your own module:function"
-        hint = f"did you mean {near}?" if near else there
+        hint = did_you_mean(name, [*BUILT_IN, NONE]) or there
         raise ConfigError(f"METRICS={one_line(name)} is not a metric; {hint}")
     if not _is_installed(name):
         raise ConfigError(f"METRICS={name} needs the package {PACKAGES[name]}: {_INSTALL}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from typing import Any
 
@@ -20,6 +19,7 @@ from sft_play.launch.deepspeed.tree import (
     value_at,
 )
 from sft_play.launch.deepspeed.values import wrong_values
+from sft_play.spelling import nearest
 
 _COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
@@ -151,17 +151,9 @@ def _nearest(path: str, key: str, known: keys.Sections) -> str:
         # the outer sections first, and of those the two that nearly every file has
         homes = sorted(elsewhere, key=lambda section: (section.count("."), section not in ("", "zero_optimization")))
         return f"it belongs at {' or '.join(join_path(home, key) for home in homes[:3])}"
-    flat = {_flat(name): name for name in sorted(known[path])}
-    near = difflib.get_close_matches(_flat(key), flat, n=1, cutoff=0.5)
-    if near:
-        return f"the nearest is {join_path(path, flat[near[0]])}"
-    everywhere = {_flat(name): join_path(section, name) for section, names in known.items() for name in sorted(names)}
-    near = difflib.get_close_matches(_flat(key), everywhere, n=1, cutoff=0.6)
-    if near:
-        return f"the nearest is {everywhere[near[0]]}"
-    near = difflib.get_close_matches(_flat(key), flat, n=1, cutoff=0.0)
-    return f"the nearest is {join_path(path, flat[near[0]])}"
-
-
-def _flat(key: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", key.lower())
+    near = nearest(key, known[path], alike=0.5)
+    if near is None:
+        everywhere = {name: section for section, names in known.items() for name in names}
+        near = nearest(key, everywhere, alike=0.6)
+        path = everywhere[near] if near else path
+    return f"the nearest is {join_path(path, near or nearest(key, known[path], alike=0.0) or '')}"

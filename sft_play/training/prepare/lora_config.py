@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +13,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
+from sft_play.spelling import did_you_mean
 from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
 
 _SHOWN_NAMES = 24
@@ -98,6 +98,6 @@ def _matches(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _nearest(target: str, names: Any) -> str:
-    near = difflib.get_close_matches(target, {name.rpartition(".")[2] for name in names}, n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+def _nearest(target: str, names: Iterable[str]) -> str:
+    near = did_you_mean(target, {name.rpartition(".")[2] for name in names})
+    return f" ({near})" if near else ""

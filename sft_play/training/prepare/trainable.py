@@ -6,7 +6,6 @@ range of numbers (`layers.0-3`). `lora` means the adapters, `norm` every norm.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from torch import nn
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.log import one_line
+from sft_play.spelling import did_you_mean
 from sft_play.training.prepare.model_spec import ModelSpec, empty_model
 
 _WORDS = {"lora": "lora_*", "norm": "*norm*"}
@@ -71,8 +71,8 @@ def _no_match(config: RunConfig, pattern: str, names: Iterable[str]) -> str:
     # without torch's and PEFT's own words, which every name has
     pieces = {part for name in names for part in name.split(".")} - {"default", "weight", "bias", "base_model"}
     words = sorted(piece for piece in pieces if not piece.isdigit())
-    near = difflib.get_close_matches(pattern.rpartition(".")[2], words, n=1, cutoff=0.6)
-    hint = f" (did you mean {near[0]}?)" if near else ""
+    near = did_you_mean(pattern.rpartition(".")[2], words)
+    hint = f" ({near})" if near else ""
     layers = max((int(piece) for piece in pieces if piece.isdigit()), default=-1) + 1
     counted = f"; layers are numbered 0 to {layers - 1}" if layers else ""
     return (

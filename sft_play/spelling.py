@@ -1,0 +1,35 @@
+"""The name that was probably meant: every "did you mean" asks here.
+
+Standard library only, and nothing newer than Python 3.7: `scripts/check_variables.py` needs it before there is an
+environment.
+"""
+
+import difflib
+from typing import Iterable, Optional
+
+LIKE_A_TYPO = 0.75
+"""How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four, two of eight."""
+
+
+def nearest(name: str, *choices: Iterable[str], alike: float = LIKE_A_TYPO) -> Optional[str]:
+    """The most similar name, from the first of the lists that has one at least so `alike`; None where none has.
+
+    Case, hyphens and underscores do not count.
+    """
+    for names in choices:
+        forms = {plain(one): one for one in sorted(names, reverse=True)}
+        near = difflib.get_close_matches(plain(name[:100]), list(forms), n=1, cutoff=alike)
+        if near:
+            return forms[near[0]]
+    return None
+
+
+def did_you_mean(name: str, *choices: Iterable[str], alike: float = LIKE_A_TYPO) -> str:
+    """`did you mean …?` with the nearest name; empty where none is near."""
+    near = nearest(name, *choices, alike=alike)
+    return f"did you mean {near}?" if near else ""
+
+
+def plain(name: str) -> str:
+    """A name in capitals without hyphens and underscores."""
+    return name.upper().replace("_", "").replace("-", "")
