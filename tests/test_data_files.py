@@ -1,0 +1,156 @@
+"""Tables are data: each file is read by a few lines, has its sources, and the form that its schema here says."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from sft_play.config.leaves import leaves
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "sft_play"
+
+TEXT, NUMBER, WHOLE, YES = {"type": "string"}, {"type": "number"}, {"type": "integer"}, {"type": "boolean"}
+OR_NULL = {"type": ["string", "null"]}
+ANYTHING: dict[str, Any] = {}
+
+
+def listed(item: dict[str, Any]) -> dict[str, Any]:
+    """A list that is not empty."""
+    return {"type": "array", "items": item, "minItems": 1}
+
+
+def mapping(value: dict[str, Any]) -> dict[str, Any]:
+    """Any keys."""
+    return {"type": "object", "additionalProperties": value, "minProperties": 1}
+
+
+def record(required: dict[str, Any], **optional: Any) -> dict[str, Any]:
+    """These keys and no other."""
+    return {
+        "type": "object",
+        "properties": required | optional,
+        "required": list(required),
+        "additionalProperties": False,
+    }
+
+
+ROW = {
+    "keys": TEXT, "words": TEXT, "path": {"enum": list(leaves())}, "read": TEXT, "switch": YES,
+    "values": mapping({"type": ["string", "object"]}),
+}  # fmt: skip
+FINDING = {"verdict": {"enum": ["FAIL", "WARN"]}, "what": TEXT, "remedy": TEXT}
+LIMIT = record({**FINDING, "source": TEXT, "when": ANYTHING}, of_full=YES)
+SCHEMAS = {
+    "config/other_tools.yaml": record(
+        {
+            "sources": listed(TEXT),
+            "rows": listed(record({"keys": TEXT}, **ROW)),
+            "prefixes": listed(record({"keys": TEXT, "words": TEXT}, switch=YES)),
+            "sections": mapping(TEXT),
+        }
+    ),
+    "launch/deepspeed/keys.json": record(
+        {
+            "sources": listed(TEXT),
+            "sections": mapping(record({"keys": TEXT}, file=TEXT, with_and_without_stage3_=TEXT, **{"class": TEXT})),
+            "renamed": mapping(TEXT),
+            "removed": mapping(TEXT),
+            "auto_is_a_value": listed(TEXT),
+        }
+    ),
+    "facts/gpus/gpu_catalog.json": record(
+        {
+            "sources": mapping(TEXT),
+            "families": mapping(
+                record(
+                    {"source": TEXT, "fp16": NUMBER, "bf16": YES, "fp8": YES, "fp32": NUMBER, "capability": ANYTHING}
+                )
+            ),
+            "gpus": listed(
+                record(
+                    {"name": TEXT, "memory": ANYTHING, "sources": listed(TEXT)},
+                    family=OR_NULL,
+                    vendor=TEXT,
+                    units=ANYTHING,
+                    boost_mhz=ANYTHING,
+                    bandwidth_gb=ANYTHING,
+                    watts=ANYTHING,
+                    pcie=ANYTHING,
+                    nvlink_gb=ANYTHING,
+                    aliases=ANYTHING,
+                    dense=ANYTHING,
+                )
+            ),
+        }
+    ),
+    "facts/gpus/gpu_prices.json": record(
+        {
+            "lists": mapping(record({"provider": TEXT, "read": TEXT, "address": TEXT}, kept_at=TEXT)),
+            "prices": listed(record({"of": TEXT, "gpu": TEXT, "usd": NUMBER}, counts=listed(WHOLE))),
+        }
+    ),
+    "facts/models/class_defaults.json": mapping(mapping(ANYTHING)),  # by `make generate`, from transformers
+    "facts/models/known_models.json": listed(
+        record({"names": listed(TEXT), "source": TEXT, "config": mapping(ANYTHING)}, params=ANYTHING)
+    ),
+    "diagnose/known_bad.json": record(
+        {
+            "pairs": listed(record({**FINDING, "when": ANYTHING, "sources": listed(TEXT)})),
+            "errors": listed(record({"pattern": TEXT, "remedy": TEXT}, sources=ANYTHING)),
+        }
+    ),
+    "diagnose/engines.json": record(
+        {
+            "looked_up": TEXT,
+            "engines": mapping(record({"title": TEXT, "limits": listed(LIMIT)})),
+            "models": mapping(record({"source": TEXT, "names": listed(TEXT)})),
+            "sglang_targets": listed(TEXT),
+        }
+    ),
+}
+"""By the file's path below the package: each file of data has one here."""
+NO_TABLES = {"starter/base.yaml"}
+"""A run YAML."""
+FOUND = sorted(path.relative_to(PACKAGE).as_posix() for kind in ("json", "yaml") for path in PACKAGE.rglob(f"*.{kind}"))
+
+
+def read(name: str) -> Any:
+    """The file's data; a key that appears twice is refused."""
+    text = (PACKAGE / name).read_text(encoding="utf-8")
+    if name.endswith(".yaml"):
+        return yaml.load(text, Loader=yaml.BaseLoader) if name not in NO_TABLES else None
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+        assert not twice, twice
+        return dict(pairs)
+
+    return json.loads(text, object_pairs_hook=once)
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_a_file_of_data_has_the_form_and_the_sources_that_its_schema_says(name):
+    if name in NO_TABLES:
+        return
+    assert name in SCHEMAS, "give the new file a schema here"
+    data = read(name)
+    if name.endswith(".yaml"):  # whose words true and false are texts to a plain reader
+        for row in [*data["rows"], *data["prefixes"]]:
+            row.update({"switch": row["switch"] == "true"} if "switch" in row else {})
+    jsonschema.validate(data, SCHEMAS[name])
+
+
+def test_the_files_are_found():
+    assert len(FOUND) >= 7
+
+
+def test_no_key_of_another_tool_is_answered_twice():
+    keys = Counter(key for row in read("config/other_tools.yaml")["rows"] for key in row["keys"].split())
+    assert len(keys) > 1000
+    assert not [key for key, count in keys.items() if count > 1]
