@@ -13,7 +13,7 @@ from sft_play.config.leaves import homes, leaves
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import ADAMW, Elsewhere, RunConfig, TrainConfig, training
 from sft_play.config.training_options import training_options
-from sft_play.config.yaml_io import Document
+from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
 
@@ -94,7 +94,7 @@ def test_other_tools_names_lead_to_a_new_option(longer, name):
 def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
     train = longer.train.model_copy(update={"optim": "adafactor"})
     config = longer.model_copy(update={"train": train})
-    told = [problem for problem in cross_problems(config, Document("run.yaml")) if "adam_epsilon" in problem.path]
+    told = [problem for problem in cross_problems(config, YamlDocument("run.yaml")) if "adam_epsilon" in problem.path]
     assert [problem.message for problem in told] == [
         "1e-06 is AdamW's, and train.optim is adafactor; remove one of them"
     ]

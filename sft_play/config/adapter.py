@@ -10,13 +10,13 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft_play.config.leaves import leaves
-from sft_play.config.yaml_io import Document, Plain, Problem, show
+from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
@@ -39,7 +39,7 @@ _NOT_TRAINED = (
 
 
 @dataclass(frozen=True)
-class Adapter:
+class EarlierAdapter:
     """An adapter to continue: `place` is its folder (absolute) or hub id, `settings` those of `tuning.lora`."""
 
     place: str
@@ -48,7 +48,7 @@ class Adapter:
     """`tuning.mode` of the run that trained it; None where no run of this toolkit is beside it."""
 
 
-def put_adapter(document: Document, place_of: Callable[[str], str]) -> list[Problem]:
+def put_adapter(document: YamlDocument, place_of: Callable[[str], str]) -> list[Problem]:
     """Put the settings of `model.adapter` into a document; returns a problem for each that contradicts it.
 
     Args:
@@ -104,7 +104,7 @@ def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
     return ours == theirs
 
 
-def find_adapter(given: str, *, output: Path) -> Adapter:
+def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
     """The adapter that `given` names: `last`, a run in the folder `output`, a run's or an adapter's folder, a hub id.
 
     Raises:
@@ -113,12 +113,12 @@ def find_adapter(given: str, *, output: Path) -> Adapter:
     folder = _folder(given, output.expanduser())
     if folder is None:
         path = _fetched(given, CONFIG_FILE)
-        return Adapter(given, _settings(_read(path), given, lambda: _fetched(given, WEIGHTS_FILE)), None)
+        return EarlierAdapter(given, _settings(_read(path), given, lambda: _fetched(given, WEIGHTS_FILE)), None)
     place, path = str(folder.absolute()), folder / WEIGHTS_FILE
     settings = _settings(_read(folder / CONFIG_FILE), place, lambda: path)
     if not path.is_file():
         raise ConfigError(f"{place} holds no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
-    return Adapter(place, settings, _mode_of_run(folder))
+    return EarlierAdapter(place, settings, _mode_of_run(folder))
 
 
 def adapter_folder(place: str) -> Path:
@@ -268,21 +268,15 @@ def _whole(value: Any, key: str, name: str) -> int:
     return int(value)
 
 
-def _tensor_names(file: Path) -> Iterator[str]:
-    """Names of the tensors of a safetensors file, by its header: its length in 8 bytes, then JSON.
+def _tensor_names(file: Path) -> list[str]:
+    """Names of the tensors of a safetensors file, by its header; raises ConfigError where it is no such file."""
+    from safetensors import SafetensorError, safe_open
 
-    Raises:
-        ConfigError: it is no such file.
-    """
     try:
-        with file.open("rb") as stream:
-            size = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(size)) if size < 100_000_000 else None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{file} cannot be read: {one_line(str(error))}") from None
-    if not isinstance(header, dict):
-        raise ConfigError(f"{file} is not a safetensors file")
-    yield from (key for key in header if key != "__metadata__")
+        with safe_open(file, framework="numpy") as tensors:
+            return list(tensors.keys())
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read as safetensors: {one_line(str(error))}") from None
 
 
 @functools.cache

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from sft_play.config.overrides import place
 from sft_play.config.schema import RunConfig
 from sft_play.config.training_options import training_options
-from sft_play.config.yaml_io import Document, Path_, Problem, dotted
+from sft_play.config.yaml_io import Path_, Problem, YamlDocument, dotted
 
 
-def cross_problems(config: RunConfig, document: Document) -> list[Problem]:
+def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
     """Values that are valid alone but not together; each problem names the keys that disagree."""
     train, problems = config.train, []
 

@@ -17,7 +17,7 @@ from sft_play.config.overrides import apply_overrides, place
 from sft_play.config.schema import RunConfig
 from sft_play.config.stages import Stage, overlays, set_in_vain, what_trains
 from sft_play.config.validation import validate
-from sft_play.config.yaml_io import Document, Path_, Problem, dotted, parse, read_text
+from sft_play.config.yaml_io import Path_, Problem, YamlDocument, dotted, parse, read_text
 from sft_play.errors import ConfigError
 
 
@@ -92,7 +92,7 @@ def _from_text(
     return config, stages
 
 
-def _stages(document: Document) -> tuple[tuple[Stage, ...], list[Problem]]:
+def _stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
     """The stages of a curriculum, each validated as a run of its own, and their problems."""
     stages: list[Stage] = []
     laid_over = list(overlays(document))

@@ -20,14 +20,14 @@ from sft_play.config.yaml_io import Plain, parse
 
 
 @dataclass(frozen=True)
-class Answer:
+class Meaning:
     """What a key means here: our settings by path, and an explanation."""
 
     settings: tuple[tuple[str, Plain], ...] = ()
     words: str = ""
 
 
-Reader = Callable[[Any, str], Answer | None]
+Reader = Callable[[Any, str], Meaning | None]
 """Reads another tool's value for our key; None where it cannot, so that the row's other fields answer."""
 
 
@@ -36,7 +36,7 @@ class Known:
     """A row of the table; `other_tools.yaml` explains its fields."""
 
     path: str = ""
-    values: Mapping[str, Answer] = field(default_factory=dict)
+    values: Mapping[str, Meaning] = field(default_factory=dict)
     read: Reader | None = None
     words: str = ""
     switch: bool = False
@@ -48,7 +48,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Table:
+class OtherTools:
     """`rows` by key, `prefixes` of keys that share a row, and our section for each `sections` of other tools."""
 
     rows: Mapping[str, Known]
@@ -75,14 +75,16 @@ def listed_rows() -> list[tuple[list[str], Known]]:
 
 
 @functools.cache
-def table() -> Table:
+def table() -> OtherTools:
     """The table, read when the first unknown key or refused value asks for it: that takes a fifth of a second."""
     data = _file()
     rows = {key: row for keys, row in listed_rows() for key in keys}
     for option in training_options():  # its names are ours, whatever the file says of them
         rows |= dict.fromkeys(option.other_names, Known(option.key))
     prefixes = tuple((tuple(entry["keys"].split()), _row(entry)) for entry in data["prefixes"])
-    return Table(rows, prefixes, {name: ours for ours, names in data["sections"].items() for name in names.split()})
+    return OtherTools(
+        rows, prefixes, {name: ours for ours, names in data["sections"].items() for name in names.split()}
+    )
 
 
 def _row(entry: dict[str, Any]) -> Known:
@@ -96,22 +98,22 @@ def _row(entry: dict[str, Any]) -> Known:
     return Known(path, values, read, entry.get("words", ""), entry.get("switch", False))
 
 
-def _answer_of(written: str | dict[str, Plain], path: str) -> Answer:
+def _answer_of(written: str | dict[str, Plain], path: str) -> Meaning:
     """An answer of the file: words alone, or settings with words."""
     if isinstance(written, str):
         return say(written)
     settings = tuple((path if key == "to" else key, value) for key, value in written.items() if key != "words")
-    return Answer(settings, str(written.get("words", "")))
+    return Meaning(settings, str(written.get("words", "")))
 
 
-def to(path: str, value: Plain, words: str = "") -> Answer:
+def to(path: str, value: Plain, words: str = "") -> Meaning:
     """An answer that is one of our settings."""
-    return Answer(((path, value),), words)
+    return Meaning(((path, value),), words)
 
 
-def say(words: str) -> Answer:
+def say(words: str) -> Meaning:
     """An answer in words only."""
-    return Answer((), words)
+    return Meaning((), words)
 
 
 _OFF = ("false", "null", "0", "", "none", "[]", "{}", "disabled", "-1")
@@ -132,7 +134,7 @@ def spelled(value: Plain) -> str:
 # --- readers of values that need more than a lookup -------------------------------------------------------------------
 
 
-def _held_out_share(value: Any, path: str) -> Answer | None:
+def _held_out_share(value: Any, path: str) -> Meaning | None:
     """`val_set_size: 0.05`. Other tools also take a number of rows there, which is no share."""
     if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
         return None
@@ -146,12 +148,12 @@ def _held_out_share(value: Any, path: str) -> Answer | None:
     return to(path, float(value))
 
 
-def _percentage(value: Any, path: str) -> Answer | None:
+def _percentage(value: Any, path: str) -> Meaning | None:
     """transformers' examples: `validation_split_percentage: 5`."""
     return _held_out_share(value / 100, path) if isinstance(value, int | float) and 0 <= value <= 50 else None
 
 
-def _data_files(value: Any, path: str) -> Answer | None:
+def _data_files(value: Any, path: str) -> Meaning | None:
     """The name of a data set: a file, a hub id, a name in a registry, or a list of `{path: …}`."""
     if isinstance(value, list) and value:
         names = [item.get("path", item.get("name")) if isinstance(item, dict) else item for item in value]
@@ -204,7 +206,7 @@ def _batches_or_epochs(value: Any) -> tuple[int, str] | None:
     return (int(match[1]), match[2]) if match else None
 
 
-def _interval(value: Any, path: str) -> Answer | None:
+def _interval(value: Any, path: str) -> Meaning | None:
     """A number of steps, or llm-foundry's `500ba` and `1ep`; every epoch is our null."""
     match _batches_or_epochs(value):
         case (steps, "ba"):
@@ -214,7 +216,7 @@ def _interval(value: Any, path: str) -> Answer | None:
     return None
 
 
-def _duration(value: Any, _: str) -> Answer | None:
+def _duration(value: Any, _: str) -> Meaning | None:
     """llm-foundry's `max_duration: 3ep`, or in batches, which are optimizer steps there."""
     match _batches_or_epochs(value):
         case (steps, "ba"):
@@ -224,26 +226,26 @@ def _duration(value: Any, _: str) -> Answer | None:
     return None
 
 
-def _times_per_epoch(value: Any, path: str) -> Answer | None:
+def _times_per_epoch(value: Any, path: str) -> Meaning | None:
     """axolotl's `saves_per_epoch: 2`: the number of steps depends on the data, so the answer is in words."""
     if isinstance(value, int | float) and value > 1:
         return say(f"{path} counts steps: give 1/{{value}} of an epoch's (make plan says how many there are)")
     return None
 
 
-def _second_beta(value: Any, path: str) -> Answer | None:
+def _second_beta(value: Any, path: str) -> Meaning | None:
     """`betas: [0.9, 0.95]`: only the second is an option here."""
     return to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None
 
 
-def _seconds(value: Any, path: str) -> Answer | None:
+def _seconds(value: Any, path: str) -> Meaning | None:
     """`ddp_timeout: 180000000`, which stands for forever, is the longest that is accepted here."""
     if isinstance(value, int | float) and not isinstance(value, bool) and value > _LONGEST_TIMEOUT_S:
         return to(path, _LONGEST_TIMEOUT_S, "the longest")
     return None
 
 
-def _trackers(value: Any, path: str) -> Answer | None:
+def _trackers(value: Any, path: str) -> Meaning | None:
     """A tracker, or several, by name; only those that exist here are kept."""
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names:
@@ -252,24 +254,24 @@ def _trackers(value: Any, path: str) -> Answer | None:
     return to(path, list(own)) if own else say("trackers: tensorboard, wandb, mlflow, trackio")
 
 
-def _text_column(value: Any, path: str) -> Answer | None:
+def _text_column(value: Any, path: str) -> Meaning | None:
     """TRL's `dataset_text_field: body`: our name of the column, mapped to theirs."""
     return to(path, {"text": value}) if isinstance(value, str) and value else None
 
 
-def _thinking(value: Any, path: str) -> Answer | None:
+def _thinking(value: Any, path: str) -> Meaning | None:
     """`enable_thinking` is a variable of the chat template."""
     return to(path, {"enable_thinking": value}) if isinstance(value, bool) else None
 
 
-def _template(value: Any, _: str) -> Answer | None:
+def _template(value: Any, _: str) -> Meaning | None:
     """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
     if isinstance(value, str) and (value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2"))):
         return to("data.chat_template", value)
     return None
 
 
-def _deepspeed(value: Any, _: str) -> Answer | None:
+def _deepspeed(value: Any, _: str) -> Meaning | None:
     """`deepspeed: ds.json`: DeepSpeed is chosen by the command, not in the run YAML."""
     if not isinstance(value, str):
         return None
@@ -278,14 +280,14 @@ def _deepspeed(value: Any, _: str) -> Answer | None:
     return say("make train-deepspeed DEEPSPEED_CONFIG={value}") if value.endswith((".json", ".yaml", ".yml")) else None
 
 
-def _axis(value: Any, name: str) -> Answer | None:
+def _axis(value: Any, name: str) -> Meaning | None:
     """The size of a mesh axis: one group of it, or several, which FSDP2 shards over."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 2:
         return None
     return to("model.mesh_shape", [[1, value], ["fsdp", name]], "with several such groups, their number for the 1")
 
 
-def _modules(value: Any, path: str) -> Answer | None:
+def _modules(value: Any, path: str) -> Meaning | None:
     """A list of modules given as one text: `q_proj,v_proj`."""
     if not isinstance(value, str):
         return None
@@ -327,7 +329,7 @@ def known(parts: tuple[str, ...]) -> Known | None:
     return next((row for prefixes, row in table().prefixes if names[-1].startswith(prefixes)), None)
 
 
-def answer(row: Known, value: Plain) -> Answer:
+def answer(row: Known, value: Plain) -> Meaning:
     """What a row answers for a value: by spelling, by its reader, as given where our key accepts it, or in words."""
     word = spelled(value)
     # our reader takes yes and no for words, as YAML 1.2 has it; other tools' files mean true and false by them
@@ -339,7 +341,7 @@ def answer(row: Known, value: Plain) -> Answer:
     reading = row.read(value, row.path) if row.read else None
     if reading is not None:
         more = row.words if reading.settings and row.path else ""
-        return Answer(reading.settings, "; ".join(filter(None, [reading.words, more])))
+        return Meaning(reading.settings, "; ".join(filter(None, [reading.words, more])))
     for form in _forms(value) if row.path else ():
         if accepts(row.path, form):
             return to(row.path, form, row.words)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable
 
-from sft_play.config.yaml_io import Document, Path_, Plain, Problem, parse_value, show
+from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, parse_value, show
 from sft_play.errors import ConfigError
 
 OVERRIDE = "SET"
@@ -36,7 +36,7 @@ def split_overrides(text: str) -> list[str]:
     return joined
 
 
-def apply_overrides(document: Document, overrides: Iterable[str]) -> list[Problem]:
+def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Problem]:
     """Put each `a.b=value` into the document's data; returns a problem for each that cannot be."""
     problems = []
     for override in overrides:
@@ -55,7 +55,7 @@ def apply_overrides(document: Document, overrides: Iterable[str]) -> list[Proble
     return problems
 
 
-def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
+def _put(document: YamlDocument, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
     if len(path) > 2 and path[0] == "curriculum" and path[1].isdigit():
         return _put_in_stage(document, path, value, text)
     section: dict[str, Plain] = document.data
@@ -77,7 +77,7 @@ def _put(document: Document, path: tuple[str, ...], value: Plain, text: str) -> 
     return []
 
 
-def _put_in_stage(document: Document, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
+def _put_in_stage(document: YamlDocument, path: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
     """Put `curriculum.0.train.epochs=1`, a key of a stage; stages are counted from 0."""
     stages, at, keys = document.data.get("curriculum"), int(path[1]), path[2:]
     if not isinstance(stages, list) or at >= len(stages) or not isinstance(stages[at], dict) or len(keys) > 2:
@@ -98,7 +98,7 @@ def _put_in_stage(document: Document, path: tuple[str, ...], value: Plain, text:
     return []
 
 
-def place(document: Document, path: Path_) -> str:
+def place(document: YamlDocument, path: Path_) -> str:
     """Where a value stands: `SET` for an override, else `file:line`."""
     for set_path in document.overridden:
         if path[: len(set_path)] == set_path or (set_path[: len(path)] == path and path not in document.lines):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from sft_play.config.leaves import leaves
 from sft_play.config.schema import RunConfig
-from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted
+from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted
 
 _V = TypeVar("_V")
 
@@ -48,7 +48,7 @@ class Overlay:
 
     number: int
     name: str
-    document: Document
+    document: YamlDocument
     own: dict[Path_, Path_]
     problems: tuple[Problem, ...]
 
@@ -70,7 +70,7 @@ class Stage:
     config: RunConfig
 
 
-def overlays(document: Document) -> Iterator[Overlay]:
+def overlays(document: YamlDocument) -> Iterator[Overlay]:
     """Each stage of a document whose own keys are valid."""
     stages = document.data.get("curriculum")
     for at, stage in enumerate(stages if isinstance(stages, list) else []):
@@ -78,7 +78,7 @@ def overlays(document: Document) -> Iterator[Overlay]:
         yield _overlay(document, at, stage)
 
 
-def _overlay(document: Document, at: int, stage: dict[str, Plain]) -> Overlay:
+def _overlay(document: YamlDocument, at: int, stage: dict[str, Plain]) -> Overlay:
     data = copy.deepcopy({key: value for key, value in document.data.items() if key != "curriculum"})  # the run's
     own: dict[Path_, Path_] = {}
     problems: list[Problem] = []
@@ -94,7 +94,7 @@ def _overlay(document: Document, at: int, stage: dict[str, Plain]) -> Overlay:
         own[path] = given
         _put(data, path, value)
     _drop_what_is_replaced(data, own)
-    staged = Document(document.name, data, dict(document.lines), dict(document.raw), [], set(document.overridden))
+    staged = YamlDocument(document.name, data, dict(document.lines), dict(document.raw), [], set(document.overridden))
     for path, given in own.items():
         _place(staged, document, path, given)
     return Overlay(at + 1, str(stage["name"]), staged, own, tuple(problems))
@@ -142,7 +142,7 @@ def _drop_what_is_replaced(data: dict[str, Plain], own: dict[Path_, Path_]) -> N
             section.pop(theirs[1], None)
 
 
-def _place(staged: Document, document: Document, path: Path_, given: Path_) -> None:
+def _place(staged: YamlDocument, document: YamlDocument, path: Path_, given: Path_) -> None:
     """Give a key of the stage the line and text that it has in the file."""
     staged.overridden = {old for old in staged.overridden if old[: len(path)] != path}
     _move(staged.lines, document.lines, path, given)
@@ -158,7 +158,7 @@ def _move(mine: dict[Path_, _V], theirs: dict[Path_, _V], path: Path_, given: Pa
     mine |= {(*path, *place[len(given) :]): value for place, value in theirs.items() if place[: len(given)] == given}
 
 
-def set_in_vain(document: Document, stages: list[Overlay]) -> Iterator[Problem]:
+def set_in_vain(document: YamlDocument, stages: list[Overlay]) -> Iterator[Problem]:
     """Overrides of the run's keys that every stage sets for itself: they would change nothing."""
     for path in sorted(document.overridden, key=str):
         if stages and all(path in stage.own for stage in stages):

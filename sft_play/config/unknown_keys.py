@@ -9,7 +9,7 @@ from sft_play.config import other_tools
 from sft_play.config.leaves import accepts, homes, leaves, sections
 from sft_play.config.overrides import OVERRIDE, place
 from sft_play.config.reference import yaml_value
-from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, parse_value, show
+from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted, parse_value, show
 from sft_play.errors import ConfigError
 from sft_play.spelling import nearest
 
@@ -21,7 +21,7 @@ _ALIKE = 0.87
 """How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`."""
 
 
-def foreign_problems(document: Document, path: Path_, value: Plain, *, section: str | None) -> Iterator[Problem]:
+def foreign_problems(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Iterator[Problem]:
     """The problems of an unknown key; for a section, those of every key in it, unless the table answers it as a whole.
 
     `section` is our section that holds it, or that the other tool's section corresponds to; None if unknown.
@@ -46,7 +46,7 @@ def _is_known(path: Path_) -> bool:
     return other_tools.known(tuple(map(str, path))) is not None or bool(homes(str(path[-1])))
 
 
-def _unknown(document: Document, path: Path_, value: Plain, *, section: str | None) -> Problem:
+def _unknown(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Problem:
     where, key = place(document, path), str(path[-1])
     raw = document.raw.get(path)
     joint = "=" if where == OVERRIDE else ": "
@@ -95,7 +95,7 @@ def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, sectio
     return f"; {section or 'the root'} takes {', '.join(here or sections()[''].model_fields)}"
 
 
-def answer_words(answer: other_tools.Answer, value: Plain, *, raw: str | None, joint: str) -> str:
+def answer_words(answer: other_tools.Meaning, value: Plain, *, raw: str | None, joint: str) -> str:
     """An answer of the table in words: `here it is train.bf16: true`."""
     settings = []
     for path, ours in answer.settings:

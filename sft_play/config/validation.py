@@ -13,13 +13,13 @@ from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections
 from sft_play.config.overrides import OVERRIDE, place
 from sft_play.config.schema import RunConfig
 from sft_play.config.unknown_keys import answer_words, foreign_problems
-from sft_play.config.yaml_io import Document, Path_, Plain, Problem, dotted, show, value_at, walk
+from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted, show, value_at, walk
 from sft_play.spelling import LIKE_A_TYPO, did_you_mean
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def validate(document: Document) -> tuple[RunConfig | None, list[Problem]]:
+def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     """The run that a document's data describes, None where pydantic refuses it, and every problem with its keys and
     values. The config is usable only where there is no problem."""
     unknown, misplaced = list(_unknown_keys(document)), _misplaced(document)
@@ -54,7 +54,7 @@ def _without(data: Plain, blocked: set[Path_], path: Path_ = ()) -> Plain:
     return result
 
 
-def _misplaced(document: Document) -> dict[Path_, Problem]:
+def _misplaced(document: YamlDocument) -> dict[Path_, Problem]:
     """Sections that hold a value instead of keys."""
     problems = {}
     for name, section in sections().items():
@@ -75,15 +75,15 @@ def _misplaced(document: Document) -> dict[Path_, Problem]:
     return problems
 
 
-def _in_other_tools(document: Document, path: Path_, value: Plain) -> str:
+def _in_other_tools(document: YamlDocument, path: Path_, value: Plain) -> str:
     """What a value means where other tools use a section's name for a plain key (`mixed_precision: bf16`)."""
     row = other_tools.table().rows.get(str(path[-1]))
-    answer = other_tools.answer(row, value) if row else other_tools.Answer()
+    answer = other_tools.answer(row, value) if row else other_tools.Meaning()
     joint = "=" if place(document, path) == OVERRIDE else ": "
     return f"; as other tools mean it, {answer_words(answer, value, raw=None, joint=joint)}" if answer.settings else ""
 
 
-def _unknown_keys(document: Document) -> Iterator[tuple[Path_, list[Problem]]]:
+def _unknown_keys(document: YamlDocument) -> Iterator[tuple[Path_, list[Problem]]]:
     """Each key that our sections do not have, with its problems: one, or one for every key in a foreign section."""
     for name, section in sections().items():
         own: Path_ = tuple(name.split(".")) if name else ()
@@ -96,7 +96,7 @@ def _unknown_keys(document: Document) -> Iterator[tuple[Path_, list[Problem]]]:
                 yield path, list(foreign_problems(document, path, holder[key], section=name))
 
 
-def _leaf_problems(error: ValidationError, document: Document, blocked: set[Path_]) -> Iterator[Problem]:
+def _leaf_problems(error: ValidationError, document: YamlDocument, blocked: set[Path_]) -> Iterator[Problem]:
     seen = set()  # a union reports one error for each of its members; the key is reported once
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":  # another key is wrong, and this default depends on it
@@ -128,7 +128,7 @@ def _within_list(name: str, location: Sequence[str | int]) -> Path_:
     return (*holder, int(location[len(holder)]), *map(str, key))
 
 
-def _item_message(document: Document, path: Path_, kind: str) -> str:
+def _item_message(document: YamlDocument, path: Path_, kind: str) -> str:
     """What is wrong with a section in a list, or with one of its keys."""
     at = next(index for index, part in enumerate(path) if isinstance(part, int))
     holder, key = ".".join(map(str, path[:at])), path[at + 1 :]

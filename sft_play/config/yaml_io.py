@@ -51,7 +51,7 @@ class Problem:
 
 
 @dataclass
-class Document:
+class YamlDocument:
     """A YAML file as plain data, with the line and the raw text of every value."""
 
     name: str
@@ -108,8 +108,8 @@ def _near(path: Path) -> str:
     return ""
 
 
-def parse(text: str, *, name: str) -> Document:
-    """A YAML text whose root is a mapping, as a `Document`.
+def parse(text: str, *, name: str) -> YamlDocument:
+    """A YAML text whose root is a mapping, as a `YamlDocument`.
 
     Raises:
         ConfigError: the text is not YAML, is empty, holds several documents, or its root is not a mapping.
@@ -120,7 +120,7 @@ def parse(text: str, *, name: str) -> Document:
     if not isinstance(node, yaml.MappingNode):
         kind = "a list" if isinstance(node, yaml.SequenceNode) else f"the value {one_line(str(node.value))!r}"
         raise ConfigError(f"{name}:{_line(node)}: the root is {kind}; expected sections such as `model: {{name: …}}`")
-    document = Document(name=name)
+    document = YamlDocument(name=name)
     builder = _Builder(document)
     document.data = builder.mapping(node, ())
     return document
@@ -135,7 +135,7 @@ def parse_value(text: str, *, name: str) -> Plain:
     node = _compose(text, name=name)
     if node is None:
         return None
-    document = Document(name=name)
+    document = YamlDocument(name=name)
     value = _Builder(document).value(node, ())
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
@@ -184,7 +184,7 @@ def _line(node: yaml.Node) -> int:
 class _Builder:
     """Turns nodes into plain data, and records lines, raw texts and problems."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: YamlDocument) -> None:
         self._document = document
         self._open: set[int] = set()
         self._count = 0

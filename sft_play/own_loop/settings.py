@@ -15,7 +15,7 @@ from pydantic import Field, ValidationError
 
 from sft_play.config.leaves import expects
 from sft_play.config.schema import Name, Section
-from sft_play.config.yaml_io import Document, Problem, parse, read_text, show
+from sft_play.config.yaml_io import Problem, YamlDocument, parse, read_text, show
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
 from sft_play.launch.deepspeed.translate import translate
@@ -110,7 +110,7 @@ class ComputeDevice:
 class _Reading:
     """A configuration while it is read: its source, the valid values, and the problems."""
 
-    document: Document
+    document: YamlDocument
     folder: Path | None
     values: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -162,12 +162,12 @@ def _read(config: Any) -> _Reading:
         data = {
             str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()
         }
-        return _Reading(Document(name="config", data=data), None)
+        return _Reading(YamlDocument(name="config", data=data), None)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
     path = _existing(_places(Path(config)))
     if path is None and os.fspath(config) == DEFAULT_CONFIG:
-        reading = _Reading(Document(name="the defaults"), None)
+        reading = _Reading(YamlDocument(name="the defaults"), None)
         reading.notes.append(f"{DEFAULT_CONFIG} is neither in {Path.cwd()} nor in {PROJECT}: the defaults are used")
         return reading
     path = path or Path(config).expanduser()

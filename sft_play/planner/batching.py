@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from sft_play.config.schema import TrainConfig
@@ -61,12 +62,14 @@ def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) ->
         share = effective // ranks
         size = max(size for size in divisors(share) if size <= int(train.batch_size))
         return [BatchPlan(size, share // size, ranks)]
-    micro = train.batch_size if train.batch_size != "auto" else 1
-    accum = train.grad_accum if train.grad_accum != "auto" else 1
-    unit = micro * accum * ranks  # what the effective batch must be a multiple of
-    both_given = train.batch_size != "auto" and train.grad_accum != "auto"
-    if (effective != unit) if both_given else effective % unit:
-        raise ConfigError(_refusal(train, ranks, unit, both_given))
+    if is_of_one_rank(train):
+        fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
+        raise ConfigError(
+            f"train.effective_batch_size={effective} does not split over {ranks} ranks (it does over {fitting}); use "
+            f"train.effective_batch_size={effective * ranks}"
+        )
+    if problem := product_problem(train, ranks=ranks):
+        raise ConfigError(problem)
     per_rank = effective // ranks
     if train.batch_size != "auto":
         sizes = [train.batch_size]
@@ -108,24 +111,29 @@ def _product(batch: BatchPlan) -> str:
     return f"micro {batch.micro_batch} x accum {batch.grad_accum} x {batch.ranks} ranks"
 
 
-def _refusal(train: TrainConfig, ranks: int, unit: int, both_given: bool) -> str:
-    effective = train.effective_batch_size
-    parts = [f"{ranks} {'rank' if ranks == 1 else 'ranks'}"]
-    if train.grad_accum != "auto":
-        parts.insert(0, f"train.grad_accum={train.grad_accum}")
-    if train.batch_size != "auto":
-        parts.insert(0, f"train.batch_size={train.batch_size}")
-    product = " x ".join(parts)
-    if is_of_one_rank(train):
-        fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
-        numbers = f"train.effective_batch_size={effective} does not split over {ranks} ranks (it does over {fitting})"
-        return f"{numbers}; use train.effective_batch_size={unit}"
+def product_problem(train: TrainConfig, *, ranks: int, said: Mapping[str, str] | None = None) -> str | None:
+    """Why the numbers that are given do not multiply to the effective batch; None where they do.
+
+    Args:
+        said: words for a number that another file gives, by its key in the section train.
+    """
+    sizes = [train.batch_size, train.grad_accum]
+    micro, accum = (1 if size == "auto" else size for size in sizes)
+    effective, unit = effective_batch(train, ranks=ranks), micro * accum * ranks  # which it must be a multiple of
+    both_given = "auto" not in sizes
+    if (effective == unit) if both_given else effective % unit == 0:
+        return None
+    words = {name: f"train.{name}={getattr(train, name)}" for name in ("batch_size", "grad_accum")}
+    words |= {"effective_batch_size": f"train.effective_batch_size={effective}", **(said or {})}
+    given = [name for name, size in zip(("batch_size", "grad_accum"), sizes, strict=True) if size != "auto"]
+    product = " x ".join([*(words[name] for name in given), f"{ranks} {'rank' if ranks == 1 else 'ranks'}"])
     if both_given:
-        rest, left = divmod(effective, ranks * int(train.batch_size))
+        rest, left = divmod(effective, ranks * micro)
         other = f" or train.grad_accum={rest}" if rest and not left else ""
-        use = f"use train.effective_batch_size={unit}{other}"
-        return f"train.effective_batch_size={effective} is not {product} = {unit}; {use}"
+        return (
+            f"{words['effective_batch_size']} is not {product} = {unit}; use train.effective_batch_size={unit}{other}"
+        )
     # the nearest multiples below and above; below the smallest there is only above
     lower, upper = effective // unit * unit, -(-effective // unit) * unit
-    nearest = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
-    return f"train.effective_batch_size={effective} does not split over {product}; use {nearest}"
+    near = f"{lower} or {upper}" if lower else f"{upper} or {2 * upper}"
+    return f"{words['effective_batch_size']} does not split over {product}; use {near}"

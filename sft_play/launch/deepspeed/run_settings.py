@@ -5,7 +5,7 @@ from __future__ import annotations
 from sft_play.config.schema import DTYPES, MixedPrecisionConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.tree import AUTO, Config, shown_value, value_at
-from sft_play.planner.batching import is_of_one_rank
+from sft_play.planner.batching import is_of_one_rank, product_problem
 
 BATCH_KEYS = {
     "train_micro_batch_size_per_gpu": "batch_size",
@@ -54,26 +54,11 @@ def with_batch(
                          "which neither file gives")  # fmt: skip
         # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
         if not (is_of_one_rank(train) and given_batch.keys() == {"train_batch_size"}):
-            problems += _not_a_product(train.model_copy(update=taken), sources, ranks)
+            problem = product_problem(train.model_copy(update=taken), ranks=ranks, said=sources)
+            problems += [problem] if problem else []
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return train.model_copy(update=taken), tuple(lines)
-
-
-def _not_a_product(train: TrainConfig, sources: dict[str, str], ranks: int) -> list[str]:
-    """What is wrong with values that do not multiply to the effective batch."""
-    # an open factor counts as 1: the effective batch has to be a multiple of what is known
-    micro, accum = (1 if value == AUTO else int(value) for value in (train.batch_size, train.grad_accum))
-    effective, unit = train.effective_batch_size, micro * accum * ranks
-    both = AUTO not in (train.batch_size, train.grad_accum)
-    if (effective == unit) if both else effective % unit == 0:
-        return []
-    parts = [sources[field] for field in ("batch_size", "grad_accum") if field in sources]
-    wanted = sources.get("effective_batch_size", f"train.effective_batch_size={effective} (its default)")
-    product = " × ".join([*parts, f"{ranks} ranks"])
-    verb = "is not" if both else "is not a multiple of"
-    near = unit if both else max(unit, round(effective / unit) * unit)
-    return [f"{wanted} {verb} {product} = {unit}; an effective batch of {near} is"]
 
 
 DTYPE_KEYS = {"communication_data_type": "reduce", "data_types.buffer_dtype": "buffer"}
