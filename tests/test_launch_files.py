@@ -25,9 +25,8 @@ from sft_play.launch.accelerate.reading import (
 )
 from sft_play.launch.accelerate.writing import Machines, machines_of, write_accelerate_file
 from sft_play.launch.deepspeed import keys
-from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
-from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
+from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill, options_of
 from sft_play.launch.deepspeed.layout import STAGES, layout_notes, layout_of
 from sft_play.launch.deepspeed.translate import translate
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions

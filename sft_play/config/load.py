@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.config.adapter import put_adapter
-from sft_play.config.consistency import cross_problems
 from sft_play.config.overrides import apply_overrides, place
 from sft_play.config.schema import RunConfig
 from sft_play.config.stages import Stage, overlays, set_in_vain, what_trains
-from sft_play.config.validation import validate
+from sft_play.config.validation import cross_problems, validate
 from sft_play.config.yaml_io import Path_, Problem, YamlDocument, dotted, parse, read_text
 from sft_play.errors import ConfigError
 

@@ -18,8 +18,7 @@ from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
-from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
-from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, drop_autos
+from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, adam_obstacles, compiling_words, drop_autos
 from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line

@@ -12,9 +12,8 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.deepspeed.cpu_adam import adam_obstacles, compiling_words
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
-from sft_play.launch.deepspeed.fill import PlanNumbers, fill
+from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
 from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
 from sft_play.launch.deepspeed.run_settings import with_batch, with_dtypes
 from sft_play.launch.deepspeed.translate import translate

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from sft_play.config import yaml_io
 from sft_play.errors import ConfigError
+from sft_play.launch.deepspeed.keys import AUTO, Config
 from sft_play.launch.deepspeed.layout import STAGES
-from sft_play.launch.deepspeed.tree import AUTO, Config
 from sft_play.launch.given import json_of, looks_like_json, text_of
 from sft_play.log import one_line
 

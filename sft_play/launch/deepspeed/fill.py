@@ -9,17 +9,23 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import shutil
+import sys
+import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.config.training_options import training_options
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed import keys
+from sft_play.launch.deepspeed.keys import AUTO, Config, holder_of, leaves_of, put_at, shown_value, value_at
 from sft_play.launch.deepspeed.layout import STAGES, layout_of, offloads
 from sft_play.launch.deepspeed.run_settings import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES
-from sft_play.launch.deepspeed.tree import AUTO, Config, holder_of, leaves_of, put_at, shown_value, value_at
 from sft_play.planner.plan import Plan
 
 ADAM: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
@@ -325,3 +331,44 @@ def same_numbers(one: Any, other: Any) -> bool:
         return math.isclose(float(one), float(other), rel_tol=1e-12)
     except (TypeError, ValueError):
         return False
+
+
+# --- DeepSpeed's CPU Adam, for offloaded optimizer states: can it be built, and has it been? --------------------------
+
+COMPILING = "its CPU Adam is compiled at this first start, which takes minutes; later starts find it in {folder}"
+
+
+def compiling_words() -> str | None:
+    """What to say where the first step waits for DeepSpeed's CPU Adam to be compiled; None where it is there.
+
+    Sources: DeepSpeed's `op_builder/builder.py` (`load`: a built-in module, else torch's folder of extensions) and
+    torch's `torch/utils/cpp_extension.py` (`_get_build_directory`).
+    """
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(given) if given else caches / "torch_extensions"
+    python = f"py{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}_*/" if not given else ""
+    if any(folder.glob(f"{python}cpu_adam/cpu_adam.so")):
+        return None
+    spec = find_spec("deepspeed")
+    if spec and spec.origin and any((Path(spec.origin).parent / "ops" / "adam").glob("cpu_adam_op*.so")):
+        return None
+    return COMPILING.format(folder=folder)
+
+
+def adam_obstacles() -> tuple[str, ...]:
+    """What DeepSpeed lacks to build its CPU Adam at the first start: a C++ compiler, ninja, Python's headers.
+
+    Empty where nothing is missing; the build itself may still fail. Sources: DeepSpeed's
+    `op_builder/builder.py` (`jit_load`) and torch's `torch/utils/cpp_extension.py`, which reads `CXX`.
+    """
+    missing = []
+    compiler = (os.environ.get("CXX") or "c++").split()[0]  # CXX may hold flags, or a wrapper before the compiler
+    if shutil.which(compiler) is None and shutil.which("g++") is None:
+        missing.append(f"no C++ compiler ({compiler})")
+    if shutil.which("ninja") is None:
+        missing.append("no ninja")
+    headers = Path(sysconfig.get_paths()["include"])
+    if not (headers / "Python.h").exists():
+        missing.append(f"no Python headers ({headers / 'Python.h'})")
+    return tuple(missing)

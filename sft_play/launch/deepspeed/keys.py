@@ -2,7 +2,8 @@
 
 DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on every rank; in all
 others, the top level first, an unknown key is ignored without a word. So the keys are listed, from DeepSpeed's source.
-Fields that an installed DeepSpeed has beyond them are known too: its source is read, never imported.
+Fields that an installed DeepSpeed has beyond them are known too: its source is read, never imported. Paths into a
+configuration are dotted.
 """
 
 from __future__ import annotations
@@ -11,9 +12,20 @@ import ast
 import functools
 import importlib.util
 import json
+from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
+
+from sft_play.config import yaml_io
+from sft_play.log import one_line
+
+Config = dict[str, Any]
+"""DeepSpeed's configuration as plain data: keys and values are DeepSpeed's."""
+
+AUTO = "auto"
+"""Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
+(`AUTO_IS_A_VALUE`)."""
 
 Sections = dict[str, frozenset[str]]
 """Section's dotted path ("" is the top level): the keys that it knows."""
@@ -98,3 +110,55 @@ def _names(field: ast.AnnAssign) -> set[str]:
         return set()
     alias = keywords.get("alias")
     return {field.target.id} | ({str(alias.value)} if isinstance(alias, ast.Constant) else set())
+
+
+# --- dotted paths -----------------------------------------------------------------------------------------------------
+
+
+def join_path(path: str, key: str) -> str:
+    """The dotted path of a key in the section at `path`, fit for a message."""
+    return one_line(f"{path}.{key}" if path else str(key))
+
+
+def sections_of(config: Config, path: str = "") -> Iterator[tuple[str, Config]]:
+    """Every mapping with its dotted path, the outer ones first."""
+    yield path, config
+    for key, value in list(config.items()):
+        if isinstance(value, dict):
+            yield from sections_of(value, f"{path}.{key}" if path else str(key))
+
+
+def leaves_of(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every value that is not a mapping, with its dotted path."""
+    for path, section in sections_of(config):
+        for key, value in list(section.items()):
+            if not isinstance(value, dict):
+                yield f"{path}.{key}" if path else str(key), value
+
+
+def holder_of(config: Config, path: str) -> tuple[Config | None, str]:
+    """The mapping that would hold the last key of a path, None where it does not exist, and that key."""
+    *outer, key = path.split(".")
+    holder: Any = config
+    for part in outer:
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    return (holder if isinstance(holder, dict) else None), key
+
+
+def value_at(config: Config, path: str) -> Any:
+    """The value at a path; None where there is none."""
+    holder, key = holder_of(config, path)
+    return None if holder is None else holder.get(key)
+
+
+def put_at(config: Config, path: str, value: Any) -> None:
+    """Set the value at a path; sections that are missing are added."""
+    *outer, key = path.split(".")
+    for part in outer:
+        config = config.setdefault(part, {})
+    config[key] = value
+
+
+def shown_value(value: Any) -> str:
+    """A value as a message shows it: as YAML would have it."""
+    return yaml_io.show(list(value) if isinstance(value, tuple) else value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.tree import AUTO, Config
+from sft_play.launch.deepspeed.keys import AUTO, Config
 from sft_play.planner.layout import LayoutName
 
 STAGES: dict[str, tuple[int, bool, bool]] = {

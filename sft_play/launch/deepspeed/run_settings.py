@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sft_play.config.schema import DTYPES, MixedPrecisionConfig, TrainConfig
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.tree import AUTO, Config, shown_value, value_at
+from sft_play.launch.deepspeed.keys import AUTO, Config, shown_value, value_at
 from sft_play.planner.batching import is_of_one_rank, product_problem
 
 BATCH_KEYS = {

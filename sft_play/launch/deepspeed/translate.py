@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed import keys
-from sft_play.launch.deepspeed.tree import (
+from sft_play.launch.deepspeed.keys import (
     AUTO,
     Config,
     holder_of,
