@@ -9,22 +9,26 @@ from typing import Iterable, Optional
 
 LIKE_A_TYPO = 0.75
 """How similar names are (difflib's ratio) of which one is the other with a slip: one letter of four, two of eight."""
+LIKE_A_SHORT_ONE = 0.66
+"""The same for names of three letters."""
 
 
-def nearest(name: str, *choices: Iterable[str], alike: float = LIKE_A_TYPO) -> Optional[str]:
+def nearest(name: str, *choices: Iterable[str], alike: Optional[float] = None) -> Optional[str]:
     """The most similar name, from the first of the lists that has one at least so `alike`; None where none has.
 
-    Case, hyphens and underscores do not count.
+    Case, hyphens and underscores do not count. `alike` is that of a slip where it is not given.
     """
+    wanted = plain(name[:100])
+    least = alike if alike is not None else LIKE_A_SHORT_ONE if len(wanted) <= 3 else LIKE_A_TYPO
     for names in choices:
         forms = {plain(one): one for one in sorted(names, reverse=True)}
-        near = difflib.get_close_matches(plain(name[:100]), list(forms), n=1, cutoff=alike)
+        near = difflib.get_close_matches(wanted, list(forms), n=1, cutoff=least)
         if near:
             return forms[near[0]]
     return None
 
 
-def did_you_mean(name: str, *choices: Iterable[str], alike: float = LIKE_A_TYPO) -> str:
+def did_you_mean(name: str, *choices: Iterable[str], alike: Optional[float] = None) -> str:
     """`did you mean …?` with the nearest name; empty where none is near."""
     near = nearest(name, *choices, alike=alike)
     return f"did you mean {near}?" if near else ""

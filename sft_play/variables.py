@@ -7,7 +7,7 @@ there is an environment.
 
 from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from sft_play.spelling import LIKE_A_TYPO, nearest, plain
+from sft_play.spelling import nearest, plain
 
 TARGETS = {
     "train-tb": "train",
@@ -398,7 +398,7 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
         return None
     own = [one for one in VARIABLES if any(is_taken(one, goal) for goal in asked)]
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
-    alike = 0.85 if name.startswith(OF_OTHERS) else LIKE_A_TYPO
+    alike = 0.85 if name.startswith(OF_OTHERS) else None
     near = OTHER_WORDS.get(plain(name)) or nearest(name, own, list(VARIABLES), alike=alike)
     if near is not None:
         whose = "" if near in own else f" It belongs to {_takers(near)}"

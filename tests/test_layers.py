@@ -29,7 +29,7 @@ LAYERS = {
     "findings": 0,
     "units": 0,
     "heap": 0,
-    "environment": 1,
+    "environment": 2,
     "checkout": 1,
     "failures": 1,
     "config": 1,

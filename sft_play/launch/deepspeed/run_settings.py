@@ -54,7 +54,9 @@ def with_batch(
                          "which neither file gives")  # fmt: skip
         # a YAML of one rank is kept over several, unless the file repeats its numbers of a rank
         if not (is_of_one_rank(train) and given_batch.keys() == {"train_batch_size"}):
-            problem = product_problem(train.model_copy(update=taken), ranks=ranks, said=sources)
+            by_default = f"train.effective_batch_size={train.effective_batch_size} (its default)"
+            said = {"effective_batch_size": by_default, **sources}
+            problem = product_problem(train.model_copy(update=taken), ranks=ranks, said=said)
             problems += [problem] if problem else []
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
