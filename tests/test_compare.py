@@ -12,9 +12,8 @@ import pytest
 from sft_play.config.leaves import leaves
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import compare as compare_module
-from sft_play.finished.report.charts import charts_of
+from sft_play.finished.report.charts import Screen, charts_of
 from sft_play.finished.report.compare import compare, differences, results_of
-from sft_play.finished.report.curves import Screen
 from sft_play.finished.report.record import read_record
 from sft_play.finished.run import find_any
 from tests.recorded_runs import MANIFEST, SUMMARY, planned_folder, recorded_run, steps

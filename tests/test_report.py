@@ -17,8 +17,17 @@ import pytest
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.report import charts as charts_module
 from sft_play.finished.report import report as report_module
-from sft_play.finished.report.charts import Chart, Curve, charts_of, draw_charts, thinned
-from sft_play.finished.report.curves import HEIGHT, Screen, plot_lines, screen_of
+from sft_play.finished.report.charts import (
+    HEIGHT,
+    Chart,
+    Curve,
+    Screen,
+    charts_of,
+    draw_charts,
+    plot_lines,
+    screen_of,
+    thinned,
+)
 from sft_play.finished.report.record import duration, read_record, size
 from sft_play.finished.report.report import report, report_at_end, reported
 from sft_play.finished.report.report_sections import sections_of

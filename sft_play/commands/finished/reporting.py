@@ -8,8 +8,8 @@ from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.machine import output_dir_or_default
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
-from sft_play.finished.report.curves import screen_of
 from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, report
 from sft_play.finished.run import find_any

@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import urllib.request
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -162,33 +161,18 @@ def _origin(host: str, port: int) -> str:
 # --- services ---------------------------------------------------------------------------------------------------------
 
 
-class Service(ABC):
-    """A server: `start` returns once it answers, `wait` once it has ended.
-
-    `is_busy`: after `wait`, a thread of this process may still compute an answer; Python would abort in its own end.
-    """
+class TransformersService:
+    """`transformers serve`'s server in a thread of this process."""
 
     is_busy = False
-
-    @abstractmethod
-    def start(self) -> Serving:
-        """Start it; returns where it answers."""
-
-    @abstractmethod
-    def wait(self) -> int:
-        """Wait until it ends or is stopped, and return the exit code: Ctrl-C lets running answers finish, a second one
-        or SIGTERM does not."""
-
-
-class TransformersService(Service):
-    """`transformers serve`'s server in a thread of this process."""
+    """Whether, after `wait`, a thread still computes an answer: Python would abort in its own end."""
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         require_extra()
         self._run, self._host, self._listener = run, host, claimed(host, port)
 
     def start(self) -> Serving:
-        """Load the model and serve it."""
+        """Load the model and serve it; returns once it answers."""
         import uvicorn
 
         try:
@@ -224,7 +208,8 @@ class TransformersService(Service):
         return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid())
 
     def wait(self) -> int:
-        """Wait until it ends or is stopped."""
+        """Wait until it ends or is stopped, and return the exit code: Ctrl-C lets running answers finish, a second one
+        or SIGTERM does not."""
         is_over, is_late = threading.Event(), threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
         is_late.daemon = True
 
@@ -245,8 +230,10 @@ class TransformersService(Service):
         return 0
 
 
-class VllmService(Service):
+class VllmService:
     """`vllm serve` as a child of this process."""
+
+    is_busy = False
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
         program = shutil.which(
@@ -325,6 +312,9 @@ class VllmService(Service):
             with contextlib.suppress(psutil.Error):
                 member.kill()
         self._child.wait()
+
+
+Service = TransformersService | VllmService
 
 
 def service_of(engine: str, run: FinishedRun, host: str, port: int) -> Service:

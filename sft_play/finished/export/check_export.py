@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.evaluate.divergence import Scored, compared, log_probs, spaced
-from sft_play.finished.export.check_merge import limit_of
+from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
 from sft_play.finished.export.exported import EXPORT
 from sft_play.finished.export.gguf_model import (
     LlamaCppModel,

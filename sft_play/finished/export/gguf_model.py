@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.finished.evaluate.divergence import PLACES, Scored
+from sft_play.finished.export.check_merge import PLACES, Scored
 from sft_play.finished.load import this_device
 from sft_play.log import one_line
 from sft_play.training.model import sdpa
@@ -248,7 +248,7 @@ class LlamaCppModel:
         return tuple(given)
 
     def log_probs(self, rows: Sequence[dict[str, list[int]]]) -> list[Scored]:
-        """As `divergence.log_probs`."""
+        """As `check_merge.log_probs`."""
         scored = []
         for row in rows:
             self._llama.reset()

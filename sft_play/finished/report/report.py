@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import SftPlayError
-from sft_play.finished.report.charts import NotDrawn, charts_of, draw_charts
-from sft_play.finished.report.curves import Screen, plot_lines
+from sft_play.finished.report.charts import NotDrawn, Screen, charts_of, draw_charts, plot_lines
 from sft_play.finished.report.page import page, write_page
 from sft_play.finished.report.record import Record, lead_of, read_record
 from sft_play.finished.report.report_sections import sections_of
