@@ -27,40 +27,6 @@ _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 """What tokens decode to that end inside a character."""
 
 
-def greedy_answers(
-    run: FinishedRun,
-    model: Any,
-    tokenizer: Any,
-    asked: Sequence[Question],
-    *,
-    stop: Sequence[int],
-    max_new_tokens: int,
-    whose: str | None = None,
-) -> list[Answer]:
-    """Greedy answers, in the order asked and in the precision of the run's own evaluation; where memory runs out the
-    batches are halved. `whose` names the model in lines on how far it is."""
-    most = run.plan().answer_tokens
-    given: list[Answer] = []
-    while len(given) < len(asked):
-        chunk = asked[len(given) : len(given) + _AT_ONCE]
-        try:
-            with _as_trained(run, model):
-                given += answers(
-                    model, tokenizer, chunk, stop=stop, max_new_tokens=max_new_tokens, most_tokens=most
-                )  # fmt: skip
-        except RuntimeError as error:
-            longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved
-            if not should_reduce_batch_size(error) or most <= longest:
-                raise
-            most //= 2
-            logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most:,}")
-            free_memory()
-            continue
-        if whose is not None and len(asked) > _AT_ONCE:
-            logger.info("Answered by the %s: %s of %s", whose, f"{len(given):,}", f"{len(asked):,}")
-    return given
-
-
 def _as_trained(run: FinishedRun, model: Any) -> contextlib.AbstractContextManager[Any]:
     """Whole weights trained under autocast, and so they answer; an adapter's base has the precision of training."""
     compute = compute_dtype(run)
@@ -101,13 +67,35 @@ class Responder:
             raise DataError(f"the chat template of {self.run.folder.path} cannot render turns of these roles: {roles}")
         return prompt[0]
 
+    def answers(self, asked: Sequence[Question], *, max_new_tokens: int, whose: str | None = None) -> list[Answer]:
+        """Greedy answers, in the order asked, in batches of a token budget and in the precision of the run's own
+        evaluation; where memory runs out the batches are halved. `whose` names the model in lines on how far it is."""
+        most = self.run.plan().answer_tokens
+        given: list[Answer] = []
+        while len(given) < len(asked):
+            chunk = asked[len(given) : len(given) + _AT_ONCE]
+            try:
+                with _as_trained(self.run, self.model):
+                    given += answers(
+                        self.model, self.tokenizer, chunk, stop=self.stop, max_new_tokens=max_new_tokens,
+                        most_tokens=most,
+                    )  # fmt: skip
+            except RuntimeError as error:
+                longest = max(len(one.prompt_ids) for one in chunk) + max_new_tokens  # a batch of one cannot be halved
+                if not should_reduce_batch_size(error) or most <= longest:
+                    raise
+                most //= 2
+                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most:,}")
+                free_memory()
+                continue
+            if whose is not None and len(asked) > _AT_ONCE:
+                logger.info("Answered by the %s: %s of %s", whose, f"{len(given):,}", f"{len(asked):,}")
+        return given
+
     def answer_all(self, prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[str]:
-        """Greedy answers to prompts, in batches of a token budget."""
+        """The texts of greedy answers to prompts."""
         asked = [Question(ids, "", "") for ids in prompts]
-        answered = greedy_answers(
-            self.run, self.model, self.tokenizer, asked, stop=self.stop, max_new_tokens=max_new_tokens
-        )
-        return [answer.text for answer in answered]
+        return [answer.text for answer in self.answers(asked, max_new_tokens=max_new_tokens)]
 
     @torch.no_grad()
     def stream(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.finished.answer.respond import Responder, greedy_answers
+from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate.eval_figures import (
     RESAMPLES,
     SEED,
@@ -238,10 +238,7 @@ def _both(
             logger.info("Evaluating the %s: %s rows", whose, f"{len(rows.numbers):,}")
             scores = score_rows(model, rows.rows, most_tokens=batch_tokens(run), compute=compute_dtype(run))
             asked = [one.question for one in rows.asked]
-            answered = greedy_answers(
-                run, model, responder.tokenizer, asked, stop=responder.stop, max_new_tokens=max_new_tokens, whose=whose
-            )
-            given = [answer.text for answer in answered]
+            given = [answer.text for answer in responder.answers(asked, max_new_tokens=max_new_tokens, whose=whose)]
         results = run_tasks(run, model, responder.tokenizer, tasks, limit=limit) if tasks else None
         return ModelFigures(scores, given, _values(rows, metrics, given), results)
 

@@ -22,7 +22,7 @@ from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, ModelError, SftPlayError
-from sft_play.finished.answer.respond import greedy_answers
+from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate.score import RowScore, batch_tokens, compute_dtype, score_rows
 from sft_play.finished.evaluate.ship_rule import (
     FORMAT,
@@ -45,7 +45,7 @@ from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
-from sft_play.training.measure.exact_match import Question, configured_stops, questions, stop_ids
+from sft_play.training.measure.exact_match import Question, questions
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -151,20 +151,20 @@ class _ShipRows:
     def __init__(self, run: FinishedRun, rows: int) -> None:
         config = run.config
         self.run = run
-        self.tokenizer = load_tokenizer(config).tokenizer
-        self.renderer = renderer_of(run, self.tokenizer)
+        tokenizer = load_tokenizer(config).tokenizer
+        renderer = renderer_of(run, tokenizer)
         self.held = held_out(run)
         self.rows, self.left_out = ([], 0) if self.held.name == "train" else distinct_rows(self.held, rows)
         self.asked: list[Question] = []
         if self.rows and config.eval.generate_rows:
             asked = config.eval.model_copy(update={"generate_rows": min(rows, config.eval.generate_rows)})
-            self.asked = questions(self.held.split, self.renderer, asked, max_seq_len=run.plan().max_seq_len)
+            self.asked = questions(self.held.split, renderer, asked, max_seq_len=run.plan().max_seq_len)
         # the sample's own settings, whatever the run trained on: only so do figures of two runs compare
         general = Renderer(
-            self.tokenizer,
+            tokenizer,
             config.data.model_copy(update={"loss_on": "assistant", "multi_turn": "whole"}),
             max_seq_len=_LONGEST,
-            today=self.renderer.today,
+            today=renderer.today,
         )
         sample = general_sample()
         self.text = text_rows(sample, general, longest=_LONGEST)
@@ -190,10 +190,7 @@ class _ShipRows:
         logger.info("Measuring the %s", whose)
         parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
         scores = {part: self._scores(model, chosen) for part, chosen in parts.items()}
-        answered = greedy_answers(
-            self.run, model, self.tokenizer, self.asked, max_new_tokens=self.run.config.eval.max_new_tokens,
-            stop=stop_ids(self.run.config.task_mode, self.tokenizer, self.renderer, configured_stops(model)),
-        )  # fmt: skip
+        answered = Responder(self.run, model).answers(self.asked, max_new_tokens=self.run.config.eval.max_new_tokens)
         return scores, tuple(answer.right for answer in answered)
 
     def _scores(self, model: Any, chosen: Sequence[Row]) -> list[RowScore]:

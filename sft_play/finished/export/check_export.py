@@ -39,7 +39,6 @@ from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.prompts import PairedPrompt, Prompts
-from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun
 from sft_play.training.measure.exact_match import Question, answers
@@ -254,8 +253,7 @@ def _material(
     most = run.config.eval.max_new_tokens
     # a prompt that fills the run's rows leaves no room for an answer
     fitting = [one for one in asked if len(one.ids) < plan.max_seq_len]
-    stop = stop_tokens(run, prompts.tokenizer, prompts.configured_stops)
-    return _Material(fitting, rows, stop, most, plan.answer_tokens, prompts.tokenizer)
+    return _Material(fitting, rows, prompts.stops, most, plan.answer_tokens, prompts.tokenizer)
 
 
 def _prompt_checks(
@@ -282,8 +280,7 @@ def _prompt_checks(
         return [*checks, ExportCheck("Tokenizer", True if has_llama_cpp() else None, str(error))]
     same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
     words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
-    stops = stop_tokens(run, prompts.tokenizer, prompts.configured_stops)
-    lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(stops) - own.stop_ids))
+    lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stops) - own.stop_ids))
     ends = (
         "the file ends answers at training's stop tokens" if not lost else f"the file does not end at {', '.join(lost)}"
     )

@@ -29,7 +29,6 @@ from sft_play.finished.export.llama_cpp import Converter, convert
 from sft_play.finished.export.ollama import modelfile_of
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts
-from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import held_out
 from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, weight_files
 from sft_play.finished.writing import require_space
@@ -66,7 +65,7 @@ def write_gguf(
     require_space(building, needed, "the GGUF needs up to")
     staged = building / ".model"
     _stage(run, model, prompts.tokenizer, staged)
-    vocabulary, pre = _vocabulary(run, prompts, converter)
+    vocabulary, pre = _vocabulary(prompts, converter)
     told: tuple[str, ...] = ()
     if format == "ollama":
         text, told = modelfile_of(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]))
@@ -152,16 +151,15 @@ def _base_files(run: FinishedRun, model: Path) -> Path:
         return model
 
 
-def _vocabulary(run: FinishedRun, prompts: Prompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
+def _vocabulary(prompts: Prompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
     """What the converter is told about the tokenizer, and the pre-tokenizer that was proven equal to it."""
     tokenizer = prompts.tokenizer
     backend = tokenizer.backend_tokenizer
     names = proven_names(backend, read_pre_tokenizers(converter.vocabularies), probe_texts())
     pre = names[0] if names else None
-    stops = stop_tokens(run, tokenizer, prompts.configured_stops)
     own = tokenizer.eos_token_id
     # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of turn must have one
-    others = [token for token in stops if token != own]
+    others = [token for token in prompts.stops if token != own]
     others.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
     kinds = ("eos", "eot", "eom") if own is not None else ("eot", "eom")
     ids = dict(zip(kinds, ([own] if own is not None else []) + others, strict=False))
@@ -197,7 +195,7 @@ def _check_file(
                 f"{_first_difference(one, ids, prompts.tokenizer)}. llama.cpp cannot run this tokenizer as it is; "
                 f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
             )
-    stops = set(stop_tokens(run, prompts.tokenizer, prompts.configured_stops)) - own.stop_ids
+    stops = set(prompts.stops) - own.stop_ids
     lost = ", ".join(prompts.tokenizer.convert_ids_to_tokens(sorted(stops)))
     return len(asked), ((f"Stop tokens that a GGUF has no place for: {lost}",) if stops else ())
 

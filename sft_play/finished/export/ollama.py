@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol
 from sft_play.data.masks.template import RenderError
 from sft_play.errors import DataError, TokenizerError
 from sft_play.finished.export.prompts import CHECKED_ROWS, Prompts, probes
-from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import held_out
 from sft_play.finished.run import FinishedRun
 
@@ -34,10 +33,7 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
         NoGoTemplate: a Modelfile cannot render what the chat template does.
     """
     tokenizer = prompts.tokenizer
-    stops = [
-        tokenizer.decode([token], skip_special_tokens=False)
-        for token in stop_tokens(run, tokenizer, prompts.configured_stops)
-    ]
+    stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stops]
     for stop in stops:
         # Ollama stops at a text, not at a token: one that ordinary tokens spell too would end answers early
         if len(tokenizer(stop, add_special_tokens=False)["input_ids"]) != 1:

@@ -5,7 +5,6 @@ Training's are token ids of its own renderer. An engine has the folder's chat te
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,8 +17,10 @@ from sft_play.data.build.splits import Split
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
+from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import evenly_spaced, renderer_of
 from sft_play.finished.run import FinishedRun
+from sft_play.runs.files import read_json
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 CHECKED_ROWS = 32
@@ -83,16 +84,13 @@ class Prompts:
         """The text that ends an answer; empty where nothing does."""
         return "" if self.is_text else self._renderer.end_of_turn
 
-    @property
-    def configured_stops(self) -> int | list[int] | None:
-        """The end tokens of the folder's generation config, else of its config."""
-        for name in ("generation_config.json", "config.json"):
-            path = self._model / name
-            settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-            if settings.get("eos_token_id") is not None:
-                stops: int | list[int] = settings["eos_token_id"]
-                return stops
-        return None
+    @cached_property
+    def stops(self) -> list[int]:
+        """Tokens that end an answer as the run was trained; the folder's own are those of its generation config, else
+        of its config."""
+        configured = (read_json(self._model / name) for name in ("generation_config.json", "config.json"))
+        of_folder = next((one["eos_token_id"] for one in configured if one.get("eos_token_id") is not None), None)
+        return stop_tokens(self._run, self.tokenizer, of_folder)
 
     @cached_property
     def _templates(self) -> dict[str, ChatTemplate]:
