@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.finished.export.exported import Format, Quant
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 
 if TYPE_CHECKING:
     from sft_play.finished.export.adapted_model import Base
-    from sft_play.finished.export.exported import Format, Quant
 
 HELP = {
     "merge": "merge RUN's adapter into the 16-bit weights of its base, as a model that loads anywhere",
@@ -25,8 +25,7 @@ HELP = {
 }
 _DTYPES = ("bf16", "fp16", "fp32")
 _BASES = ("dequantized", "original")
-_FORMATS = ("gguf", "ollama", "vllm")
-_QUANTS = ("f32", "f16", "bf16", "q8_0")
+_FORMATS, _QUANTS = get_args(Format), get_args(Quant)
 
 
 def run(request: Request) -> Answer:

@@ -171,14 +171,14 @@ def _notes(records: Sequence[Record]) -> list[str]:
 
 
 def _judged_alike(records: Sequence[Record]) -> bool:
-    return len({_held_out(record) for record in records}) == 1
+    return len({_judged_by(record) for record in records}) == 1
 
 
 def _tokenised_alike(records: Sequence[Record]) -> bool:
     return len({_digest(record, "tokenizer") for record in records}) == 1
 
 
-def _held_out(record: Record) -> tuple[Any, ...]:
+def _judged_by(record: Record) -> tuple[Any, ...]:
     """What decides which rows a run is judged by: the split's file, or how validation rows are cut off."""
     settings = settings_of(record.settings)
     split = record.summary.get("split") or ("test" if settings.get("data.test_path") else "val")
@@ -219,12 +219,12 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
     figures = (
         row("status", "status", lambda record: record.status, str),
         row("steps", "steps", lambda record: record.steps, "{:,}".format),
-        row("loss_before", "held-out loss before", lambda record: _figure(record, "before", "loss"), "{:.4f}".format),
+        row("loss_before", "held-out loss before", lambda record: record.held_out("before", "loss"), "{:.4f}".format),
         row("loss_after", "held-out loss after",
-            lambda record: _figure(record, "after", "loss"), "{:.4f}".format, better_loss),
+            lambda record: record.held_out("after", "loss"), "{:.4f}".format, better_loss),
         row("best_val_loss", "best validation loss",
             lambda record: _best(record, "eval_loss", min), "{:.4f}".format, better_loss),
-        row("exact_match_after", "exact match after", lambda record: _figure(record, "after", "exact_match"),
+        row("exact_match_after", "exact match after", lambda record: record.held_out("after", "exact_match"),
             "{:.1%}".format, better_match),
         row("best_val_exact_match", "best validation exact match",
             lambda record: _best(record, "eval_exact_match", max), "{:.1%}".format, better_match),
@@ -236,12 +236,6 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
         row("wall_s", "wall time", lambda record: record.summary.get("wall_s"), duration),
     )  # fmt: skip
     return tuple(figure for figure in figures if any(value is not None for value in figure.values))
-
-
-def _figure(record: Record, when: str, name: str) -> float | None:
-    figures = record.summary.get(when) or (record.manifest.get(when) if not record.summary else None) or {}
-    value = figures.get(name)
-    return float(value) if isinstance(value, (int, float)) else None
 
 
 def _best(record: Record, name: str, choose: Callable[[Sequence[float]], float]) -> float | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.leaves import leaves
 from sft_play.diagnose.text import sized
@@ -127,6 +127,13 @@ class Record:
         """The best held-out figure: name (`exact_match`, else `loss`) and value."""
         logged = [{name: value} for name in ("eval_loss", "eval_exact_match") for _, value in self.curve(name)]
         return best_of(logged, self.summary)
+
+    def held_out(self, when: Literal["before", "after"], name: str) -> float | None:
+        """A held-out figure (`loss`, `exact_match`) before or after training."""
+        # of a run that was killed: its manifest has what was measured first
+        figures = self.summary.get(when) or (self.manifest.get(when) if not self.summary else None) or {}
+        value = figures.get(name)
+        return float(value) if isinstance(value, (int, float)) else None
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """One curve over all parts, its steps counted over the whole run."""
@@ -258,10 +265,8 @@ def _of_steps(record: Record) -> str:
 
 def before_and_after(record: Record, name: str, form: str) -> str:
     """A held-out figure before and after training, such as `9.44 → 0.13`; empty where none was measured."""
-    before, after = ((record.summary.get(when) or {}).get(name) for when in ("before", "after"))
-    if before is None and not record.summary:  # of a run that was killed: its manifest has what was measured first
-        before = (record.manifest.get("before") or {}).get(name)
-    shown = [form.format(value) for value in (before, after) if isinstance(value, (int, float))]
+    before, after = (record.held_out(when, name) for when in ("before", "after"))
+    shown = [form.format(value) for value in (before, after) if value is not None]
     return " → ".join(shown) if after is not None else f"{shown[0]} before" if shown else ""
 
 
