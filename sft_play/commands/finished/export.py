@@ -68,7 +68,7 @@ def _check_export(request: Request) -> None:
     if request.command == "export" and request.format not in _FORMATS:
         given = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
         raise ConfigError(f"{given} one of {', '.join(_FORMATS)}")
-    if request.quant not in (None, *_QUANTS):
+    if request.quant is not None and request.quant not in _QUANTS:
         raise ConfigError(
             f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}, which the converter writes"
         )
