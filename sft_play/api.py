@@ -20,9 +20,8 @@ from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.launch.device import machine_for
 from sft_play.launch.resolve_options import machine_of_mesh
 from sft_play.planner.plan import Plan
-from sft_play.runs.creation import is_finished, new_folder, resumes
-from sft_play.starting.one_process import start_here
 from sft_play.starting.plan_run import plan_for
+from sft_play.starting.start import Asked, start
 
 __all__ = ["load_config", "plan", "train"]
 
@@ -64,12 +63,7 @@ def train(run: LoadedConfig) -> dict[str, Any]:
     """
     os.environ.update(waiting_threads(os.environ))
     os.environ.update(allocator_setting(os.environ))
-    folder = new_folder(run.config.output, config_path=run.path)
-    is_resumed = resumes(folder, run.config.output)
-    if not (is_resumed and is_finished(folder)):
-        from sft_play.finished.report.report import reported
-
-        with reported(folder):
-            start_here(run, folder, resume=is_resumed)
+    folder = start(Asked(run)).folder
+    assert folder is not None
     summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
     return {"run": str(folder.path), **summary}

@@ -27,7 +27,7 @@ from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import new_manifest
 from sft_play.runs.resuming import check_same_run
-from sft_play.starting.over_ranks import plan_ranks
+from sft_play.starting.plan_stages import plan_ranks
 from sft_play.starting.resumed import kept_of
 from sft_play.training.checkpoints.checkpoints import path_of
 from tests.models import uneven_run

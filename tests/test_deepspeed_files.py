@@ -21,7 +21,7 @@ from sft_play.launch.deepspeed.run_settings import with_batch
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
-from sft_play.starting.over_ranks import plan_ranks
+from sft_play.starting.plan_stages import plan_ranks
 from tests.conftest import ROOT
 from tests.test_distributed import losses, start
 

@@ -208,10 +208,10 @@ def test_train_device_leaves_a_machine_its_cpu(config, monkeypatch):
 @pytest.mark.parametrize("what", ["train", "train-distributed"])
 def test_the_command_stops_before_anything_is_made(command, config, monkeypatch, tmp_path, tiny_llama, sums, what):
     from sft_play.launch import machine as of_ranks
-    from sft_play.starting import one_process
+    from sft_play.starting import start
 
     monkeypatch.chdir(tmp_path)
-    for module in (of_ranks, one_process):
+    for module in (of_ranks, start):
         monkeypatch.setattr(module, "detect", lambda: CPU)
     monkeypatch.setattr(device, "read_devices", lambda _: CASES["a container without its GPUs"][0])
     path = tmp_path / "own.yaml"

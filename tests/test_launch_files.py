@@ -555,21 +555,21 @@ def test_torchs_adamw_steps_where_deepspeeds_cannot_be_built():
 @pytest.mark.parametrize("built", [False, True])
 @pytest.mark.parametrize("layout", ["zero2", "zero2_offload"])
 def test_only_a_run_that_compiles_cpu_adam_says_so(monkeypatch, caplog, obstacles, built, layout):
-    from sft_play.starting import over_ranks
+    from sft_play.starting import plan_stages
 
     caplog.set_level("INFO")
-    monkeypatch.setattr(over_ranks, "adam_obstacles", lambda: obstacles)
-    monkeypatch.setattr(over_ranks, "compiling_words", lambda: None if built else "compiles for minutes")
+    monkeypatch.setattr(plan_stages, "adam_obstacles", lambda: obstacles)
+    monkeypatch.setattr(plan_stages, "compiling_words", lambda: None if built else "compiles for minutes")
     config = load_config(ROOT / "configs" / "run_bnb.yaml", overrides=["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"])
     options = LaunchOptions(strategy=layout, deepspeed=DeepspeedRequest())
-    over_ranks.plan_ranks(config, named("2xH100"), options)
+    plan_stages.plan_ranks(config, named("2xH100"), options)
     wanted = layout == "zero2_offload" and not built and not obstacles
     assert ("compiles for minutes" in caplog.text) == wanted
 
 
 @pytest.mark.parametrize("file", ["zero2", "zero3", "zero3_offload"])
 def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, monkeypatch):
-    from sft_play.starting import over_ranks
+    from sft_play.starting import plan_stages
 
     path = ROOT / "configs" / "deepspeed" / f"{file}.json"
     words = ["model.name=Qwen/Qwen3-8B", "tuning.mode=lora"]
@@ -580,7 +580,7 @@ def test_a_plan_takes_a_deepspeed_file_as_the_run_does(command, file, caplog, mo
     assert code == 0, printed
     found = json.loads(printed)
     options = LaunchOptions(deepspeed=DeepspeedRequest(path))
-    run, _ = over_ranks.plan_ranks(load_config(config, overrides=words), named("2xH100"), options)
+    run, _ = plan_stages.plan_ranks(load_config(config, overrides=words), named("2xH100"), options)
     planned = json.loads(json.dumps(run.as_json()))
     for key in set(planned) - {"deepspeed", "reasons", "ways_out"}:
         assert found[key] == planned[key], key

@@ -46,13 +46,13 @@ LAYERS = {
     "own_loop": 4,
     "notebook": 4,
     "dist": 5,
-    "starting": 5,
+    "starting": 6,
     "finished": 5,
-    "commands": 6,
-    "api": 6,
-    "cli": 7,
-    "entry": 8,
-    "__main__": 9,
+    "commands": 7,
+    "api": 7,
+    "cli": 8,
+    "entry": 9,
+    "__main__": 10,
 }
 """Package or module of the package: layer. `sft_play/__init__.py` itself holds the version and the names of `api`."""
 

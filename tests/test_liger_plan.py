@@ -31,7 +31,7 @@ from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.speed.throughput import predict_speed, rates_of
-from sft_play.starting.measured import remember
+from sft_play.starting.train_here import remember
 from sft_play.trace.settings import StepSettings
 from sft_play.units import GIB
 

@@ -26,7 +26,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
 from sft_play.planner.plan import Plan, PlanRequest, Traced, Work, make_plan, plan_from_json, require_fit
 from sft_play.planner.rejections import speed_words
 from sft_play.planner.show import choice_line, detected_lines, grid_lines, largest_line, plan_lines
-from sft_play.starting.measured import remember
+from sft_play.starting.train_here import remember
 from tests.conftest import Command
 
 GIB = 2**30

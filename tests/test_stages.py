@@ -342,8 +342,8 @@ def test_stages_share_the_layout_that_fits_them_all():
     from sft_play.config.load import config_from_text
     from sft_play.facts.hardware import named
     from sft_play.planner.layout import LAYOUT_NAMES
-    from sft_play.starting.over_ranks import common_layout
     from sft_play.starting.plan_run import plan_for
+    from sft_play.starting.plan_stages import common_layout
 
     machine, only = named("2xRTX4090"), tuple(name for name in LAYOUT_NAMES if name != "single")
     short, long = (

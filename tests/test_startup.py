@@ -29,13 +29,13 @@ HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bits
 SEVERAL = f"""
 import contextlib, io, json, sys
 from sft_play.cli import main
-from sft_play.starting import several_ranks
+from sft_play.starting import launch_ranks
 
 def started(ranks, folder):
     print("the ranks were started")
     return 0
 
-several_ranks.run_ranks = started
+launch_ranks.run_ranks = started
 found = []
 for words in json.load(sys.stdin):
     said = io.StringIO()

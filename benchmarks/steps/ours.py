@@ -2,7 +2,7 @@
 
     python -m benchmarks.steps.ours ORDER.json
 
-Plan, rows, model and trainer are those of `sft_play.starting.one_process`; only what is watched, and under `bare` the
+Plan, rows, model and trainer are those of `sft_play.starting.start`; only what is watched, and under `bare` the
 loop, is put in the place of the run's own.
 """
 
@@ -25,7 +25,6 @@ from sft_play.endings import leave_with_starter
 from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import set_up_logging
-from sft_play.runs.creation import new_folder
 
 SECONDS = "time_{}_s"
 """The monitor's figure of a part of a step."""
@@ -49,16 +48,15 @@ def main(path: Path) -> int:
 def measure(order: Order) -> None:
     """Start the run of an order; it ends after its last measured step, and its folder is left as it is."""
     from benchmarks.steps.recording import Measured
-    from sft_play.starting.one_process import start_here
+    from sft_play.starting.start import Asked, start
     from sft_play.training import run
 
     loaded = load_config(Path(order.config), overrides=order.overrides)
-    folder = new_folder(loaded.config.output, config_path=loaded.path)
     # the run's own code up to its training loop: what is measured is what `make train` does
     train, run.train = run.train, functools.partial(_train, order, run.train)
     try:
         with contextlib.suppress(Measured):
-            start_here(loaded, folder, resume=False)
+            start(Asked(loaded))
     finally:
         run.train = train
 

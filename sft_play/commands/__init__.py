@@ -57,7 +57,7 @@ FILES = {
     "generate": "generate",
 }
 """Each command and its file, in the order of the help."""
-INTERNAL = {"rank": "start.rank"}
+INTERNAL = {"rank": "start.launching"}
 """Commands that the program starts itself, and help does not name."""
 
 

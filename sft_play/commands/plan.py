@@ -32,8 +32,8 @@ from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.row_tokens import RowTokens
 from sft_play.starting.budget import budget_for, cheapest_machine
-from sft_play.starting.over_ranks import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
+from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.row_survey import count_if_quick, known_rows
 
 HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}

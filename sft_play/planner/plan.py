@@ -26,6 +26,7 @@ from sft_play.planner.candidates import (
     least,
     micro_batches,
     needs_words,
+    thriftiest,
     weigh,
     weigh_updates,
 )
@@ -309,10 +310,7 @@ def make_plan(
             that the model does not have.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
-    # what no layout can change is refused first, so that the message names the setting and not a layout
-    check_targets(config, shape)
-    compiled.refuse(config)
-    planned_experts(config, shape, choose_precision(config, hardware, shape))
+    _refuse_settings(request)  # first, so that the message names the setting and not a layout
     job = dataclasses.replace(job_of(request), fixed=fixed, updates=updates)
     job, candidates, refused = _weighed(request, job, keeps_params=keeps_params)
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
@@ -344,6 +342,20 @@ def make_plan(
         compile_s=compiled.compile_s(config, shape),
         activations_from="trace" if chosen.traced else "blocks" if shape.meter is None else "measured",
     )
+
+
+def refuse(request: PlanRequest) -> None:
+    """Raises ConfigError for what `make_plan` refuses however long the rows are; a few candidates are weighed."""
+    _refuse_settings(request)
+    layouts, _ = _layouts(request, keeps_params=False)
+    thriftiest(job_of(request), layouts)
+
+
+def _refuse_settings(request: PlanRequest) -> None:
+    """Raises ConfigError for settings that no layout can change."""
+    check_targets(request.config, request.shape)
+    compiled.refuse(request.config)
+    planned_experts(request.config, request.shape, choose_precision(request.config, request.hardware, request.shape))
 
 
 def _weighed(

@@ -1,5 +1,6 @@
-"""A run from request to end: in `one_process`, as the parent of `several_ranks`, or as `one_rank` of them.
+"""A run from request to end: `start` has the steps in their order.
 
-`before` refuses what needs no library, `row_survey` counts the rows, `plan_run` and `over_ranks` make the plan,
-`resumed` says what a stopped run keeps, `measured` remembers what was measured.
+It counts the rows (`row_survey`), plans (`plan_stages` for a run and its stages, `plan_run` for one plan with what this
+machine knows, `resumed` for what a stopped run keeps), and trains: `train_here` in this process, `launch_ranks` over
+several, of which `as_rank` is one. `budget` finds the machines that a run's money pays for.
 """

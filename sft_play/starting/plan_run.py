@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
@@ -25,11 +26,12 @@ from sft_play.facts.models.architecture import (
 )
 from sft_play.launch.device import machine_for
 from sft_play.launch.exported import rank_variables
+from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
-from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan
+from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan, refuse
 from sft_play.planner.precision import choose_precision
 from sft_play.planner.row_tokens import RowTokens
 from sft_play.starter.names import BASE_NAME
@@ -70,8 +72,8 @@ def has_eval(config: RunConfig) -> bool:
     return config.data.val_fraction > 0 or has_held_out_file(config.data)
 
 
-def backend_here(config: RunConfig, hardware: Hardware, *, layout: str) -> Backend:
-    """The backend that trains a run on this machine.
+def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: bool = False) -> Backend:
+    """The backend that trains a run on this machine; `staged`: in stages.
 
     Raises:
         BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
@@ -80,7 +82,7 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str) -> Backe
     from sft_play.training.prepare.model_spec import build_model_spec
 
     backend = backends.choose_backend(
-        config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ))
+        config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ)), staged=staged
     )
     if backend.name != "unsloth" or config.model.name == BASE_NAME:
         return backend
@@ -98,6 +100,19 @@ def trained_by(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ..
         return None
     usual: LayoutName = "ddp" if hardware.ranks > 1 else "single"
     return backend_here(config, hardware, layout=usual if usual in only or not only else only[0])
+
+
+def layout_in_unsloth(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
+    """The layout in which Unsloth's processes train a run; None where they do not.
+
+    Raises:
+        BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
+    """
+    if loaded.config.tuning.backend != "unsloth":
+        return None
+    layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")
+    backend = backend_here(loaded.config, hardware, layout=layout, staged=bool(loaded.stages))
+    return layout if backend.name == "unsloth" else None
 
 
 def _as_trained(config: RunConfig, backend: Backend | None) -> RunConfig:
@@ -122,30 +137,39 @@ def plan_for(
 
     `kept`: what a resumed run keeps; `rows`: the lengths of the rows, where the caller has counted them.
     """
-    hardware = machine_for(config, hardware)
-    config = _as_trained(config, trained_by(config, hardware, only))
-    shape = shape_for(config)
+    request = _request(config, hardware, only, rows=rows)
     # a resumed run's batch is fixed: there is nothing to suggest
     make = make_advised_plan if with_suggestions and kept.batch is None else make_plan
-    earlier = [] if hardware.named else calibration.load()  # runs here say nothing about a machine that is named
-    rows = rows or known_rows(config)
     return make(
-        PlanRequest(
-            config,
-            shape,
-            hardware,
-            only,
-            has_eval(config),
-            earlier,
-            rows=rows,
-            without=missing_kernels(),
-            libraries=cuda_libraries(),
-        ),
-        confirm=_tracer(config, shape) if trace else None,
-        work=_work(config, rows),
+        request,
+        confirm=_tracer(request.config, request.shape) if trace else None,
+        work=_work(request.config, request.rows),
         keeps_params=keeps_params,
         fixed=kept.batch,
         updates=kept.updates,
+    )
+
+
+def refuse_early(config: RunConfig, hardware: Hardware, *, only: tuple[LayoutName, ...]) -> None:
+    """Raises as `plan_for` does what no length of the rows changes, without a plan."""
+    refuse(_request(config, hardware, only))
+
+
+def _request(
+    config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...], *, rows: RowTokens | None = None
+) -> PlanRequest:
+    hardware = machine_for(config, hardware)
+    config = _as_trained(config, trained_by(config, hardware, only))
+    return PlanRequest(
+        config,
+        shape_for(config),
+        hardware,
+        only,
+        has_eval(config),
+        earlier=[] if hardware.named else calibration.load(),  # runs here say nothing about a machine that is named
+        rows=rows or known_rows(config),
+        without=missing_kernels(),
+        libraries=cuda_libraries(),
     )
 
 

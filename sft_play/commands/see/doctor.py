@@ -16,8 +16,8 @@ from sft_play.launch.accelerate.reading import find_accelerate_file, read_found_
 from sft_play.launch.launch_options import with_accelerate
 from sft_play.launch.resolve_options import as_the_mesh_says
 from sft_play.planner.layout import layouts_over
-from sft_play.starting.over_ranks import refuse_strategy
 from sft_play.starting.plan_run import plan_for, shape_for
+from sft_play.starting.plan_stages import refuse_strategy
 
 HELP = {"doctor": "look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank"}
 

@@ -1,5 +1,5 @@
 """`train`, `resume`, `train-distributed`, `train-deepspeed` and `launch-command`: a run in this process, as one of a
-launcher's ranks, or over ranks that are launched here."""
+launcher's ranks, or over ranks that are launched here; `rank` is one of these, which help does not name."""
 
 from __future__ import annotations
 
@@ -14,18 +14,13 @@ from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch.accelerate.launched import refuse_too_few_processes
 from sft_play.launch.accelerate.reading import find_accelerate_file, read_accelerate_file
-from sft_play.launch.exported import Ranks, ranks_of, refuse_tasks
+from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_tasks
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
-from sft_play.runs.creation import is_finished, new_folder, resumes
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.lookup import find_resumable
-from sft_play.starting.one_process import start_here
-from sft_play.starting.one_rank import start_rank
-from sft_play.starting.several_ranks import Launched, launch, resume
+from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +30,7 @@ HELP = {
     "train-distributed": "fine-tune over all GPUs (or CPU ranks), in the layout of the plan or STRATEGY",
     "train-deepspeed": "the same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says",
     "launch-command": "show the command and variables that start the ranks, and start nothing",
+    "rank": "one process of a run over several, as make train-distributed starts it",
 }
 RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 """Packages that every rank imports: checked in the parent, before any rank starts."""
@@ -44,101 +40,93 @@ def run(request: Request) -> Answer | int:
     """Train, or show how; the answer is the run's summary, whose lines are already in the log."""
     refuse_hardware(request)
     with stdout_to_stderr(wanted=request.json):
-        if request.command == "train":
-            return _train(request)
-        return _resume(request) if request.command == "resume" else _launch(request)
+        asked = asked_for(request)
+        started = start(asked)
+        if asked.options.show_only:
+            return _command(started)
+        if request.command == "rank" or (asked.ranks is not None and not asked.ranks.is_first):
+            return 0  # the parent answers, or rank 0
+        return _answer(started)
 
 
-def _train(request: Request) -> Answer | int:
-    if request.run:
+def asked_for(request: Request) -> Asked:
+    """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks.
+
+    Raises:
+        ConfigError: the config cannot be read, or the command's words do not go together.
+    """
+    command, options = request.command, request.options
+    launches = command in ("train-distributed", "train-deepspeed", "launch-command")
+    if launches:
+        # one message here instead of a traceback from each rank
+        for package in RANKS_NEED:
+            if importlib.util.find_spec(package) is None:
+                raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    if command == "train" and request.run:
         raise ConfigError(f"RUN={escape_control(request.run)} names a run for make resume; output.name names a new one")
+    ranks = _own_place() if command == "rank" else launched_ranks(request)
     loaded = load_config(request.config, overrides=request.overrides)
-    output = loaded.config.output
-    ranks = launched_ranks(request)
+    if command == "rank":
+        resumed = os.environ.get(RESUMED_VARIABLE)
+        return Asked(loaded, options, ranks=ranks, resume=bool(resumed), run=resumed)
+    if command == "launch-command":
+        return Asked(loaded, dataclasses.replace(options, show_only=True), over_ranks=True)
     if ranks is not None:
-        return _as_rank(request, loaded, ranks)
+        return Asked(loaded, options, ranks=ranks, resume=command == "resume", run=request.run)
+    if command == "resume":
+        return as_it_was_spread(loaded, options, run=request.run)
+    # the only process that another launcher started launches no others
+    return Asked(loaded, options, over_ranks=(launches and ranks_of(os.environ) is None) or _spreads(request, loaded))
+
+
+def _own_place() -> Ranks:
+    """This process's place among the ranks that this program's own launch has started."""
+    ranks = ranks_of(os.environ)
+    if ranks is None:
+        raise ConfigError("rank is what make train-distributed starts in each of its processes; to train here: train")
+    set_up_logging("resume" if os.environ.get(RESUMED_VARIABLE) else "train", rank=ranks.rank)
+    return ranks
+
+
+def _spreads(request: Request, loaded: LoadedConfig) -> bool:
+    """Whether a run that no command spreads is one of several processes, by its mesh or its number of nodes.
+
+    Raises:
+        ConfigError: a layout of several was asked for.
+    """
     if request.options.strategy not in (None, "single") or request.options.deepspeed:
         raise ConfigError(
             f"{request.command} runs one process, and a layout or DeepSpeed was asked for: use train-distributed or "
             "train-deepspeed, or start the ranks with torchrun"
         )
     mesh = mesh_of(loaded.config.model.mesh_shape)
-    if request.options.nodes.count > 1 or (mesh and mesh.ranks > 1) or accelerate_names_machines():
-        return _answer(launch(loaded, request.options))
-    folder = new_folder(output, config_path=loaded.path)
-    is_resumed = resumes(folder, output)
-    if not (is_resumed and is_finished(folder)):
-        with reported(folder):
-            start_here(loaded, folder, resume=is_resumed, board=request.options.board)
-    return _summary(folder)
+    return request.options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1) or accelerate_names_machines()
 
 
-def _resume(request: Request) -> Answer | int:
-    loaded = load_config(request.config, overrides=request.overrides)
-    ranks = launched_ranks(request)
-    if ranks is not None:
-        return _as_rank(request, loaded, ranks)
-    folder = find_resumable(loaded.config.output, config_path=loaded.path, name=request.run)
-    with reported(folder):
-        code = resume(loaded, folder, request.options)
-    return _failed(folder, code) if code else _summary(folder)
+def _answer(started: Started) -> Answer:
+    """The summary in the run's folder, or its name alone where that file is gone; rank 0 has the folder where there are
+    several nodes. Of ranks that failed, of which their agent has told, what their run recorded."""
+    folder = started.folder
+    run = None if folder is None else str(folder.path)
+    if started.code:
+        error = folder.manifest().get("error") if folder is not None else None
+        return Answer({"run": run, **({"error": str(error)} if error else {})}, exit_code=started.code)
+    return Answer({"run": run, "exit": 0} if folder is None else {"run": run, **_summary(folder)})
 
 
-def _launch(request: Request) -> Answer | int:
-    # one message here instead of a traceback from each rank
-    for package in RANKS_NEED:
-        if importlib.util.find_spec(package) is None:
-            raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-    show_only = request.command == "launch-command"
-    if not show_only and ranks_of(os.environ) is not None:
-        return _train(request)  # under another launcher, whose ranks these are
-    refuse_too_few_processes(os.environ)
-    refuse_tasks(os.environ, nodes=request.options.nodes.count)
-    loaded = load_config(request.config, overrides=request.overrides)
-    launched = launch(loaded, dataclasses.replace(request.options, show_only=show_only))
-    return _command(launched) if show_only else _answer(launched)
-
-
-def _as_rank(request: Request, loaded: LoadedConfig, ranks: Ranks) -> Answer | int:
-    """This process's part of a run over a launcher's ranks; rank 0 answers."""
-    is_resumed = request.command == "resume"
-    folder = start_rank(loaded, ranks, request.options, resume=is_resumed, run_name=request.run)
-    if not ranks.is_first:
-        return 0
-    report_at_end(folder)
-    return _summary(folder)
-
-
-def _answer(launched: Launched) -> Answer | int:
-    """The summary of a run over ranks, whose report is written; on several nodes rank 0 has done so, in its folder."""
-    if launched.folder is not None:
-        report_at_end(launched.folder)
-    if launched.code:
-        return _failed(launched.folder, launched.code)
-    return _summary(launched.folder) if launched.folder is not None else Answer({"run": None, "exit": 0})
-
-
-def _failed(folder: RunFolder | None, code: int) -> Answer:
-    """The answer of ranks that failed, of which their agent has told; `error` is what their run recorded."""
-    error = folder.manifest().get("error") if folder is not None else None
-    told = {"error": str(error)} if error else {}
-    return Answer({"run": None if folder is None else str(folder.path), **told}, exit_code=code)
-
-
-def _summary(folder: RunFolder) -> Answer:
-    """The summary in a run's folder; the run's name alone where that file is gone."""
+def _summary(folder: RunFolder) -> dict[str, object]:
     try:
-        summary = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
+        summary: dict[str, object] = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        summary = {}
-    return Answer({"run": str(folder.path), **summary})
+        return {}
+    return summary
 
 
-def _command(launched: Launched) -> Answer:
+def _command(started: Started) -> Answer:
     """The command that was shown; null where no launcher starts the ranks."""
-    start = launched.launch
-    shown = start and {"line": start.line, "words": list(start.words), "environment": start.environment}
-    return Answer({"launch": shown, "plan": launched.plan.as_json() if launched.plan else None})
+    launch = started.launch
+    shown = launch and {"line": launch.line, "words": list(launch.words), "environment": launch.environment}
+    return Answer({"launch": shown, "plan": started.plan.as_json() if started.plan else None})
 
 
 def accelerate_names_machines() -> bool:
@@ -165,7 +153,7 @@ def launched_ranks(request: Request) -> Ranks | None:
     refuse_too_few_processes(os.environ)
     refuse_tasks(os.environ, nodes=request.options.nodes.count)
     ranks, options = ranks_of(os.environ), request.options
-    if ranks is None:
+    if ranks is None or request.command == "launch-command":
         return None
     if options.processes not in (None, ranks.local_world_size):
         raise ConfigError(

@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from sft_play.cache import cache_dir, locked
+from sft_play.config.load import LoadedConfig, load_config
 from sft_play.endings import ends_with_me
 from sft_play.environment import deepspeed_on_cpu, for_another_run
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
@@ -70,6 +72,15 @@ def ensure_base(*, seed: int = SEED) -> Path:
         if not _is_whole(final):
             _make(folder, final, seed=seed)
     return final / "model"
+
+
+def with_base(loaded: LoadedConfig) -> LoadedConfig:
+    """The config with the path of the base model in place of its name; trained now if it does not exist."""
+    if loaded.config.model.name != BASE_NAME:
+        return loaded
+    overrides = (*loaded.overrides, f"model.name={json.dumps(str(ensure_base()))}")
+    # text and overrides stay as given: the run folder's config.yaml names the starter, not a path of this machine
+    return replace(load_config(loaded.path, overrides=overrides), text=loaded.text, overrides=loaded.overrides)
 
 
 def built_base() -> Path | None:

@@ -1,9 +1,10 @@
-"""The plans of a run over several ranks: its layout, its batch and DeepSpeed's config, for the run or each stage."""
+"""The plans of a run, or of each of its stages: layout, batch and DeepSpeed's config, once its rows are counted."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -12,46 +13,61 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
+from sft_play.heap import importing
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
 from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
 from sft_play.launch.deepspeed.run_settings import with_batch, with_dtypes
 from sft_play.launch.deepspeed.translate import translate
+from sft_play.launch.device import prepare_libraries
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.log import one_line
+from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.resuming import given_deepspeed
-from sft_play.starting.plan_run import log_plan, plan_for, shape_for
+from sft_play.starting.plan_run import log_plan, plan_for, refuse_early, shape_for
 from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
+from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
+from sft_play.training.prepare.starter_base import with_base
 
 logger = logging.getLogger(__name__)
 
 
 def plan_stages(
-    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, resume_from: RunFolder | None = None
+    loaded: LoadedConfig,
+    hardware: Hardware,
+    options: LaunchOptions,
+    *,
+    resume_from: RunFolder | None = None,
+    whole: Hardware | None = None,
 ) -> list[Planned]:
-    """The plans of a run over all ranks, logged: one, or one per stage, all in one layout; raises as `plan_ranks`
-    does."""
+    """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does.
+
+    Args:
+        hardware: what the run uses of the `whole` machine.
+        resume_from: the run that is resumed; None for a new one.
+    """
     given = given_deepspeed(resume_from) if resume_from is not None else None
-    if not loaded.stages:
-        return [plan_ranks(loaded, hardware, options, resume_from=resume_from, given=given)]
-    if options.strategy is None and options.deepspeed is None:
-        stopped = stopped_run(resume_from) if resume_from is not None else None
-        if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
-            strategy = stopped.layout
-        else:
-            configs = [stage.config for stage in loaded.stages]
-            strategy = common_layout(configs, hardware, only=layouts_over(hardware.ranks))
-        options = dataclasses.replace(options, strategy=strategy)
+    if loaded.stages and options.strategy is None and options.deepspeed is None:
+        options = dataclasses.replace(options, strategy=_layout_of_stages(loaded, hardware, resume_from))
     planned = []
     for part, place in parts_of(loaded, resume_from):
-        log_stage(part)
+        if part.stage is not None:
+            logger.info("Stage %s:", part.stage)
         with in_stage(part.stage):
-            planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given))
+            planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given, whole=whole))
     return planned
+
+
+def _layout_of_stages(loaded: LoadedConfig, hardware: Hardware, resume_from: RunFolder | None) -> LayoutName:
+    """The layout of all stages: that of the stopped run where it can be kept, else the one they have in common."""
+    stopped = stopped_run(resume_from) if resume_from is not None else None
+    if stopped is not None and (stopped.processes == hardware.ranks or stopped.layout in DEEPSPEED):
+        return stopped.layout
+    return common_layout([stage.config for stage in loaded.stages], hardware, only=layouts_over(hardware.ranks))
 
 
 def parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
@@ -69,10 +85,35 @@ def parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[Loade
     return parts
 
 
-def log_stage(part: LoadedConfig) -> None:
-    """Log which stage the next lines are about, where it is one."""
-    if part.stage is not None:
-        logger.info("Stage %s:", part.stage)
+def count_before_planning(
+    loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, *, is_resumed: bool, trains_here: bool
+) -> None:
+    """Count the tokens of the run's rows, so that its plan knows their lengths; nothing where they are known.
+
+    What no length changes is refused before minutes go into the rows, except where a DeepSpeed file or a stopped run
+    decides the batch.
+
+    Args:
+        trains_here: whether this process trains, and so needs all libraries anyway.
+
+    Raises:
+        SftPlayError: as planning, building the starter's base, or reading the rows does.
+    """
+    parts = [part for part, _ in parts_of(loaded, None)]
+    is_open = not is_resumed and options.deepspeed is None
+    for part in parts if is_open else ():
+        refuse_strategy(part.config, hardware, options.strategy)
+    if not any(has_own_lengths(part.config) and known_rows(part.config) is None for part in parts):
+        return
+    for part in parts if is_open else ():
+        with in_stage(part.stage):
+            refuse_early(part.config, hardware, only=_layouts(options.strategy, hardware))
+    loaded = with_base(loaded)
+    prepare_libraries(loaded.config.model.name, hardware)
+    if trains_here:
+        with importing():
+            importlib.import_module("sft_play.training.run")
+    count_rows(loaded)
 
 
 def common_layout(configs: Sequence[RunConfig], hardware: Hardware, *, only: tuple[LayoutName, ...]) -> LayoutName:
@@ -105,10 +146,13 @@ def plan_ranks(
     *,
     resume_from: RunFolder | None = None,
     given: dict[str, Any] | None = None,
-) -> tuple[Plan, dict[str, Any] | None]:
+    whole: Hardware | None = None,
+) -> Planned:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
-    `given`: DeepSpeed's config as the run that is resumed was first given it.
+    Args:
+        given: DeepSpeed's config as the run that is resumed was first given it.
+        whole: the machine, where the run uses one of its GPUs: what it would do on all of them is logged.
 
     Raises:
         ConfigError: the strategy cannot run the job, or contradicts DeepSpeed's config.
@@ -133,18 +177,43 @@ def plan_ranks(
     kept = kept_of(config, stopped, _batches(config, stopped, hardware))
     log_kept(kept, stopped)
     refuse_strategy(config, hardware, strategy)
-    only = (strategy,) if strategy else layouts_over(hardware.ranks)
+    only = _layouts(strategy, hardware)
     if stopped is not None and strategy is None:
         only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
     weights_stay = raw is not None and strategy is not None and keeps_params(raw, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
     plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=weights_stay, kept=kept)
+    if whole is not None:
+        log_what_all_would_do(config, whole, plan, stopped)
+    # a kept batch ran before: it is tried again where the prediction says that it does not fit
     require_fit(plan, config, is_fixed=kept.batch is not None)
     log_plan(plan, config)
     if plan.layout not in DEEPSPEED:
         return plan, None
     raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
     return dataclasses.replace(plan, deepspeed=raw), _resolved_deepspeed(plan, config, raw, name)
+
+
+def _layouts(strategy: LayoutName | None, hardware: Hardware) -> tuple[LayoutName, ...]:
+    return (strategy,) if strategy else layouts_over(hardware.ranks)
+
+
+def log_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan, stopped: Stopped | None = None) -> None:
+    """Log which layout the plan would use on all GPUs, where this run uses one of several; `stopped`: how a resumed run
+    was spread."""
+    alike = whole.alike[0] if whole.gpus else ()
+    if len(alike) < 2 or effective_batch(config.train, ranks=len(alike)) % len(alike):
+        return  # nothing to compare with: one GPU, or a batch that does not divide over them
+    try:
+        kept = kept_of(config, stopped, len(alike))
+        plan_of_all = plan_for(config, dataclasses.replace(whole, gpus=alike), with_suggestions=False, kept=kept)
+    except SftPlayError:
+        return  # this run is planned; why another would be refused is of no interest to it
+    if plan_of_all.fits:
+        is_all = len(alike) == len(whole.gpus)
+        named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"
+        logger.info("On %s %d GPUs the plan would use %s (make train-distributed%s); this run is %s",
+                    "all" if is_all else "the alike", len(alike), plan_of_all.layout, named, plan.layout)  # fmt: skip
 
 
 def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tuple[dict[str, Any], LayoutName, str]:

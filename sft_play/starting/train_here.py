@@ -1,16 +1,70 @@
-"""What a run measured, kept beside what was predicted, for later plans on this machine."""
+"""The training of a planned run in this process, alone, as one of several ranks, or by Unsloth's processes; what it
+measured is kept beside what was predicted, for later plans on this machine."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from sft_play import endings
+from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
+from sft_play.heap import importing
+from sft_play.launch.command import timeout_of, visible_only
+from sft_play.launch.device import prepare_libraries
+from sft_play.launch.exported import Ranks
+from sft_play.launch.machine import check_gpu
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
-from sft_play.planner.plan import Plan
+from sft_play.planner.plan import Plan, Planned
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import WRITER
 from sft_play.runs.manifest import versions
+from sft_play.starting.plan_stages import parts_of
+from sft_play.training.prepare.starter_base import with_base
+
+
+def train_here(
+    loaded: LoadedConfig,
+    planned: Sequence[Planned],
+    folder: RunFolder,
+    *,
+    ranks: Ranks | None,
+    gpus: Sequence[int],
+    beside: contextlib.AbstractContextManager[object],
+    **start: Any,
+) -> None:
+    """Import the libraries and run; what was measured is remembered.
+
+    Args:
+        ranks: this process's place among ranks; None where it trains alone.
+        gpus: the GPUs that were named for Unsloth's processes; empty for all that are visible.
+        beside: what runs beside the training.
+        start: how the run starts; fields of `training.job.Job`.
+    """
+    plan, configs = planned[0][0], [part.config for part, _ in parts_of(loaded, None)]
+    loaded = with_base(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
+    if gpus and ranks is None:
+        os.environ.update(visible_only(",".join(str(gpu) for gpu in gpus)))
+    prepare_libraries(loaded.config.model.name, plan.hardware)
+    if ranks is not None:
+        check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
+    with importing():
+        from sft_play.training.job import job_of
+        from sft_play.training.run import run
+
+    is_alone = ranks is None and plan.choice.layout.ranks == 1
+    timeout_s = loaded.config.distributed.timeout_s if is_alone else timeout_of(loaded.config, os.environ)
+    by = WRITER if ranks is not None and ranks.folder is not None else None
+    job = job_of(loaded, planned, folder, by=by, timeout_s=timeout_s, **start)
+    with endings.StopSignals(endings.interrupt), beside:
+        summary = run(job)
+    if ranks is None or ranks.is_first:
+        # the configs have the starter's name, as plans look it up
+        remember([(config, plan) for config, (plan, _) in zip(configs, planned, strict=True)], summary)
 
 
 def remember(planned: Sequence[tuple[RunConfig, Plan]], summary: dict[str, Any]) -> None:

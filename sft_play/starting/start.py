@@ -1,0 +1,273 @@
+"""Every start of a run, in its steps: trained here, over ranks that are launched, or as one of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from sft_play import endings
+from sft_play.config.load import LoadedConfig
+from sft_play.data.sources.examples import look_at
+from sft_play.data.sources.files import data_paths
+from sft_play.errors import in_stage
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.finished.report.report import report_at_end, reported
+from sft_play.launch import tensorboard
+from sft_play.launch.accelerate.reading import AccelerateConfig
+from sft_play.launch.command import Launch
+from sft_play.launch.device import hide_gpus, machine_for, require_machine
+from sft_play.launch.exported import Ranks, refuse_lone_node
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.machine import log_idle, machine_of, one_gpu
+from sft_play.launch.resolve_options import (
+    as_accelerate_says,
+    as_the_mesh_says,
+    log_choices,
+    take_choices,
+    with_choices,
+    with_mesh_of,
+)
+from sft_play.log import one_line, start_log_buffer
+from sft_play.planner.plan import Plan, Planned
+from sft_play.runs.creation import is_finished, new_folder, require_writable, resumes
+from sft_play.runs.folder import RunFolder
+from sft_play.runs.locking import LAUNCHER, Lock, lock
+from sft_play.runs.lookup import find_resumable
+from sft_play.runs.resuming import first_day
+from sft_play.starter.names import BASE_NAME
+from sft_play.starting import as_rank
+from sft_play.starting.launch_ranks import launch_ranks
+from sft_play.starting.plan_run import layout_in_unsloth, shape_for
+from sft_play.starting.plan_stages import count_before_planning, parts_of, plan_stages
+from sft_play.starting.resumed import stopped_run
+from sft_play.starting.train_here import train_here
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A run that a command asks for, and which processes train it."""
+
+    loaded: LoadedConfig
+    options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
+    over_ranks: bool = False
+    """Whether ranks are launched; else this process trains, alone or as one of `ranks`."""
+    ranks: Ranks | None = None
+    """This process's place among ranks that a launcher has started."""
+    resume: bool = False
+    """Whether a stopped run is resumed: the one in `folder`, or the one that rank 0 finds by its name `run`."""
+    folder: RunFolder | None = None
+    run: str | None = None
+    accelerate: AccelerateConfig | None = None
+    """The choices of `accelerate launch`, or of accelerate's file, over some of which the plan wins."""
+
+    @property
+    def tells(self) -> bool:
+        """Whether this process speaks for the run: not a rank that has a parent of ours, or is not the first."""
+        return self.ranks is None or (self.ranks.is_first and self.ranks.folder is None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Decided:
+    """What is decided before anything is made. `folder` is None on several nodes, where rank 0 names it."""
+
+    folder: RunFolder | None
+    is_resumed: bool
+    planned: Sequence[Planned] = ()
+    """The plan of the run, or of each of its stages; empty where the run is finished already."""
+    trains_here: bool = True
+    """Whether this process trains, or starts Unsloth's processes, which do."""
+    has_folder: bool = False
+    """Whether the parent that launched this rank has created the folder."""
+    mark: Lock | None = None
+    """The folder's lock, where this process has that of the whole run."""
+    today: date = dataclasses.field(default_factory=date.today)
+    """The day of the run's first start, for chat templates that write one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """How a start ended: sft-play's exit code, and what was started. `folder` is None on several nodes, where rank 0
+    names it; `launch` is None where no launcher starts the ranks."""
+
+    code: int
+    folder: RunFolder | None
+    plan: Plan | None = None
+    launch: Launch | None = None
+
+
+def start(asked: Asked) -> Started:
+    """Start a run and wait for its end; what is cheap to refuse comes first.
+
+    Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
+
+    Raises:
+        SftPlayError: what the user can fix; where possible before a library is imported.
+    """
+    with contextlib.ExitStack() as held:
+        if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
+            held.enter_context(endings.StopSignals(endings.interrupt))
+        buffer = start_log_buffer() if asked.ranks is None or asked.ranks.is_first else None
+        _log_base(asked.loaded)
+        asked = _settled(asked)
+        decided = _decide(asked, held) if asked.ranks is None else _decide_for_ranks(asked, asked.ranks, held)
+        folder, planned = decided.folder, decided.planned
+        if not planned:
+            return Started(0, folder)
+        plan = planned[0][0]
+        if asked.accelerate is not None and asked.tells:
+            log_choices(asked.accelerate, plan, max_grad_norm=asked.loaded.config.train.max_grad_norm,
+                        with_count=asked.over_ranks)  # fmt: skip
+        if folder is None or not decided.trains_here:
+            run = folder.path.name if asked.resume and folder is not None else None
+            code, launch = launch_ranks(
+                asked.loaded, asked.options, planned, folder,
+                is_resumed=decided.is_resumed, run=run, beside=_board(asked, folder),
+            )  # fmt: skip
+            return Started(code, asked.folder if asked.options.nodes.count > 1 else folder, plan, launch)
+        if asked.over_ranks:
+            ranks = plan.choice.layout.ranks
+            logger.info("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
+        if not asked.options.show_only:
+            train_here(
+                asked.loaded, planned, folder, ranks=asked.ranks, gpus=asked.options.gpus, beside=_board(asked, folder),
+                resume=decided.is_resumed, log_buffer=buffer, has_folder=decided.has_folder, mark=decided.mark,
+                today=decided.today,
+            )  # fmt: skip
+        if asked.ranks is not None and asked.tells:
+            report_at_end(folder)
+        return Started(0, folder, plan)
+
+
+def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str | None) -> Asked:
+    """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
+    number is asked for.
+
+    Raises:
+        RunFolderError: there is none.
+    """
+    folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
+    if not (options.processes or options.gpus or options.nodes.count > 1):
+        stopped = stopped_run(folder)
+        gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
+        options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
+    is_single = options.processes == 1 and options.nodes.count == 1 and not options.deepspeed
+    over_ranks = not (is_single and options.strategy in (None, "single"))
+    return Asked(loaded, options, over_ranks=over_ranks, resume=True, folder=folder)
+
+
+# --- what was asked ---------------------------------------------------------------------------------------------------
+
+
+def _log_base(loaded: LoadedConfig) -> None:
+    """The first line of every run: which weights it trains, and which file says so."""
+    name = loaded.config.model.name
+    base = f"{name} ({loaded.path})"
+    if name == BASE_NAME:
+        base = f"{name}, the starter's two million parameters ({loaded.path}; a run of yours: CONFIG=my.yaml)"
+    logger.info("Base model: %s", one_line(base, limit=400))
+
+
+def _settled(asked: Asked) -> Asked:
+    """What was asked, with what the launcher, accelerate and the mesh say where the command line is silent; the
+    environment of this process is made that of its part."""
+    loaded, options, ranks = asked.loaded, asked.options, asked.ranks
+    hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
+    if asked.over_ranks:
+        # what the command line leaves open, accelerate's file fills in, then the mesh: of two meshes the YAML's wins
+        options, accelerate = as_accelerate_says(options, loaded.config)
+        loaded = with_mesh_of(accelerate, loaded) if accelerate else loaded
+        options = as_the_mesh_says(options, loaded.config)
+        refuse_lone_node(options.nodes)
+    else:
+        ranks = as_rank.placed(loaded.config, ranks) if ranks is not None else None
+        accelerate = take_choices()  # now: the plan decides, and accelerate would act on the same variables later
+        if ranks is None:
+            options = dataclasses.replace(options, strategy="single")
+        elif accelerate is not None and ranks.folder is None:  # under a parent of ours: left from another launch
+            options, loaded = with_choices(options, accelerate, loaded.config), with_mesh_of(accelerate, loaded)
+    loaded = tensorboard.with_curves(loaded) if options.board else loaded
+    return dataclasses.replace(asked, loaded=loaded, options=options, ranks=ranks, accelerate=accelerate)
+
+
+def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
+    """A context with TensorBoard over the run's curves, where it was asked for."""
+    if folder is None or not asked.options.board or (asked.ranks is not None and not asked.ranks.is_first):
+        return contextlib.nullcontext()
+    return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
+
+
+# --- what is decided before anything is made --------------------------------------------------------------------------
+
+
+def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
+    """Look at the machine, the folder and the data, count the rows, and plan; the folder's lock and its report to come
+    are left in `held`."""
+    loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
+    hardware, whole = _machine(asked)
+    if starts:
+        require_machine(loaded.config, hardware, os.environ, params=lambda: shape_for(loaded.config).params)
+    if asked.over_ranks:
+        log_idle(hardware, options, asked.accelerate.path if asked.accelerate else None)
+    folder, is_resumed = _folder(asked)
+    if folder is not None and is_resumed and is_finished(folder):
+        return Decided(folder, is_resumed)
+    for part, _ in parts_of(loaded, None):
+        with in_stage(part.stage):
+            look_at(part.config.data, data_paths(part.config.data), task_mode=part.config.task_mode)
+    unsloths = layout_in_unsloth(loaded, options, hardware)
+    trains_here, mark = unsloths is not None or not asked.over_ranks, None
+    if starts and folder is not None:
+        if not is_resumed:
+            require_writable(folder)
+        if asked.ranks is None:
+            held.enter_context(reported(folder))
+        if is_resumed and asked.ranks is None and options.nodes.count == 1:  # before minutes go into rows and plan
+            mark = held.enter_context(lock(folder, by=None if trains_here else LAUNCHER))
+    options = dataclasses.replace(options, strategy=unsloths) if unsloths is not None else options
+    if starts:
+        count_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_here=trains_here)
+    planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None, whole=whole)
+    today = first_day(folder) if folder is not None else date.today()
+    return Decided(folder, is_resumed, planned, trains_here, mark=mark if trains_here else None, today=today)
+
+
+def _machine(asked: Asked) -> tuple[Hardware, Hardware | None]:
+    """The machine as the run will use it, and the whole of it where that is one of its GPUs."""
+    if asked.over_ranks:
+        return machine_of(asked.options), None
+    here = machine_for(asked.loaded.config, detect())
+    return (one_gpu(here), here) if asked.ranks is None else (as_rank.machine_of_ranks(here, asked.ranks), None)
+
+
+def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
+    """The folder that the run has or will have, and whether a run in it is resumed; None on several nodes, where rank 0
+    names it."""
+    output, path = asked.loaded.config.output, asked.loaded.path
+    if asked.folder is not None:
+        return asked.folder, True
+    if asked.over_ranks and asked.options.nodes.count > 1:
+        return None, False
+    if asked.resume:
+        return find_resumable(output, config_path=path, name=asked.run), True
+    folder = new_folder(output, config_path=path)
+    return folder, resumes(folder, output)
+
+
+def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) -> Decided:
+    """What a rank's parent has decided, or rank 0, which hands it to the others."""
+    handed = as_rank.received(asked.loaded.config, ranks)
+    if handed is not None:
+        today = date.fromisoformat(handed.today) if handed.today else date.today()
+        planned = handed.planned() if handed.plan else []
+        return Decided(RunFolder(Path(handed.folder)), handed.resume, planned, has_folder=handed.made, today=today)
+    decided = _decide(asked, held)
+    assert decided.folder is not None, "rank 0 names it"
+    as_rank.hand_over(decided.folder, decided.planned, resume=decided.is_resumed, today=decided.today)
+    return decided
