@@ -3,8 +3,7 @@
 Begin with `run`, the story of a run; `job` is what it was asked. A folder for each part:
 
 - `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`, `lora_config`,
-  `trainable`, `attention`, `experts`, `origin`, `backend`, `device_checks`, `agreement`, `run_folder`, `quiet`,
-  `trl_template`, `starter_base`.
+  `trainable`, `attention`, `experts`, `origin`, `backend`, `device_checks`, `run_folder`, `quiet`, `starter_base`.
 - `proofs/`, measured on a small model of the class, in place of lists of names: `packable` (do chats of a row stay
   apart), `unmasked` (does padding need a mask), `adapter_trial` (which layers take an adapter), `boundaries` and
   `varlen_proof` (attention by boundaries), `proof` with `kernels` (Liger's) and `compiling` (torch.compile).

@@ -24,9 +24,8 @@ from sft_play.training.measure.peaks import LoadMeter
 from sft_play.training.measure.summary import Result, TrainingResult, finish
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import sdpa
-from sft_play.training.prepare.agreement import digests
 from sft_play.training.prepare.device_checks import check_device, check_gpu, out_of_memory_explained
-from sft_play.training.prepare.prepare import Prepared, data_facts, prepare
+from sft_play.training.prepare.prepare import Prepared, data_facts, digests, prepare
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.run_folder import run_folder
 from sft_play.training.ranks import distributed, engines

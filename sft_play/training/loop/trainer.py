@@ -1,7 +1,7 @@
 """TRL's SFTTrainer, set up from a plan: its arguments, rows, dtypes and callbacks.
 
-TRL's names are known here, in `trl_template` (chat templates), `fused_head` and `trace`, which measures what TRL's loss
-holds. `loop` has what the trainer does differently from TRL's, `loop_checkpoints` how it saves.
+TRL's names are known here, in `prepare.tokenizer` (chat templates), `fused_head` and `trace`, which measures what TRL's
+loss holds. `loop` has what the trainer does differently from TRL's, `loop_checkpoints` how it saves.
 """
 
 from __future__ import annotations

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.resolved import resolved_without_paths
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import Splits, build_splits
 from sft_play.data.checks import first_lines
@@ -16,9 +19,11 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import BackendError, ConfigError, DoesNotFit, in_stage
+from sft_play.facts.installed import COMPUTING
 from sft_play.facts.models.architecture import check_available
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
+from sft_play.runs.manifest import versions
 from sft_play.training.job import Job
 from sft_play.training.loop.trainer import check_trackers
 from sft_play.training.model.model_loading import weights_facts
@@ -205,6 +210,28 @@ def data_facts(parts: Sequence[Job], prepared: Sequence[Prepared]) -> dict[str, 
         if one.origin is not None:
             facts["adapter"] = one.origin.facts()
     return facts
+
+
+def digests(job: Job, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
+    """What every rank reads from its own disk and must agree on, as `distributed.require_alike` compares it: data,
+    model, settings and versions, each with a short digest.
+
+    Args:
+        facts: `data` of the manifest.
+        writes_date: whether the chat template writes the day.
+    """
+    installed = versions()
+    settings = resolved_without_paths(job.loaded.config)
+    return {
+        **{
+            f"the {name}" if name in OF_THE_MODEL else f"the content of the {name} file": str(fact["sha256"])[:12]
+            for name, fact in facts.items()
+            if "sha256" in fact
+        },
+        **({"the day that the chat template writes": str(job.today)} if writes_date else {}),
+        "the settings of the run": hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12],
+        **{f"the version of {name}": str(installed[name]) for name in ("sft_play", *COMPUTING)},
+    }
 
 
 def choices(job: Job, prepared: Prepared) -> list[str]:

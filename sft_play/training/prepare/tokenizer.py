@@ -196,22 +196,23 @@ def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
 
 def _training_template(tokenizer: Any) -> tuple[str, str]:
     """TRL's variant of the tokenizer's own template, in which a turn is written as it is generated."""
-    from sft_play.training.prepare.trl_template import training_template
+    from trl.chat_template_utils import get_training_chat_template
 
     own = tokenizer.chat_template
     if own is None:
         raise TokenizerError(
             "data.chat_template=training asks for a variant of the tokenizer's own template: it has none"
         )
-    variant = training_template(tokenizer)
-    if variant is None:
+    try:
+        variant = get_training_chat_template(tokenizer)
+    except ValueError:
         raise TokenizerError(
             "data.chat_template=training: TRL has no training variant of this tokenizer's chat template; give "
             "data.chat_template a Jinja file, or see docs/masks.md for what to do with an inexact one"
-        )
-    if variant == own:
+        ) from None
+    if variant in (None, own):  # None: the template needs none
         return own, "Chat template: the tokenizer's own, which needs no training variant"
-    return variant, "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
+    return str(variant), "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
 
 
 def _compare_with_file(tokenizer: Any, config: RunConfig) -> list[str]:
