@@ -39,6 +39,11 @@ class LoadedConfig:
         configs = [stage.config for stage in self.stages] or [self.config]
         return max(configs, key=lambda config: config.model.max_seq_len)
 
+    @property
+    def parts(self) -> list[LoadedConfig]:
+        """What is trained, in order: the run of each stage, or the run itself."""
+        return [self.of(stage) for stage in self.stages] or [self]
+
     def of(self, stage: Stage) -> LoadedConfig:
         """The run of a single stage."""
         return dataclasses.replace(self, config=stage.config, stages=(), stage=stage.name)

@@ -54,7 +54,7 @@ def plan_stages(
     if loaded.stages and options.strategy is None and options.deepspeed is None:
         options = dataclasses.replace(options, strategy=_layout_of_stages(loaded, hardware, resume_from))
     planned = []
-    for part, place in parts_of(loaded, resume_from):
+    for part, place in _parts_of(loaded, resume_from):
         if part.stage is not None:
             logger.info("Stage %s:", part.stage)
         with in_stage(part.stage):
@@ -70,19 +70,16 @@ def _layout_of_stages(loaded: LoadedConfig, hardware: Hardware, resume_from: Run
     return common_layout([stage.config for stage in loaded.stages], hardware, only=layouts_over(hardware.ranks))
 
 
-def parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
-    """The stages of a run, or the run itself, each with its folder where it is resumed: None for a stage that has not
-    begun, or is finished."""
-    if not loaded.stages:
-        return [(loaded, folder)]
-    parts: list[tuple[LoadedConfig, RunFolder | None]] = []
-    for stage in loaded.stages:
-        place = folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) if folder is not None else None
-        has_adapter = stage.config.tuning.mode != "full"
-        if place is not None and (not place.has_begun or place.has_finished(adapter=has_adapter)):
-            place = None
-        parts.append((loaded.of(stage), place))
-    return parts
+def _parts_of(loaded: LoadedConfig, folder: RunFolder | None) -> list[tuple[LoadedConfig, RunFolder | None]]:
+    """The parts of a run that is resumed from a folder, or begins (None), each with its own folder: None for a stage
+    that has not begun, or is finished."""
+    if not loaded.stages or folder is None:
+        return [(part, folder) for part in loaded.parts]
+    places = [folder.of_stage(stage.name, is_last=stage is loaded.stages[-1]) for stage in loaded.stages]
+    return [
+        (part, place if place.has_begun and not place.has_finished(adapter=part.config.tuning.mode != "full") else None)
+        for part, place in zip(loaded.parts, places, strict=True)
+    ]
 
 
 def count_before_planning(
@@ -99,13 +96,12 @@ def count_before_planning(
     Raises:
         SftPlayError: as planning, building the starter's base, or reading the rows does.
     """
-    parts = [part for part, _ in parts_of(loaded, None)]
     is_open = not is_resumed and options.deepspeed is None
-    for part in parts if is_open else ():
+    for part in loaded.parts if is_open else ():
         refuse_strategy(part.config, hardware, options.strategy)
-    if not any(has_own_lengths(part.config) and known_rows(part.config) is None for part in parts):
+    if not any(has_own_lengths(part.config) and known_rows(part.config) is None for part in loaded.parts):
         return
-    for part in parts if is_open else ():
+    for part in loaded.parts if is_open else ():
         with in_stage(part.stage):
             refuse_early(part.config, hardware, only=_layouts(options.strategy, hardware))
     loaded = with_base(loaded)

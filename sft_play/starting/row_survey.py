@@ -62,7 +62,7 @@ def count_rows(loaded: LoadedConfig) -> None:
     Raises:
         SftPlayError: the tokenizer cannot be loaded, or the rows cannot be used, as training would say.
     """
-    for part in [loaded.of(stage) for stage in loaded.stages] or [loaded]:
+    for part in loaded.parts:
         if has_own_lengths(part.config) and known_rows(part.config) is None:
             with in_stage(part.stage):
                 _count(part.config)
@@ -76,7 +76,7 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
         A line for each part of the run whose data are not here. They may be on the machine that trains.
     """
     absent: list[str] = []
-    for part in [loaded.of(stage) for stage in loaded.stages] or [loaded]:
+    for part in loaded.parts:
         config = part.config
         if not has_own_lengths(config) or known_rows(config) is not None:
             continue

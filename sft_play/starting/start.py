@@ -43,7 +43,7 @@ from sft_play.starter.names import BASE_NAME
 from sft_play.starting import as_rank
 from sft_play.starting.launch_ranks import launch_ranks
 from sft_play.starting.plan_run import layout_in_unsloth, shape_for
-from sft_play.starting.plan_stages import count_before_planning, parts_of, plan_stages
+from sft_play.starting.plan_stages import count_before_planning, plan_stages
 from sft_play.starting.resumed import stopped_run
 from sft_play.starting.train_here import train_here
 
@@ -218,7 +218,7 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     folder, is_resumed = _folder(asked)
     if folder is not None and is_resumed and is_finished(folder):
         return Decided(folder, is_resumed)
-    for part, _ in parts_of(loaded, None):
+    for part in loaded.parts:
         with in_stage(part.stage):
             look_at(part.config.data, data_paths(part.config.data), task_mode=part.config.task_mode)
     unsloths = layout_in_unsloth(loaded, options, hardware)

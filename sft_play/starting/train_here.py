@@ -23,7 +23,6 @@ from sft_play.planner.plan import Plan, Planned
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
 from sft_play.runs.manifest import versions
-from sft_play.starting.plan_stages import parts_of
 from sft_play.training.prepare.starter_base import with_base
 
 
@@ -45,7 +44,7 @@ def train_here(
         beside: what runs beside the training.
         start: how the run starts; fields of `training.job.Job`.
     """
-    plan, configs = planned[0][0], [part.config for part, _ in parts_of(loaded, None)]
+    plan, configs = planned[0][0], [part.config for part in loaded.parts]
     loaded = with_base(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
     if gpus and ranks is None:
         os.environ.update(visible_only(",".join(str(gpu) for gpu in gpus)))
