@@ -42,7 +42,7 @@ def train_here(
         ranks: this process's place among ranks; None where it trains alone.
         gpus: the GPUs that were named for Unsloth's processes; empty for all that are visible.
         beside: what runs beside the training.
-        start: how the run starts; fields of `training.job.Job`.
+        start: how the run starts; fields of `training.job.RunJob`.
     """
     plan, configs = planned[0][0], [part.config for part in loaded.parts]
     loaded = with_base(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
@@ -52,13 +52,13 @@ def train_here(
     if ranks is not None:
         check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
     with importing():
-        from sft_play.training.job import job_of
+        from sft_play.training.job import run_job_of
         from sft_play.training.run import run
 
     is_alone = ranks is None and plan.choice.layout.ranks == 1
     timeout_s = loaded.config.distributed.timeout_s if is_alone else timeout_of(loaded.config, os.environ)
     by = WRITER if ranks is not None and ranks.folder is not None else None
-    job = job_of(loaded, planned, folder, by=by, timeout_s=timeout_s, **start)
+    job = run_job_of(loaded, planned, folder, by=by, timeout_s=timeout_s, **start)
     with endings.StopSignals(endings.interrupt), beside:
         summary = run(job)
     if ranks is None or ranks.is_first:

@@ -20,7 +20,7 @@ _NOT_FOR_RESUMING = ("output.name=", "output.if_exists=", "train.stop_after_step
 
 
 @dataclass(frozen=True)
-class Job:
+class RunJob:
     """A run, or one stage of it."""
 
     loaded: LoadedConfig
@@ -41,33 +41,32 @@ class Job:
     """Seconds that ranks wait for each other before they give up."""
     today: date = field(default_factory=date.today)
     """The date for chat templates that write one."""
-    stages: tuple[Job, ...] = ()
+    stages: tuple[RunJob, ...] = ()
     """The stages, if the run has any, each with its own settings, plan and folder."""
 
     @property
-    def parts(self) -> tuple[Job, ...]:
+    def parts(self) -> tuple[RunJob, ...]:
         """What is trained, in order: the stages, or the run itself."""
         return self.stages or (self,)
 
     @property
-    def largest(self) -> Job:
+    def largest(self) -> RunJob:
         """The part that needs the most memory."""
         return max(self.parts, key=lambda part: part.plan.memory.reserved + part.plan.memory.margin)
 
 
-def job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFolder, **start: Any) -> Job:
+def run_job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFolder, **start: Any) -> RunJob:
     """The job of a run, with its stages if it has any.
 
     Args:
         planned: its plan, or one per stage.
-        start: the other fields of `Job`.
+        start: the other fields of `RunJob`.
 
     Raises:
         DataError: a file of its rows is missing.
     """
-    first = loaded.stages[0].config if loaded.stages else loaded.config
     plan, deepspeed = planned[0]
-    job = Job(loaded, plan, data_paths(first.data), folder, deepspeed=deepspeed, **start)
+    job = RunJob(loaded, plan, data_paths(loaded.parts[0].config.data), folder, deepspeed=deepspeed, **start)
     stages = [
         replace(
             job, loaded=loaded.of(stage), plan=plan, paths=data_paths(stage.config.data), deepspeed=deepspeed,
@@ -78,7 +77,7 @@ def job_of(loaded: LoadedConfig, planned: Sequence[Planned], folder: RunFolder, 
     return replace(job, stages=tuple(stages))
 
 
-def resume_command(job: Job) -> str:
+def resume_command(job: RunJob) -> str:
     """The command that resumes this run, with the settings that it was started with."""
     words = ["make", "resume", f"CONFIG={job.loaded.path}", f"RUN={job.folder.whole.path.name}"]
     kept = [word for word in job.loaded.overrides if not word.startswith(_NOT_FOR_RESUMING)]

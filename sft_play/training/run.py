@@ -12,7 +12,7 @@ from sft_play.planner.show import precision_name
 from sft_play.runs.metrics import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck, MetricsFile, Progress, StopAfter, stopping
 from sft_play.training.loop.curriculum import Stages
 from sft_play.training.loop.load_trainer import load_trainer
@@ -35,7 +35,7 @@ from sft_play.training.unsloth import bridge
 logger = logging.getLogger(__name__)
 
 
-def run(job: Job) -> dict[str, Any]:
+def run(job: RunJob) -> dict[str, Any]:
     """Train as the job says, stage by stage; returns the summary.
 
     Raises:
@@ -68,7 +68,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def train(
-    job: Job,
+    job: RunJob,
     prepared: Prepared,
     watch: Watch,
     *,
@@ -116,7 +116,7 @@ def train(
 
 
 def _train(
-    job: Job,
+    job: RunJob,
     trainer: PlannedLoop,
     before: BeforeTraining,
     watch: Watch,
@@ -163,7 +163,7 @@ def _train(
     )  # fmt: skip
 
 
-def _announce(job: Job, prepared: Prepared, checkpoint: Path | None) -> None:
+def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     ranks = job.plan.choice.layout.ranks
     where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else "the CPU"
     where += f" ({ranks} ranks, {job.plan.layout})" if ranks > 1 else ""

@@ -24,7 +24,7 @@ from sft_play.errors import Interrupted
 from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
-from sft_play.training.job import Job, resume_command
+from sft_play.training.job import RunJob, resume_command
 from sft_play.training.measure.measure import Watch
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.prepare.run_folder import spread_facts
@@ -39,7 +39,7 @@ class Stages:
     """The stages of a job, to be trained one after the other."""
 
     def __init__(
-        self, job: Job, prepared: Sequence[Prepared], watch: Watch, train: Callable[..., dict[str, Any]]
+        self, job: RunJob, prepared: Sequence[Prepared], watch: Watch, train: Callable[..., dict[str, Any]]
     ) -> None:
         """`train`: trains one stage, as `run.train` does."""
         self._job, self._prepared, self._watch, self._train_one = job, prepared, watch, train
@@ -87,7 +87,7 @@ class Stages:
         most = self._job.loaded.config.train.stop_after_steps
         return None if most is None else max(0, most - self._steps)
 
-    def _train(self, stage: Job, prepared: Prepared, begins_from: Path | None) -> str:
+    def _train(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
         """Train one stage, from its last checkpoint if it has one; returns how it ended."""
         begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
         last = last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
@@ -114,7 +114,7 @@ class Stages:
             torch.cuda.empty_cache()
         return str(summary["status"])
 
-    def _say(self, number: int, stage: Job) -> None:
+    def _say(self, number: int, stage: RunJob) -> None:
         train = stage.loaded.config.train
         length = f"{train.max_steps:,} steps" if train.max_steps else f"{train.epochs:g} epochs"
         logger.info("Stage %d of %d, %s: %s, learning rate %g, rows of at most %d tokens, micro %d x accum %d",

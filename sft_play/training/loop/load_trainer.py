@@ -8,7 +8,7 @@ from typing import Any
 
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.training.checkpoints.full_state_dict import fill_adapter
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import SOURCES
 from sft_play.training.loop.trainer import build_trainer, training_arguments
@@ -29,7 +29,7 @@ from sft_play.training.ranks import engines
 
 
 def load_trainer(
-    job: Job,
+    job: RunJob,
     prepared: Prepared,
     eval_set: EvalSet,
     watch: Watch,
@@ -85,7 +85,7 @@ def load_trainer(
 
 
 def trainer_of(
-    job: Job,
+    job: RunJob,
     prepared: Prepared,
     eval_set: EvalSet,
     watch: Watch,
@@ -123,7 +123,7 @@ def trainer_of(
     )
 
 
-def _model(job: Job, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.Source | None]:
+def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.Source | None]:
     """The model with its weights; or without them and their source, where it is sharded as they arrive.
 
     Its weights are the base's, or all those that the stage before has trained.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sft_play.data.build.splits import Split
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import Answer, Question, questions
@@ -52,7 +52,7 @@ class Figures:
         return {"loss": self.loss, "exact_match": self.exact_match, "rows": self.rows}
 
 
-def eval_set_of(job: Job, prepared: Prepared) -> EvalSet:
+def eval_set_of(job: RunJob, prepared: Prepared) -> EvalSet:
     """The test rows where there are some, else the validation rows, with their questions."""
     splits = prepared.splits
     split, name = (splits.test, "test") if splits.test is not None else (splits.val, "val")
@@ -60,7 +60,7 @@ def eval_set_of(job: Job, prepared: Prepared) -> EvalSet:
     return EvalSet(split, name, asked, asked if name == "val" else _questions(job, prepared, splits.val))
 
 
-def _questions(job: Job, prepared: Prepared, split: Split | None) -> list[Question]:
+def _questions(job: RunJob, prepared: Prepared, split: Split | None) -> list[Question]:
     config = job.loaded.config.eval
     if split is None or config.generate_rows == 0:
         return []
@@ -70,7 +70,7 @@ def _questions(job: Job, prepared: Prepared, split: Split | None) -> list[Questi
     return asked
 
 
-def evaluate_before(job: Job, trainer: PlannedLoop, eval_set: EvalSet, *, resumed: bool) -> Figures | None:
+def evaluate_before(job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, *, resumed: bool) -> Figures | None:
     """The figures before training; a run that was resumed from a checkpoint keeps those of its first start."""
     if not job.loaded.config.eval.before_training or eval_set.split is None:
         return None

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from sft_play.heap import give_back_free_memory
 from sft_play.planner.plan import Plan
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalSet, Figures, evaluate_before
 from sft_play.training.measure.peaks import Highest, LoadMemory, LoadMeter, Peaks
@@ -82,7 +82,7 @@ class BeforeTraining(TrainerCallback):
     """
 
     def __init__(
-        self, job: Job, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
+        self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
     ) -> None:
         self._job, self._trainer, self._eval_set, self._loading = job, trainer, eval_set, loading
         self._is_resumed = is_resumed

@@ -19,7 +19,7 @@ from sft_play.starter.names import CONFIG
 from sft_play.training.checkpoints import gathered_weights
 from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
-from sft_play.training.job import Job, resume_command
+from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import StopAfter
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import Figures
@@ -84,7 +84,7 @@ class Result:
         """`status` of the manifest."""
         return "stopped" if self.trained.stop.stopped_early else "finished"
 
-    def as_json(self, job: Job) -> dict[str, Any]:
+    def as_json(self, job: RunJob) -> dict[str, Any]:
         """`summary.json`; `finish` adds `model_path` once the weights are saved."""
         stage, speed = job.folder.stage, job.plan.speed.tokens_per_s
         return {
@@ -110,7 +110,7 @@ class Result:
         }
 
 
-def summary_lines(job: Job, result: Result, summary: dict[str, Any]) -> list[str]:
+def summary_lines(job: RunJob, result: Result, summary: dict[str, Any]) -> list[str]:
     """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what to try next."""
     predicted = f" ({job.plan.speed.tokens_per_s:,.0f} predicted)" if job.plan.speed_known else ""
     steps, speed = result.trained.steps, result.trained.tokens_per_s
@@ -208,7 +208,7 @@ def _moments_line(peaks: Mapping[str, Mapping[str, int | None]]) -> str:
     return f"Peak memory by moment: {', '.join(shown)}"
 
 
-def _next_lines(job: Job) -> list[str]:
+def _next_lines(job: RunJob) -> list[str]:
     """What to try next."""
     run = job.folder.quoted
     lines = [f"Talk to it: make chat RUN={run}", f"Is it better than its base: make ship RUN={run}"]
@@ -221,7 +221,9 @@ def _next_lines(job: Job) -> list[str]:
     return lines
 
 
-def finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: Result, memory: MemoryMeter) -> dict[str, Any]:
+def finish(
+    job: RunJob, prepared: Prepared, trainer: PlannedLoop, result: Result, memory: MemoryMeter
+) -> dict[str, Any]:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
     summary = result.as_json(job)
     if result.status == "finished":
@@ -247,7 +249,7 @@ def finish(job: Job, prepared: Prepared, trainer: PlannedLoop, result: Result, m
     return summary
 
 
-def describe(job: Job, prepared: Prepared, summary: dict[str, Any]) -> None:
+def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
     """Write the model card of the trained weights; where the disk refuses it, the weights are whole without it."""
     card = CardFacts(
         kind="adapter" if prepared.is_adapter else "model",
@@ -265,7 +267,7 @@ def describe(job: Job, prepared: Prepared, summary: dict[str, Any]) -> None:
         logger.warning("The model card could not be written: %s", error)
 
 
-def _save_trained(job: Job, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
+def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
     """Save the adapter or the whole model on the first rank; the others help to gather it, then wait for the disk."""
     path, tokenizer = job.folder.model_path(adapter=prepared.is_adapter), prepared.tokenizer.tokenizer
     native = prepared.model_spec.is_text_tower and not prepared.is_adapter

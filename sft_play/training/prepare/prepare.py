@@ -24,7 +24,7 @@ from sft_play.facts.models.architecture import check_available
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.runs.manifest import versions
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.loop.trainer import check_trackers
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.backend import Backend, choose_backend, fall_back, model_problem
@@ -64,7 +64,7 @@ class Prepared:
         return self.origin.folder if self.origin is not None else None
 
 
-def prepare(job: Job) -> Prepared:
+def prepare(job: RunJob) -> Prepared:
     """Load the tokenizer, the model on the meta device and the rows, and log every decision; nothing is written.
 
     Raises:
@@ -107,7 +107,7 @@ def prepare(job: Job) -> Prepared:
         return Prepared(backend, tokenizer, splits, model_spec, _renderer(job, tokenizer), origin)
 
 
-def _model_spec(job: Job, tokenizer: LoadedTokenizer) -> ModelSpec:
+def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
     config, plan = job.loaded.config, job.plan
     step = plan.choice.step
     model_spec = build_model_spec(
@@ -148,7 +148,7 @@ def _require_room_for_masks(config: RunConfig, plan: Plan) -> None:
     logger.warning("Attention: with the masks that rows keep this run needs %s", words)
 
 
-def _splits(job: Job, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:
+def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:
     config, plan = job.loaded.config, job.plan
     positions = getattr(model_spec.hf_config.get_text_config(), "max_position_embeddings", None)
     splits = build_splits(
@@ -174,7 +174,7 @@ def _splits(job: Job, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Spli
     return splits
 
 
-def _renderer(job: Job, tokenizer: LoadedTokenizer) -> Renderer:
+def _renderer(job: RunJob, tokenizer: LoadedTokenizer) -> Renderer:
     """The renderer, which turns a chat into text and tokens; logs what the first rows look like."""
     config = job.loaded.config
     renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
@@ -190,7 +190,7 @@ def _log(lines: Iterable[str]) -> None:
         logger.info("%s", line)
 
 
-def data_facts(parts: Sequence[Job], prepared: Sequence[Prepared]) -> dict[str, Any]:
+def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[str, Any]:
     """`data` of the manifest: path, digest and report of each file that is used, digests of base weights and tokenizer.
 
     With stages, the name of each file begins with its stage's.
@@ -212,7 +212,7 @@ def data_facts(parts: Sequence[Job], prepared: Sequence[Prepared]) -> dict[str, 
     return facts
 
 
-def digests(job: Job, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
+def digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
     """What every rank reads from its own disk and must agree on, as `distributed.require_alike` compares it: data,
     model, settings and versions, each with a short digest.
 
@@ -234,7 +234,7 @@ def digests(job: Job, facts: Mapping[str, Any], *, writes_date: bool) -> dict[st
     }
 
 
-def choices(job: Job, prepared: Prepared) -> list[str]:
+def choices(job: RunJob, prepared: Prepared) -> list[str]:
     """Everything that was decided for the user, for the manifest."""
     backend = f"Backend: {prepared.backend.reason}"
     return [backend, *job.plan.reasons, *prepared.tokenizer.notes, *prepared.splits.notes, *prepared.model_spec.notes]

@@ -19,7 +19,7 @@ from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED
 from sft_play.runs.locking import Lock, lock
 from sft_play.runs.manifest import new_manifest
 from sft_play.runs.resuming import check_same_run
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.prepare.prepare import Prepared, choices
 from sft_play.training.ranks import distributed
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def run_folder(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
+def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
     """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait for it.
 
     Args:
@@ -74,7 +74,7 @@ def cpu_facts() -> dict[str, Any]:
     return {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
 
 
-def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+def _resumed(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
     """Check that the folder's run had the same settings, or fill a folder without a trained step; returns its lock."""
     mark = job.mark or lock(job.folder, by=job.by)
     if not job.folder.has_trained:
@@ -93,7 +93,7 @@ def _resumed(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -
     return mark
 
 
-def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
+def _new(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
     """Create the folder, or fill the one that the ranks' parent has created; returns its lock."""
     manifest = _manifest(job, prepared, facts)
     if job.has_folder:
@@ -105,12 +105,12 @@ def _new(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lo
     return mark
 
 
-def _write_deepspeed(job: Job) -> None:
+def _write_deepspeed(job: RunJob) -> None:
     if job.deepspeed is not None:
         job.folder.write_json(DEEPSPEED_FILE, job.deepspeed)
 
 
-def _manifest(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
+def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
     """The manifest of a new run."""
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
@@ -122,7 +122,7 @@ def _manifest(job: Job, prepared: Sequence[Prepared], facts: Mapping[str, Any]) 
     return manifest
 
 
-def _record_failure(job: Job, error: BaseException) -> None:
+def _record_failure(job: RunJob, error: BaseException) -> None:
     """Write to the manifest how the run failed; remove a new folder in which nothing was trained."""
     if isinstance(error, Interrupted):  # its state was saved, and `finish` has written so
         return

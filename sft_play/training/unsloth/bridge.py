@@ -27,7 +27,7 @@ from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question, stop_ids
 from sft_play.training.measure.summary import describe
@@ -47,7 +47,7 @@ PEER_S = 20.0
 # --- the run ----------------------------------------------------------------------------------------------------------
 
 
-def train(job: Job, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
+def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
     """Train in Unsloth's processes with what was prepared here; returns the run's summary.
 
     Args:
@@ -85,7 +85,7 @@ def train(job: Job, prepared: Prepared, eval_set: EvalSet, *, started: float) ->
     return summary
 
 
-def _document(job: Job, prepared: Prepared, eval_set: EvalSet, started: float) -> handover.Document:
+def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> handover.Document:
     """Everything that Unsloth's process needs to know; the rows and the tokenizer are written beside it."""
     config, plan = job.loaded.config, job.plan
     asks = bool(eval_set.asked or eval_set.asked_while_training)

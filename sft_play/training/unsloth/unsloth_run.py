@@ -26,7 +26,7 @@ from sft_play.log import one_line, write_log_to
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.runs.folder import RunFolder
 from sft_play.training.checkpoints.model_saving import whole_shapes
-from sft_play.training.job import Job
+from sft_play.training.job import RunJob
 from sft_play.training.loop.load_trainer import trainer_of
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import check_trackers, training_arguments
@@ -79,12 +79,12 @@ def train(path: Path) -> None:
                 log_file.close()
 
 
-def _job(document: handover.Document) -> Job:
+def _job(document: handover.Document) -> RunJob:
     config = RunConfig.model_validate_json(json.dumps(document.config))
     loaded = LoadedConfig(config, Path(document.config_path), "", tuple(document.overrides))
     folder = RunFolder(Path(document.folder))
     plan = plan_from_json(document.plan)
-    return Job(
+    return RunJob(
         loaded, plan, _NOT_HANDED_OVER, folder, resume=document.resume, has_folder=True, timeout_s=document.timeout_s
     )
 
@@ -106,7 +106,7 @@ def _prepared(document: handover.Document) -> Prepared:
     )
 
 
-def _eval_set(document: handover.Document, _: Job, prepared: Prepared) -> EvalSet:
+def _eval_set(document: handover.Document, _: RunJob, prepared: Prepared) -> EvalSet:
     """The evaluation set whose questions were handed over."""
     asked, while_training = (
         [Question(one.prompt_ids, one.shown, one.answer) for one in questions]
@@ -139,7 +139,7 @@ class UnslothLoop(PlannedLoop):
 
 
 def _trainer(
-    document: handover.Document, job: Job, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
+    document: handover.Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
 ) -> PlannedLoop:
     """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
     config, plan = job.loaded.config, job.plan
