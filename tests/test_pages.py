@@ -48,7 +48,8 @@ def test_what_an_arrow_joins_imports_or_starts_the_next():
     for chain in chains:
         for one, other in itertools.pairwise(chain):
             first, second = place(one), place(other)
-            assert first is not None and second is not None, (one, other)
+            assert first, one
+            assert second, other
             name = ".".join(second.relative_to(ROOT / "sft_play").with_suffix("").parts)
             if first.is_relative_to(ROOT / "sft_play"):
                 user = ".".join(first.relative_to(ROOT / "sft_play").with_suffix("").parts)
@@ -64,7 +65,8 @@ def test_a_name_that_stands_with_its_file_is_in_it():
         pairs = re.findall(r"`(\w+)`(?:, `\w+`)? (?:of|in) `([\w/.]+\.py)`", text)
         for name, path in pairs:
             found = place(path)
-            assert found is not None and re.search(rf"^(?:def |class )?{name}\b", found.read_text(), re.MULTILINE), name
+            assert found, path
+            assert re.search(rf"^(?:def |class )?{name}\b", found.read_text(), re.MULTILINE), name
         assert pairs or page == "ARCHITECTURE.md"
 
 
