@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 OLDEST = (3, 11)
 """As `requires-python` in pyproject.toml says."""
 EXTRAS = {
-    "documents": ("bs4", "docutils", "lxml", "lxml_html_clean", "markdown_it", "pypdf", "trafilatura"),
+    "documents": ("bs4", "lxml_html_clean", "markitdown", "trafilatura"),
     "eval": ("rapidfuzz", "sacrebleu"),
     "tasks": ("lm_eval",),
     "serve": ("fastapi", "openai", "uvicorn"),

@@ -779,8 +779,7 @@ def test_an_extra_is_added_once_at_its_pins(ready, capfd):
     assert command[-len(of_extra("documents")) :] == of_extra("documents")
     assert capfd.readouterr().err.splitlines() == [
         "[setup] adding the packages for reading documents to .venv, once, as requirements.lock pins them: "
-        "beautifulsoup4, docutils, "
-        "lxml, lxml_html_clean, markdown-it-py, pypdf, trafilatura"
+        "beautifulsoup4, lxml_html_clean, markitdown[docx,pdf,pptx,xlsx], trafilatura"
     ]
     add_documents(ready, never)
     assert capfd.readouterr().err == ""

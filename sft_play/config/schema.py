@@ -223,7 +223,7 @@ class DocumentsConfig(Section):
     """`make dapt-docx`: turns documents into clean plain text."""
 
     path: Name | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf("data/documents", owner="documents.documents")
-    """Documents: a file, a folder, a glob, or a list of these; .docx, .txt, .md, .rst, .html, .pdf."""
+    """Documents: a file, a folder, a glob, or a list of these; .docx, .pdf, .pptx, .xlsx, .epub, .html, .md, .txt."""
 
     out_dir: Name = leaf("data/processed_text", owner="documents.documents")
     """Folder that train.jsonl, val.jsonl and report.json are written to."""
@@ -234,7 +234,7 @@ class DocumentsConfig(Section):
     chunk_chars: int = leaf(20_000, owner="documents.documents", ge=200)
     """Longest text row in characters; longer documents are split between paragraphs."""
 
-    headers: bool = leaf(False, owner="documents.documents")
+    headers: bool = leaf(False, owner="documents.reader")
     """Include page headers and footers of .docx files."""
 
     drop_repeated: bool = leaf(True, owner="documents.documents")

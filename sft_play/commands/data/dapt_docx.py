@@ -6,7 +6,7 @@ from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 
-HELP = {"dapt-docx": "documents (.docx, .pdf, .html, .md, .rst, .txt) to clean plain text for task_mode cpt"}
+HELP = {"dapt-docx": "documents (.docx, .pdf, .pptx, .xlsx, .epub, .html, .md, .txt) to clean text for task_mode cpt"}
 
 
 def run(request: Request) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import multiprocessing
@@ -9,6 +10,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,6 +34,8 @@ BATCH_CHARS = 1 << 20
 SECONDS_BETWEEN_NEWS = 10.0
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 8 << 20
 _PIECES_FOR_EACH = 8
+
+_STARTING = threading.Lock()
 
 Recipe = TypeVar("Recipe")
 Job = TypeVar("Job")
@@ -114,17 +118,25 @@ def together(
 
 
 def _submitted(pool: ProcessPoolExecutor, jobs: Iterable[tuple[int, Any]]) -> set[Future[tuple[int, Any]]]:
-    """Numbered jobs, submitted to the workers.
-
-    Workers start when jobs are submitted. They must not import the program that runs here, as multiprocessing would
-    have them do: it may import torch, and a script without `if __name__ == "__main__"` would start over in each.
-    """
-    program = sys.modules["__main__"]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    try:
+    """Numbered jobs, submitted to the workers, which start when jobs are submitted."""
+    with without_program():
         return {pool.submit(_work, number, job) for number, job in jobs}
-    finally:
-        sys.modules["__main__"] = program
+
+
+@contextlib.contextmanager
+def without_program() -> Iterator[None]:
+    """Processes that are started inside do not import the program that runs here.
+
+    multiprocessing would have them do so: it may import torch, and a script without `if __name__ == "__main__"` would
+    start over in each.
+    """
+    with _STARTING:  # one thread at a time, or the second would put back what the first one put there
+        program = sys.modules["__main__"]
+        sys.modules["__main__"] = types.ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = program
 
 
 class News:
