@@ -130,24 +130,24 @@ def _served(nodes: Nodes, addresses: list[str], limit_s: float) -> TCPStore:
 def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
     """Node 0's store, as soon as node 0 serves it; raises HardwareError where it does not in time.
 
-    torch tries until then in a thread: it is deaf to Ctrl-C, waits without end where another program listens, and logs
-    tracebacks when its own time is over.
+    torch's own wait is deaf to Ctrl-C and logs tracebacks when its time is over, so the port is asked first. torch then
+    connects in a thread, as it waits without end where another program listens.
     """
     found: list[TCPStore] = []
-    address, port, longer = str(nodes.address), int(nodes.port or 0), timedelta(seconds=limit_s + 60)
-    connect = threading.Thread(
-        target=lambda: found.append(TCPStore(address, port, wait_for_workers=False, timeout=longer)), daemon=True
-    )
+    address, port, until = str(nodes.address), int(nodes.port or 0), time.monotonic() + limit_s
     logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.place, limit_s)
-    connect.start()
-    connect.join(limit_s)
-    if found:
-        return found[0]
-    try:
-        socket.create_connection((address, port), timeout=_LEAVE_S).close()
+    while (reason := _refused(address, port)) and time.monotonic() < until:
+        time.sleep(_POLL_S)
+    if reason is None:
+        longer = timedelta(seconds=limit_s + 60)
+        connect = threading.Thread(
+            target=lambda: found.append(TCPStore(address, port, wait_for_workers=False, timeout=longer)), daemon=True
+        )
+        connect.start()
+        connect.join(max(_LEAVE_S, until - time.monotonic()))
+        if found:
+            return found[0]
         reason = "the program that listens there is not a node of this run"
-    except OSError as error:
-        reason = "no answer" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
     trap = "MASTER_ADDR= is another machine, or a firewall closes the port"
     if any(is_loopback(one) for one in mine["sees node 0 at"]):
         trap = "MASTER_ADDR= resolves to this machine itself: give an address of node 0"
@@ -157,6 +157,15 @@ def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
         f"{misread}{'; else ' * bool(misread)}start the same command there with NODE_RANK=0; where it runs, "
         f"{trap}"
     )
+
+
+def _refused(address: str, port: int) -> str | None:
+    """Why nothing answers there; None where something does."""
+    try:
+        socket.create_connection((address, port), timeout=_LEAVE_S).close()
+    except OSError as error:
+        return "no answer" if isinstance(error, TimeoutError) else error.strerror or type(error).__name__
+    return None
 
 
 def _exchange(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> tuple[Card, ...]:
