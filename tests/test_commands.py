@@ -93,7 +93,7 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "memory-check": (lambda world: [], {"folder", "running"}),
     "process": (lambda world: ["data.process.raw_path=raw.jsonl"], {"ok"}),
     "style": (lambda world: ["--style", "You are terse.", "data.process.out_dir=given"], {"ok"}),
-    "dapt-docx": (lambda world: ["data.documents.path=documents"], {"chunk_chars", "notes"}),
+    "dapt-docx": (lambda world: ["data.documents.path=documents"], {"chunk_chars", "splits"}),
     "render": (lambda world: [], {"ok", "files", "notes"}),
     "preview": (lambda world: ["--n", "2"], {"ok", "page", "source", "rows", "examples"}),
     "check": (lambda world: [], {"ok", "elapsed_s", "checks"}),

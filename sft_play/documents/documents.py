@@ -26,7 +26,7 @@ from sft_play.data.sources.formats import digest_share
 from sft_play.data.written import OutputFolder
 from sft_play.documents.files import DocumentFiles, find_documents
 from sft_play.documents.reader import KINDS, ReaderProcess, Unreadable
-from sft_play.documents.text import chunks, is_repeatable, join, paragraphs
+from sft_play.documents.text import FENCE, HEADING, chunks, join, paragraphs
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -70,12 +70,12 @@ class DocumentsReport:
     def as_json(self) -> dict[str, Any]:
         """The content of report.json; counts in documents, rows, paragraphs and characters."""
         return {
-            "path": list(_paths(self.config)),
+            "path": list(self.files.paths),
             "out_dir": self.config.out_dir,
             "found": len(self.files.documents),
             "read": len(self.files.documents) - len(self.unreadable),
             "unreadable": self.unreadable,
-            "other_files": {suffix: len(names) for suffix, names in sorted(self.files.others.items())},
+            "other_files": dict(self.files.others.most_common()),
             "copies": self.copies,
             "repeated_paragraphs": self.repeats,
             "paragraphs": self.paragraphs,
@@ -87,10 +87,6 @@ class DocumentsReport:
     def lines(self) -> list[str]:
         """The report for people."""
         found, rows = len(self.files.documents), sum(split["rows"] for split in self.splits.values())
-        others = [
-            f"{len(names)} {suffix}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-            for suffix, names in sorted(self.files.others.items())
-        ]
         kept = "left out" if self.config.drop_repeated else "kept (data.documents.drop_repeated=false)"
         folder, note = Path(self.config.out_dir), self._val_note()
         written = [
@@ -104,7 +100,9 @@ class DocumentsReport:
         return [
             f"{_many(found, 'document')} found, {found - len(self.unreadable)} read, {len(self.unreadable)} not",
             *_listed("not read", [f"{name}: {reason}" for name, reason in self.unreadable.items()]),
-            *_listed("other files, not read", others),
+            *_listed(
+                "other files, not read", [f"{count:,} {suffix}" for suffix, count in self.files.others.most_common()]
+            ),
             *_listed("copies", [f"{name} is the same text as {first}" for name, first in self.copies.items()]),
             *([f"{_many(self.repeats, 'paragraph')} repeated, {kept}"] if self.repeats else []),
             f"{_many(self.paragraphs, 'paragraph')} in {_many(rows, 'row')} of at most {self.config.chunk_chars:,} "
@@ -119,10 +117,6 @@ class DocumentsReport:
         if self.splits[VAL]["rows"] or not self.config.val_fraction:
             return ""
         return f"no {VAL}: no document has a hash in the share data.documents.val_fraction={self.config.val_fraction:g}"
-
-
-def _paths(config: DocumentsConfig) -> tuple[str, ...]:
-    return config.path if isinstance(config.path, tuple) else (config.path,)
 
 
 def _many(count: int, noun: str) -> str:
@@ -154,7 +148,7 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
     asked = config.data.documents
     folder = Path(asked.out_dir)
     own = [folder / name for name in (TRAIN, VAL, REPORT)]
-    report = DocumentsReport(asked, find_documents(_paths(asked), suffixes=KINDS, written=own))
+    report = DocumentsReport(asked, find_documents(asked.path, suffixes=KINDS, own=own))
     with OutputFolder(folder, (TRAIN, VAL, REPORT), force=force, command="dapt-docx") as output:
         repeats, train = _Repeats(report), output.open(TRAIN)
         held: list[tuple[str, list[str]]] = []  # for validation, if there will be something to train on
@@ -232,8 +226,9 @@ class _Repeats:
         return [part for part, again in zip(parts, repeated, strict=True) if not (again and self._drop)]
 
     def _is_repeated(self, paragraph: str) -> bool:
+        """Whether it stood earlier; never headings and code, which the text around them needs."""
         words = " ".join(paragraph.split())  # the same paragraph may be wrapped otherwise
-        if len(words.encode("utf-8")) < REPEATED_BYTES or not is_repeatable(paragraph):
+        if len(words.encode("utf-8")) < REPEATED_BYTES or HEADING.fullmatch(paragraph) or FENCE.match(paragraph):
             return False
         digest = _digest(words)[:16]
         is_known = digest in self._paragraphs

@@ -22,8 +22,10 @@ from xml.etree import ElementTree
 
 from sft_play.config.schema import DocumentsConfig
 from sft_play.data.build.workers import without_program
+from sft_play.data.sources.raw import head, text_pieces, wide_encoding
 from sft_play.documents.text import clean
 from sft_play.endings import leave_with
+from sft_play.errors import DataError
 from sft_play.log import one_line
 from sft_play.units import MIB
 
@@ -36,10 +38,7 @@ MAX_MEMORY_BYTES = 4096 * MIB
 
 KINDS = {
     **dict.fromkeys((".docx", ".docm", ".dotx", ".doc"), "docx"),
-    ".pdf": "pdf",
-    ".pptx": "pptx",
-    ".xlsx": "xlsx",
-    ".epub": "epub",
+    **{f".{kind}": kind for kind in ("pdf", "pptx", "xlsx", "epub")},
     **dict.fromkeys((".html", ".htm", ".xhtml"), "html"),
     **dict.fromkeys((".md", ".markdown", ".rst", ".rest", ".txt", ".text"), "text"),
 }
@@ -63,9 +62,9 @@ def read_document(path: Path, asked: DocumentsConfig) -> str:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise Unreadable(f"larger than the {MAX_FILE_BYTES // MIB} MiB that are read; split it")
-        text = clean(_text(kind, _checked(path.read_bytes()), asked)).strip("\n")
-    except Unreadable:
-        raise
+        text = clean(plain_text(path) if kind == "text" else _text(kind, _checked(path.read_bytes()), asked))
+    except (Unreadable, DataError) as error:
+        raise Unreadable(str(error)) from None
     except OSError as error:
         raise Unreadable(f"cannot be opened: {error.strerror or one_line(str(error))}") from None
     except (MemoryError, RecursionError) as error:
@@ -76,7 +75,14 @@ def read_document(path: Path, asked: DocumentsConfig) -> str:
         raise Unreadable(f"cannot be read as {kind}: {why}? ({said})") from None
     if not re.search(r"\w", text):  # an empty table is not text
         raise Unreadable("holds no text" + (" (scanned pages?); run it through OCR first" if kind == "pdf" else ""))
-    return text
+    return text.strip("\n")
+
+
+def plain_text(path: Path) -> str:
+    """A file of text; raises DataError, as for rows of text, where it is not UTF-8."""
+    if wide := wide_encoding(path, head(path)):
+        raise wide
+    return "".join(piece for _, piece in text_pieces(path))
 
 
 def _checked(data: bytes) -> bytes:
@@ -92,8 +98,6 @@ def _checked(data: bytes) -> bytes:
 
 def _text(kind: str, data: bytes, asked: DocumentsConfig) -> str:
     """The text of a document of this kind; a library is imported by the first document that needs it."""
-    if kind == "text":
-        return decode(data)
     from markitdown import StreamInfo, converters
 
     if kind == "html":
@@ -101,9 +105,7 @@ def _text(kind: str, data: bytes, asked: DocumentsConfig) -> str:
         from bs4 import UnicodeDammit
 
         page = UnicodeDammit(data, is_html=True).unicode_markup or ""  # decoded as it declares, as browsers do
-        main = (
-            trafilatura.extract(page, output_format="markdown", include_comments=False) if asked.drop_repeated else ""
-        )
+        main = asked.drop_repeated and trafilatura.extract(page, output_format="markdown", include_comments=False)
         return str(main or converters.HtmlConverter().convert_string(page).markdown)
     readers = {
         "docx": converters.DocxConverter,
@@ -119,30 +121,11 @@ def _text(kind: str, data: bytes, asked: DocumentsConfig) -> str:
 
 def _page_headers(data: bytes) -> list[str]:
     """The paragraphs of a Word file's page headers and footers, each once: MarkItDown reads none."""
-    found: dict[str, None] = {}
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        for name in sorted(archive.namelist()):
-            if re.fullmatch(r"word/(header|footer)\d*\.xml", name):
-                for paragraph in ElementTree.fromstring(archive.read(name)).findall(".//{*}p"):
-                    found["".join(part.text or "" for part in paragraph.findall(".//{*}t"))] = None
-    return [text for text in found if text.strip()]
-
-
-def decode(data: bytes) -> str:
-    """Plain text: UTF-8, or UTF-16 with a byte order mark; raises Unreadable where it is neither."""
-    encoding = "utf-16" if data.startswith((b"\xff\xfe", b"\xfe\xff")) else "utf-8-sig"
-    try:
-        text = data.decode(encoding)
-        wrong = text.find("\x00")
-    except UnicodeDecodeError as error:
-        text, wrong = data[: error.start].decode("latin-1"), error.start
-    if wrong < 0:
-        return text
-    line = text.count("\n", 0, wrong) + 1
-    raise Unreadable(
-        f"line {line} is not {encoding[:6].rstrip('-').upper()}; if it is text, find its encoding (latin1, gbk, …) and "
-        "convert it: iconv -f latin1 -t utf-8"
-    )
+        names = [name for name in sorted(archive.namelist()) if re.fullmatch(r"word/(header|footer)\d*\.xml", name)]
+        paragraphs = (one for name in names for one in ElementTree.fromstring(archive.read(name)).findall(".//{*}p"))
+        texts = ["".join(run.text or "" for run in one.findall(".//{*}t")) for one in paragraphs]
+    return [text for text in dict.fromkeys(texts) if text.strip()]
 
 
 # The process that reads

@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Iterator
+
+from sft_play.data.sources.raw import piece_end
 
 _ESCAPE_SEQUENCE = "\x1b(?:\\[[0-?]*[ -/]*[@-~]|\\][^\x07\x1b\n]*(?:\x07|\x1b\\\\)?|[@-Z\\\\^_])"
 _REMOVED = re.compile(f"{_ESCAPE_SEQUENCE}|[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\ufeff\ud800-\udfff\ufffe\uffff]")
 _LINE_ENDS = re.compile("\r\n|[\r\x0b\x85\u2028]")
 _PARAGRAPH_ENDS = re.compile("[\x0c\u2029]")
 _SPACES = re.compile("[\u00a0\u1680\u2000-\u200a\u202f\u205f]")
-_HEADING = re.compile(r"#{1,6} \S.*")
-_FENCE = re.compile(r" {0,3}(```|~~~)")
-_IN_LINES = re.compile(r"\s|```|~~~|\||[-*+] |\d+[.)] ")
-"""How a paragraph begins that is cut at its lines before its sentences: code, a table, a list."""
-_SENTENCE_END = re.compile(r"[.!?…][\"'”’»)\]]*(?=\s)|[。！？][”’」』）]*")
-_LINE_END, _WORD_END = re.compile(r"(?=\n)"), re.compile(r"(?=\s)")
-_AT_A_CUT = re.compile(r"[ \t]*\n+|[ \t]*")
+HEADING = re.compile(r"#{1,6} \S.*")
+FENCE = re.compile(r" {0,3}(```|~~~)")
 _BETWEEN = "\n\n"
 
 
@@ -41,7 +39,7 @@ def paragraphs(text: str) -> list[str]:
         if not line and not fence:
             found.append([])
             continue
-        mark = _FENCE.match(line)
+        mark = FENCE.match(line)
         if mark and fence in ("", mark[1]):
             fence = "" if fence else mark[1]
         found[-1].append(line)
@@ -51,11 +49,6 @@ def paragraphs(text: str) -> list[str]:
 def join(parts: list[str]) -> str:
     """The text of a document, or of a part of it."""
     return _BETWEEN.join(parts)
-
-
-def is_repeatable(paragraph: str) -> bool:
-    """Whether a paragraph may count as a repeat; not headings and code, which the text around them needs."""
-    return not (_HEADING.fullmatch(paragraph) or _FENCE.match(paragraph))
 
 
 def chunks(parts: list[str], *, limit: int) -> list[str]:
@@ -69,7 +62,7 @@ def chunks(parts: list[str], *, limit: int) -> list[str]:
     for piece in (piece for paragraph in parts for piece in _pieces(paragraph, limit)):
         if current and size + len(_BETWEEN) + len(piece) > limit:
             start = len(current)
-            while start and _HEADING.fullmatch(current[start - 1]):
+            while start and HEADING.fullmatch(current[start - 1]):
                 start -= 1
             # the headings at the end go to the next text, if there is text before them and room there
             if start == 0 or len(join([*current[start:], piece])) > limit:
@@ -82,29 +75,11 @@ def chunks(parts: list[str], *, limit: int) -> list[str]:
     return [*texts, join(current)] if current else texts
 
 
-def _pieces(paragraph: str, limit: int) -> list[str]:
-    """A paragraph in pieces of at most `limit` characters."""
-    places = [_LINE_END, _WORD_END] if _IN_LINES.match(paragraph) else [_SENTENCE_END, _LINE_END, _WORD_END]
-    pieces = []
+def _pieces(paragraph: str, limit: int) -> Iterator[str]:
+    """A paragraph in pieces of at most `limit` characters, cut after lines, else between words."""
     while len(paragraph) > limit:
-        end = _cut(paragraph, limit, places)
-        pieces.append(paragraph[:end].rstrip())
-        white = _AT_A_CUT.match(paragraph, end)  # not the indent of the next line
-        paragraph = paragraph[white.end() if white else end :]
-    return [piece for piece in [*pieces, paragraph] if piece.strip()]
-
-
-def _cut(text: str, limit: int, places: list[re.Pattern[str]]) -> int:
-    """Where to cut at `limit` or before it: at the last good place of the second half, else at any, else right there.
-
-    The best kind of place comes first (sentence, line, word), but rather a word in the second half than a tiny piece.
-    """
-    for least in (limit // 2, 0):
-        for place in places:
-            ends = [match.end() for match in place.finditer(text, 0, limit + 1) if least < match.end() <= limit]
-            if ends:
-                return ends[-1]
-    end = limit
-    while end > 1 and unicodedata.combining(text[end]):  # an accent stays with its letter
-        end -= 1
-    return end
+        end = piece_end(paragraph, limit)
+        yield paragraph[:end].rstrip()
+        paragraph = paragraph[end:].lstrip()
+    if paragraph:
+        yield paragraph
