@@ -11,7 +11,7 @@ setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth
 ##@ Data
 process: setup ## Raw files (data/raw) to checked conversations in data/processed, split, with a report
 style: setup ## Give processed conversations a system prompt (STYLE="…"), into data/processed_with_style
-dapt-docx: setup ## Documents (data/documents: .docx, .pdf, .html, .md, .rst, .txt) to clean text in data/processed_text
+dapt-docx: setup ## Documents (data/documents: .docx, .pdf, .pptx, .xlsx, .epub, .html, text) to clean text in data/processed_text
 render: setup ## Write the text that the model will see, one row per example, with its mask as spans (OUT=FILE)
 preview: setup ## Show the tokens of examples, the trained part in colour, here and as a page (N=5, ROW=12, OUT=FILE)
 check: setup ## Check config, model, template, data, masks, disk and memory before training; exit code 2 if a run would stop
