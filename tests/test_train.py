@@ -503,7 +503,7 @@ REFUSALS = {
     "D6 path": ("model.name=/no/such/model", "model path /no/such/model does not exist"),
     "mesh": ("model.mesh_shape=[1, 3]", "(tuning.mode=lora can); use [[3], [fsdp]]"),
     "batch": ("train.batch_size=3", "use 6 or 9"),
-    "flash": ("model.attn_implementation=flash_attention_2", "has kernels for NVIDIA's and AMD's GPUs"),
+    "flash": ("model.attn_implementation=flash_attention_2", "has kernels for GPUs, and this run uses the CPU"),
     "unsloth": ("tuning.backend=unsloth", "set tuning.backend_fallback=bnb"),
     "tracker": ("train.report_to=[mlflow]", "mlflow is not installed"),
     "template": ("data.chat_template=nothing.jinja", "is neither a file"),
