@@ -404,10 +404,10 @@ def test_a_length_that_the_model_does_not_have_is_not_proposed():
 def test_a_warning_says_what_to_do():
     with pytest.raises(AssertionError, match="WARN without a remedy"):
         Finding("x", "WARN", "something")
-    assert finding_lines([Finding("x", "FAIL", "one\ntwo", "mend it")]) == [
+    assert finding_lines([Finding("x", "FAIL", "one\ntwo", "fix it")]) == [
         "PROBLEM  x                   one",
         "                             two",
-        "                             do: mend it",
+        "                             do: fix it",
     ]
 
 

@@ -227,7 +227,7 @@ def test_every_entry_names_a_thread_and_every_entry_is_tested():
         assert any(re.fullmatch(threads, url) for url in entry["sources"])
         assert entry["remedy"]
     texts = Path(__file__).read_text(encoding="utf-8")
-    for entry in entries:  # a few words of each stand in a test above
+    for entry in entries:  # a test above quotes a few words of each
         literal = [part for part in re.split(r"\{\w+\}", entry["what"]) if len(part) > 12]
         assert any(part[i : i + 14] in texts for part in literal for i in range(len(part) - 14)), entry["what"]
 

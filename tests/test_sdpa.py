@@ -301,6 +301,7 @@ def test_healthy_gpus_pass_the_self_test_of_attention(monkeypatch, name, wheel):
     asked = {case: kernel for case, kernel in predicted.items() if case in measured}
     assert len(asked) == (24 if machine.sm >= (8, 0) else 16)
     assert attention_problems(asked, measured) == []
+    assert "cudnn" not in environment.kernels_of(named("1xMI300X")).values()
     is_datacenter = machine.sm[0] in (9, 10) and wheel == "cu130"
     assert sum(kernel == "cudnn" for kernel in measured.values()) == (8 if is_datacenter else 0)
     stuck = seen_by(dataclasses.replace(machine)) | {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from datetime import date
@@ -340,6 +341,17 @@ class TestCache:
         built = build(path, recipe, split="train")
         (built.folder / built.files[KEPT][0]).unlink()
         assert len(build(path, recipe, split="train").dataset(KEPT)) == 1
+
+    def test_damaged_counts_are_one_message(self, recipe, tmp_path):
+        path = write(tmp_path / "t.jsonl", ROW)
+        built = build(path, recipe, split="train")
+        whole = built.survey()
+        (counts,) = built.folder.glob("survey.*")
+        counts.write_bytes(counts.read_bytes()[:-9])
+        with pytest.raises(DataError, match="is damaged .* remove that folder"):
+            built.survey()
+        shutil.rmtree(built.folder)
+        assert build(path, recipe, split="train").survey().kept == whole.kept == 1
 
     def test_ranks_that_start_at_once_make_one_cache(self, recipe, tmp_path, cache):
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(3_000)))

@@ -134,7 +134,7 @@ def varlen(bench: Bench) -> Part:
 def kernels_of(hardware: Hardware) -> dict[str, str]:
     """The kernel that the plan counts on, by case, on the first GPU."""
     shape, capability = shape_of(LARGE), hardware.gpus[0].capability
-    preferred = prefers_cudnn(capability, cuda_libraries())
+    preferred = prefers_cudnn(capability, cuda_libraries(), is_amd=hardware.gpus[0].is_amd)
     kernels = {}
     for dtype in ("bf16", "fp16", "fp32"):
         for heads, count in CASES:

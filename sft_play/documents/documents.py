@@ -39,7 +39,7 @@ PACKAGES = {
 }
 """The packages of the documents extra, and the module of each."""
 REPEATED_BYTES = 40
-"""Shorter paragraphs (in UTF-8) are never taken for repeated: "Yes.", a speaker's name, the points of a list."""
+"""Shorter paragraphs (in UTF-8) are never counted as repeats: "Yes.", a speaker's name, the points of a list."""
 _SHOWN = 20
 _MAX_PROCESSES = 8
 _DOCUMENTS_PER_PROCESS = 4

@@ -83,8 +83,14 @@ class Built:
         return np.load(self.folder / _DIGESTS.format(name))
 
     def survey(self) -> Survey:
-        """The counts of all rows, those that are split off too."""
-        survey: Survey = pickle.loads((self.folder / _SURVEY).read_bytes())
+        """The counts of all rows, those that are split off too; raises DataError where their file is damaged."""
+        try:
+            survey: Survey = pickle.loads((self.folder / _SURVEY).read_bytes())
+        except Exception as error:  # a damaged pickle raises anything
+            raise DataError(
+                f"the token cache {self.folder} is damaged ({_SURVEY}: {type(error).__name__}); remove that folder, and "
+                "the rows are built again"
+            ) from error
         return survey
 
     def dataset(self, name: str) -> Any:

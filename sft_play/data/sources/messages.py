@@ -396,7 +396,7 @@ def _reasoning_of(item: Mapping[str, Any], content: Any) -> str:
 
 
 def _calls_of(item: Mapping[str, Any], content: Any, where: str) -> list[Any]:
-    """The tool calls of a message, wherever they stand."""
+    """The tool calls of a message, wherever they are in it."""
     calls = unpacked(item.get("tool_calls"), "[{")
     if calls not in (None, "", [], {}):
         return _tool_calls(calls, where)

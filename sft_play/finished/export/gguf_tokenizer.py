@@ -45,7 +45,7 @@ class GgufTokenizer:
         self.ids = {token: number for number, token in enumerate(self.tokens)}
         """Of tokens that are written twice, the last one."""
         types = entry("token_type") or [1] * len(self.tokens)
-        whole = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # wherever they stand in a text
+        whole = (_UNKNOWN, _CONTROL, _USER_DEFINED)  # wherever they occur in a text
         special = [token for token, kind in zip(self.tokens, types, strict=True) if kind in whole and token]
         # the longest first, where one special token begins with another
         self._special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))) or r"(?!)")
