@@ -348,7 +348,7 @@ class TestCache:
         whole = built.survey()
         (counts,) = built.folder.glob("survey.*")
         counts.write_bytes(counts.read_bytes()[:-9])
-        with pytest.raises(DataError, match="is damaged .* remove that folder"):
+        with pytest.raises(DataError, match=r"is damaged .* remove that folder"):
             built.survey()
         shutil.rmtree(built.folder)
         assert build(path, recipe, split="train").survey().kept == whole.kept == 1

@@ -88,8 +88,8 @@ class Built:
             survey: Survey = pickle.loads((self.folder / _SURVEY).read_bytes())
         except Exception as error:  # a damaged pickle raises anything
             raise DataError(
-                f"the token cache {self.folder} is damaged ({_SURVEY}: {type(error).__name__}); remove that folder, and "
-                "the rows are built again"
+                f"the token cache {self.folder} is damaged ({_SURVEY}: {type(error).__name__}); remove that folder: "
+                "then the rows are built again"
             ) from error
         return survey
 
