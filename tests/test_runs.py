@@ -321,11 +321,15 @@ def test_metrics_after_the_checkpoint_are_dropped_for_a_resumed_run(tmp_path):
 def test_a_killed_write_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
-    real = os.fdopen
-    monkeypatch.setattr(os, "fdopen", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        write_json(path, {"a": 2})
-    monkeypatch.setattr(os, "fdopen", real)
+
+    def killed(aside, text, **options):
+        aside.touch()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(path), "write_text", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [item.name for item in tmp_path.iterdir()] == ["x.json"]
 

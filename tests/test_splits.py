@@ -511,10 +511,10 @@ def test_real_files_render_whole_with_a_real_tokenizer(name, kept, out):
 
 
 def test_a_run_loads_no_command_on_data():
-    """What trains counts and splits rows; process, style, preview, check and what writes files are commands on top."""
+    """What trains counts, judges and splits rows; process, style, preview and what writes files are commands on top."""
     code = (
         "import sys; import sft_play.data.build.splits, sft_play.data.checks, sft_play.data.build.packing; "
-        "names = ('process', 'style', 'preview', 'checks', 'written'); "
+        "names = ('process', 'style', 'preview', 'written'); "
         "sys.exit(' '.join(name for name in names if f'sft_play.data.{name}' in sys.modules) or None)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

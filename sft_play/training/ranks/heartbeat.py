@@ -332,8 +332,9 @@ class Heartbeat:
     def _looked_twice(self) -> tuple[list[Beat], set[int]]:
         """The signs of life of all ranks, and the ranks that give none. Two looks need no agreement of the clocks."""
         before = self._all()
-        time.sleep(2.5 * self._interval_s)  # a rank that lives has published meanwhile
-        self._publish()
+        for _ in range(5):  # 2.5 intervals, in which a rank that lives has published
+            time.sleep(self._interval_s / 2)
+            self._publish()  # others, whose time is over too, may be looking at this one
         after = self._all()
         numbers = {beat.rank: beat.number for beat in before}
         return after, {beat.rank for beat in after if numbers.get(beat.rank) == beat.number}
