@@ -16,11 +16,14 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import FEW_DOCUMENTS, _longer_limits, build_splits
 from sft_play.data.build.stats import RowStats
+from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
+from sft_play.data.masks.tokenizer_parts import TokenizerParts
 from sft_play.data.preview import spread_out
 from sft_play.data.sources.files import data_paths
+from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import SHOWN_BAD_ROWS, TEXT_CHARS, BadRow, is_long, pieces_of
 from sft_play.data.token_pieces import signs
 from sft_play.errors import DataError
@@ -220,3 +223,21 @@ def test_text_is_mixed_in_by_its_share(tmp_path_factory, tokenizer, chats, share
     sources = [row["source"] for row in made.train.rows]
     assert sources.count(0) == chats
     assert sources.count(1) == max(1, round(chats * share / (1 - share)))
+
+
+def test_words_that_the_tokenizer_cuts_otherwise_are_noticed(tokenizer):
+    """Texts are put together from known words; the first ones, and one of many, are compared with the tokenizer."""
+    parts = TokenizerParts.of(tokenizer)
+    encoder = Encoder(parts)
+    renderer = Renderer(parts, DataConfig(), max_seq_len=64, encoder=encoder)
+    words = encoder.words
+    assert words is not None
+
+    class Wrong:
+        def masked(self, text: str, spans: Any) -> Any:
+            ids, trained = words.masked(text, spans)
+            return [*ids[:-1], ids[-1] + 1], trained
+
+    encoder.words = Wrong()
+    with pytest.raises(AssertionError, match="other tokens than the text"):
+        renderer.render(Chat("f:1", tuple(CHAT)))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from sft_play.data.masks.token_row import IGNORED
+from sft_play.data.masks.words import BYTE_LETTERS
 
 
 @dataclass(frozen=True)
@@ -79,10 +80,6 @@ class TokenBytes:
         return word.encode("utf-8", "replace")
 
 
-_UNSEEN = [*range(33), *range(127, 161), 173]
-BYTE_LETTERS = {byte: chr(byte) for byte in range(256)} | {byte: chr(256 + at) for at, byte in enumerate(_UNSEEN)}
-"""The letters in which byte-level vocabularies write bytes (GPT-2's `bytes_to_unicode`): visible characters of
-Latin-1 as they are, the others as characters from U+0100."""
 _BYTE_OF = {letter: byte for byte, letter in BYTE_LETTERS.items()}
 _BYTE_NAME = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

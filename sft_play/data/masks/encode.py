@@ -1,4 +1,4 @@
-"""Texts with spans to ids with labels: by the tokenizer's encoding, or split at the spans' edges.
+"""Texts with spans to ids with labels: by words seen before, by the tokenizer's encoding, or split at the spans' edges.
 
 Shape letters: T tokens of one row.
 """
@@ -13,6 +13,11 @@ from typing import Any
 
 from sft_play.data.masks.token_row import IGNORED, Span
 from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.words import Words, words_of
+from sft_play.log import one_line
+
+ALL_COMPARED, ONE_COMPARED_OF = 64, 256
+"""Texts whose tokens were put together from words that are compared with the tokenizer's own ids."""
 
 
 class Encoder:
@@ -21,9 +26,31 @@ class Encoder:
     def __init__(self, parts: TokenizerParts) -> None:
         from tokenizers import Tokenizer
 
+        self._texts = 0
         self.backend = parts.live or Tokenizer.from_str(parts.state)
         self.backend.no_padding()
         self.backend.no_truncation()
+
+    @functools.cached_property
+    def words(self) -> Words | None:
+        """The tokens of words seen before; None where this tokenizer has no such words."""
+        return words_of(self.backend)
+
+    def masked(self, text: str, spans: Sequence[Span]) -> Masked | None:
+        """Ids and labels of a text whose words are known; None where the tokenizer has to be asked."""
+        by_words = self.words.masked(text, spans) if self.words is not None else None
+        if by_words is None:
+            return None
+        ids, trained = by_words
+        self._texts += 1
+        # our words against the tokenizer's own ids: a difference would train other tokens than are generated
+        if self._texts <= ALL_COMPARED or self._texts % ONE_COMPARED_OF == 0:
+            expected = self.backend.encode(text, add_special_tokens=False).ids
+            assert ids == expected, f"the words of {one_line(text)!r} have other tokens than the text"
+        labels = [IGNORED] * len(ids)
+        for first, last in trained:
+            labels[first:last] = ids[first:last]
+        return Masked(ids, labels, 0)
 
     @functools.cached_property
     def splitting(self) -> Splitting:

@@ -16,7 +16,7 @@ from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.encode import Encoder, masked_of
+from sft_play.data.masks.encode import Encoder, Masked, masked_of
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
 from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import ChatTemplate, RenderError
@@ -212,10 +212,16 @@ class Renderer:
         return [self._draft(example) for example in examples]
 
     def encodings(self, drafts: Sequence[Draft | BadRow]) -> list[Any]:
-        """The second step, the tokenizer's alone: it can run in a thread beside the other two."""
+        """The second step, the tokenizer's alone: it can run in a thread beside the other two.
+
+        Each is an `Encoding`, or `Masked` where every word of the text is known.
+        """
         # texts with hidden special tokens need another copy of the tokenizer, one by one (`_tokenised`)
-        texts = [draft.text for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
-        return list(self._backend.encode_batch(texts, add_special_tokens=False))
+        plain = [draft for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
+        by_words = [self.encoder.masked(draft.text, draft.spans) for draft in plain]
+        others = [draft.text for draft, masked in zip(plain, by_words, strict=True) if masked is None]
+        encodings = iter(self._backend.encode_batch(others, add_special_tokens=False))
+        return [next(encodings) if masked is None else masked for masked in by_words]
 
     def tokenised(self, drafts: Sequence[Draft | BadRow], encodings: Sequence[Any]) -> list[TokenRow | BadRow]:
         """The third step: drafts with their encodings as tokens and labels."""
@@ -382,7 +388,7 @@ class Renderer:
         else:
             # one encoding for each plain draft, in their order
             encoding, spans, encoded, text, shown = next(encodings), draft.spans, draft.text, draft.text, draft.spans
-        masked = masked_of(encoding, encoded, spans, self._added)
+        masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
         merged = masked.inside
         if merged:
             splitting = self.specials.splitting if draft.special else self.encoder.splitting
