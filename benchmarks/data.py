@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.resident import Sampler
-from sft_play.endings import ends_with_me, leave_with_starter
 from sft_play.facts.hardware import detect
+from sft_play.process.endings import ends_with_me, leave_with_starter
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 

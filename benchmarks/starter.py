@@ -27,8 +27,8 @@ from typing import Any
 
 import yaml
 
-from sft_play.environment import for_another_run, waiting_threads
 from sft_play.facts.hardware import detect
+from sft_play.process.environment import for_another_run, waiting_threads
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.starter.names import CONFIG

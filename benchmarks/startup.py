@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from sft_play.environment import for_another_run
 from sft_play.facts.hardware import detect
+from sft_play.process.environment import for_another_run
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 

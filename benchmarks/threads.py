@@ -25,8 +25,8 @@ from pathlib import Path
 
 import psutil
 
-from sft_play.environment import SLEEPING, SPINNING
 from sft_play.facts.hardware import detect
+from sft_play.process.environment import SLEEPING, SPINNING
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from sft_play.variables import refusal
+from sft_play.process.variables import refusal
 
 
 def main(words):

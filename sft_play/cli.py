@@ -7,12 +7,13 @@ import os
 import sys
 from collections.abc import Sequence
 
-from sft_play import commands, failures
+from sft_play import commands
 from sft_play.commands.answer import give, with_ending, write_json_line
 from sft_play.commands.request import read_request
-from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
 from sft_play.log import escape_control, redact, set_up_logging
+from sft_play.process import failures
+from sft_play.process.environment import allocator_setting, waiting_threads
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,8 @@ def main(command: "Optional[str]" = None) -> int:
     try:
         from sft_play.cli import main as run
         from sft_play.cli import prepare
-        from sft_play.endings import ctrl_c
         from sft_play.log import output_failure, survive_lost_output
+        from sft_play.process.endings import ctrl_c
 
         prepare(words)
     except ModuleNotFoundError as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sft_play.environment import OF_MAKE, waiting_threads
+from sft_play.process.environment import OF_MAKE, waiting_threads
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("SFT_PLAY_SHARED") or ROOT.parent / "shared" / "data")

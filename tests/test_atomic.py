@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import atomic
+from sft_play.files import atomic
 
 
 def names(folder: Path) -> list[str]:

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from sft_play import checkout
 from sft_play.errors import ConfigError
+from sft_play.files import checkout
 from tests.conftest import ROOT, clean_environment
 
 COMMANDS = {

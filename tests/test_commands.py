@@ -20,7 +20,7 @@ from sft_play.commands import FILES, help_line, load
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import OF_VARIABLES, Request, read_request
 from sft_play.errors import ConfigError, DoesNotFit, Interrupted
-from sft_play.variables import VARIABLES, flag_commands
+from sft_play.process.variables import VARIABLES, flag_commands
 from tests import warm
 from tests.conftest import ROOT, chat
 from tests.converter import converter

@@ -19,10 +19,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from sft_play import atomic
 from sft_play.config.yaml_io import parse
 from sft_play.dist import NoOpAccelerator, get_accelerator, save_sharded, wrap_model_optimizer
 from sft_play.errors import BackendError, ConfigError, RunFolderError
+from sft_play.files import atomic
 from sft_play.own_loop.settings import DEFAULT_CONFIG, ComputeDevice, DistConfig, asked
 from tests import warm
 from tests.conftest import ROOT

@@ -17,11 +17,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sft_play import endings
+from sft_play.process import endings
 from tests.conftest import ROOT, clean_environment
 
 WAIT_S = 150
-WAITS = "import time; from sft_play.endings import leave_with_starter; leave_with_starter(); time.sleep(300)"
+WAITS = "import time; from sft_play.process.endings import leave_with_starter; leave_with_starter(); time.sleep(300)"
 
 
 def wait_for(holds: Callable[[], object], *, within_s: float = WAIT_S) -> None:
@@ -159,14 +159,14 @@ def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stoppe
 
 STARTS = """
 import os, subprocess, sys, time
-from sft_play.endings import ends_with_me
+from sft_play.process.endings import ends_with_me
 child = subprocess.Popen(sys.argv[1:], env=ends_with_me(os.environ))
 sys.stdout.write(f"{child.pid}\\n"); sys.stdout.flush()
 time.sleep(300)
 """
 
 
-@pytest.mark.parametrize("words", [["-c", WAITS], ["-m", "sft_play.endings", "waits_long"]])
+@pytest.mark.parametrize("words", [["-c", WAITS], ["-m", "sft_play.process.endings", "waits_long"]])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_child_ends_when_its_parent_is_killed_however_early(tmp_path, words, at_once):
     (tmp_path / "waits_long.py").write_text("import pathlib, time; pathlib.Path('begun').touch(); time.sleep(300)")
@@ -284,7 +284,7 @@ def test_every_process_that_the_package_starts_ends_with_it():
             r"\bsubprocess\.(Popen|run|call|check_)|ProcessPoolExecutor\(|\.Process\(target|os\.fork\(", source
         )
     }
-    careless = {name for name, source in starting.items() if "from sft_play.endings import" not in source}
+    careless = {name for name, source in starting.items() if "from sft_play.process.endings import" not in source}
     whole = ("launch.start_ranks", "training.unsloth.bridge", "finished.export.llama_cpp", "finished.manage.reproduce")
     for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)

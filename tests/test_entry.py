@@ -300,7 +300,7 @@ def test_an_old_python_is_told_which_is_needed(monkeypatch, capfd):
 def test_what_any_python_reads_is_old_syntax():
     import ast
 
-    for name in ("sft_play/__main__.py", "sft_play/entry.py", "sft_play/spelling.py", "sft_play/variables.py",
+    for name in ("sft_play/__main__.py", "sft_play/entry.py", "sft_play/spelling.py", "sft_play/process/variables.py",
                  "scripts/check_variables.py",
                  "scripts/setup_env.py", "scripts/train.py", "scripts/resume.py", "scripts/train_distributed.py",
                  "scripts/train_deepspeed.py", "scripts/launch_command.py", "scripts/verify_layouts.py",

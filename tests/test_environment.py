@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.environment import (
+from sft_play.process.environment import (
     ALLOCATOR,
     GROWING,
     OLDER_ALLOCATOR,

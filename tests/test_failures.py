@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sft_play import failures
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import ConfigError, DoesNotFit, HardwareError, Interrupted
 from sft_play.facts.network import Nodes, require_free_port
-from sft_play.failures import Failure
 from sft_play.launch.command import nccl_variables, torchrun
+from sft_play.process import failures
+from sft_play.process.failures import Failure
 from sft_play.runs.folder import FORMAT, RunFolder
 from tests import warm
 from tests.conftest import ROOT, Command, chat, clean_environment

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from sft_play import notebook
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.starting import notebook
 from tests import warm
 from tests.conftest import ROOT
 

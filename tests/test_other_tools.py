@@ -14,7 +14,7 @@ from sft_play.config import other_tools
 from sft_play.config.leaves import accepts, homes, leaves, sections
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
-from sft_play.variables import OF_OTHERS, VARIABLES, targets
+from sft_play.process.variables import OF_OTHERS, VARIABLES, targets
 
 MINIMAL = "model: {name: gpt2}\n"
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from sft_play import heap
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
@@ -33,6 +32,7 @@ from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text
 from sft_play.data.sources.raw import BadRow, LongLine, RawRow, line_blocks, piece_end, text_pieces
 from sft_play.errors import DataError
+from sft_play.process import heap
 from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import chat
 

@@ -262,7 +262,7 @@ def test_real_files_train_on_the_starters_base(cache, tmp_path, name, overrides)
 
 
 def test_the_base_is_made_by_one_process_whatever_waits_for_it(monkeypatch):
-    from sft_play.environment import for_another_run
+    from sft_play.process.environment import for_another_run
 
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SFT_PLAY_RUN", "STRATEGY", "SET"):
         monkeypatch.setenv(name, "1")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import heap
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources import examples
 from sft_play.data.sources.files import data_paths
 from sft_play.errors import DataError, RunFolderError
+from sft_play.process import heap
 from sft_play.runs.creation import require_writable
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import FORMAT, RunFolder

@@ -27,8 +27,8 @@ from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, RunFolderError
 from sft_play.facts.hardware import named
-from sft_play.failures import Failure
 from sft_play.planner.precision import Precision
+from sft_play.process.failures import Failure
 from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import new_manifest, versions

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from sft_play import variables
 from sft_play.commands import FILES, INTERNAL
 from sft_play.commands.request import flags_of_commands, read_request, refuse_variables
 from sft_play.config.leaves import leaves
 from sft_play.errors import ConfigError
+from sft_play.process import variables
 from tests.conftest import ROOT, chat
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")

@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 from sft_play.commands.request import read_request
 from sft_play.commands.start import launching
-from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.network import Nodes
@@ -47,6 +46,7 @@ from sft_play.launch.exported import (
     refuse_tasks,
 )
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
+from sft_play.process.environment import for_another_run
 from sft_play.training.ranks.node_meeting import gpus_as_nodes
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sft_play.endings import leave_with_starter
 from sft_play.facts.hardware import detect
+from sft_play.process.endings import leave_with_starter
 
 MASKS = ("causal", "padding mask")
 HEADS = {"grouped heads": 2, "equal heads": 8}

@@ -24,10 +24,10 @@ from typing import Any
 from benchmarks.memory_model.closed import NoClosedForm, closed_form
 from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.published_models import ConfigOf
-from sft_play.endings import leave_with
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.planner.memory.estimate import MemoryEstimate
+from sft_play.process.endings import leave_with
 from sft_play.runs.manifest import versions
 from sft_play.trace.settings import StepSettings, TracedPeak, TraceUnavailable
 from sft_play.units import GIB

@@ -23,15 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.steps.order import Order, trainer_arguments
-from sft_play.cache import cache_dir
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.endings import ends_with_me
-from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.hardware import detect
+from sft_play.files.cache import cache_dir
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.process.endings import ends_with_me
+from sft_play.process.environment import for_another_run
 from sft_play.runs.manifest import versions
 from sft_play.starting.plan_run import shape_for
 from sft_play.training.unsloth.unsloth_environment import find_python

@@ -21,10 +21,10 @@ from benchmarks.steps.order import Order
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.config.training_options import training_options
-from sft_play.endings import leave_with_starter
-from sft_play.environment import allocator_setting, waiting_threads
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import set_up_logging
+from sft_play.process.endings import leave_with_starter
+from sft_play.process.environment import allocator_setting, waiting_threads
 
 SECONDS = "time_{}_s"
 """The monitor's figure of a part of a step."""

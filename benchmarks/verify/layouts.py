@@ -23,8 +23,6 @@ from typing import Any
 
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
-from sft_play.endings import ends_with_me
-from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.models.architecture import config_json, local_folder, shape_of
@@ -34,6 +32,8 @@ from sft_play.log import one_line
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.precision import ROUNDS_ITSELF
+from sft_play.process.endings import ends_with_me
+from sft_play.process.environment import for_another_run
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The commands of `sft-play`: a file for each, or for a family that shares its body.
 
 A file has `HELP` (its commands, each with a line on what it does) and `run(request)`, which returns an `Answer`, or
-only the exit code. `variables.py` has the variables of make and the flags that each command takes. A file is imported
-when its command is run.
+only the exit code. `process/variables.py` has the variables of make and the flags that each command takes. A file is
+imported when its command is run.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from sft_play.commands.answer import Answer
 from sft_play.commands.request import Request
 from sft_play.config.reference import write_generated
 from sft_play.facts.models import class_defaults
+from sft_play.process.variables import help_lines
 from sft_play.starter import files
-from sft_play.variables import help_lines
 
 HELP = {
     "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, "

@@ -22,9 +22,9 @@ from sft_play.errors import ConfigError
 from sft_play.launch.exported import node_variables, rank_variables
 from sft_play.launch.launch_options import NODE_VARIABLES, LaunchOptions, launch_options_of
 from sft_play.log import escape_control, one_line
+from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 from sft_play.spelling import did_you_mean, nearest
 from sft_play.starter.names import CONFIG
-from sft_play.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 
 SHORT_FLAGS = {
     "--lora-rank": "tuning.lora.r",

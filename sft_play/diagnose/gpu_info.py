@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 
-from sft_play.endings import ends_with_me
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.seen import Seen
 from sft_play.facts.gpus.unseen import Unseen, read_devices, unseen
@@ -21,13 +20,14 @@ from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.host import free_at
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from sft_play.log import one_line
+from sft_play.process.endings import ends_with_me
 
 TORCH_TIMEOUT_S = 120.0
 """An import of torch from a cold network disk takes a minute and more."""
 _ASK_TORCH = """
 import json, sys
 sys.path.append(sys.argv[1])
-from sft_play.endings import leave_with_starter
+from sft_play.process.endings import leave_with_starter
 leave_with_starter()
 import torch
 report = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,

@@ -22,8 +22,8 @@ import psutil
 
 from sft_play.diagnose.text import value_text
 from sft_play.errors import RunFolderError
-from sft_play.failures import RUN_VARIABLE
 from sft_play.log import one_line
+from sft_play.process.failures import RUN_VARIABLE
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LOCK, WRITER
 from sft_play.runs.lookup import run_named, runs_in

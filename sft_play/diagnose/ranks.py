@@ -17,7 +17,6 @@ import psutil
 from sft_play.diagnose.known_bad import explained
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.diagnose.text import each_once
-from sft_play.endings import ends_with_me
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes
@@ -25,6 +24,7 @@ from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.command import LAUNCHER, Launch, torchrun
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
+from sft_play.process.endings import ends_with_me
 
 NAME, SPEED = "all-reduce", "bandwidth"
 MODULE = "sft_play.training.ranks.collective_check"
@@ -85,7 +85,7 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
         kept = {name: value for name, value in environment.items() if name not in _RANK_VARIABLES}
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
-                [*launch.words[:at], "sft_play.endings", *launch.words[at:]],  # so that it ends with the doctor
+                [*launch.words[:at], "sft_play.process.endings", *launch.words[at:]],  # so that it ends with the doctor
                 env=ends_with_me({**kept, **launch.environment}),
                 stdin=subprocess.DEVNULL,
                 stdout=sink,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.cache import cache_dir
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data import checks
@@ -27,12 +26,13 @@ from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_
 from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder
+from sft_play.files.cache import cache_dir
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.heap import importing
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import require_fit
 from sft_play.planner.row_tokens import RowTokens, average_passes, row_tokens
+from sft_play.process.heap import importing
 from sft_play.starter.names import BASE_NAME
 
 Lengths = Callable[[], RowTokens | None]

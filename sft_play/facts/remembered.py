@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sft_play import atomic
-from sft_play.cache import cache_dir
 from sft_play.facts.installed import version_of
+from sft_play.files import atomic
+from sft_play.files.cache import cache_dir
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from sft_play import atomic
 from sft_play.errors import ConfigError, SftPlayError
+from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.runs.disk import refusal
 from sft_play.units import gib

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 
 from sft_play.config.schema import RunConfig
-from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import HardwareError
 from sft_play.facts.compiler import require_compiler, require_for_blocks
 from sft_play.facts.gpus import nvml
@@ -16,6 +15,7 @@ from sft_play.facts.gpus.unseen import HIDING, ON_CPU, read_devices, unseen
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import hub_answers, local_folder
 from sft_play.log import one_line
+from sft_play.process.environment import deepspeed_on_cpu
 
 P2P_OFF = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
 """What accelerate asks for on several RTX 40 with an older driver than `_P2P_DRIVER`."""

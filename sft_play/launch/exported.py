@@ -16,8 +16,8 @@ from pathlib import Path
 
 from sft_play.errors import ConfigError
 from sft_play.facts.network import DEFAULT_PORT, Nodes, addresses_of, is_loopback, is_own
-from sft_play.failures import RUN_VARIABLE
 from sft_play.log import one_line
+from sft_play.process.failures import RUN_VARIABLE
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 
-from sft_play import endings, failures
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError
 from sft_play.facts.network import require_free_port
@@ -17,6 +16,7 @@ from sft_play.launch.command import Launch
 from sft_play.launch.handed import LAUNCH_FILE
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.plan import Plan
+from sft_play.process import endings, failures
 from sft_play.runs.creation import discard_run
 from sft_play.runs.folder import RunFolder
 

@@ -2,8 +2,8 @@
 
 A TensorBoard is a process in a session of its own, so Ctrl-C in the terminal reaches only the training. Nothing is
 recorded on disk: a TensorBoard of this project carries `MARK` in its environment, which only its user can read, and
-the rest is in its command line. One that belongs to a run is started through `sft_play.endings`, so that it ends after
-a kill -9 too. Flags and the route `/data/environment` are those of https://github.com/tensorflow/tensorboard:
+the rest is in its command line. One that belongs to a run is started through `sft_play.process.endings`, so that it
+ends after a kill -9 too. Flags and the route `/data/environment` are those of https://github.com/tensorflow/tensorboard:
 `tensorboard/program.py`, `tensorboard/plugins/core/core_plugin.py`.
 """
 
@@ -31,12 +31,12 @@ from typing import Any
 
 import psutil
 
-from sft_play.cache import cache_dir, locked
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.endings import ends_with_me
-from sft_play.environment import for_another_run
 from sft_play.errors import ConfigError
+from sft_play.files.cache import cache_dir, locked
 from sft_play.log import one_line, redact
+from sft_play.process.endings import ends_with_me
+from sft_play.process.environment import for_another_run
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ START_TIMEOUT_S = 60.0
 """TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that."""
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_MODULE, _THROUGH = "tensorboard.main", "sft_play.endings"
+_MODULE, _THROUGH = "tensorboard.main", "sft_play.process.endings"
 
 
 @dataclass(frozen=True)

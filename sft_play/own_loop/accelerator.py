@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
@@ -24,6 +23,7 @@ from sft_play.launch.exported import rank_variables
 from sft_play.log import one_line
 from sft_play.own_loop.one_process import NoOpAccelerator
 from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, ComputeDevice, DistConfig, asked
+from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks.distributed import init_deepspeed
 
 logger = logging.getLogger(__name__)

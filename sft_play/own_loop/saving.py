@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from sft_play import atomic
 from sft_play.errors import RunFolderError, SftPlayError, TrainingError
+from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import gathered, saved_with_adapter
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes, write_weights

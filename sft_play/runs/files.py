@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play import atomic
+from sft_play.files import atomic
 from sft_play.log import redact, secret_values
 
 

@@ -10,10 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play import checkout
 from sft_play._version import __version__
 from sft_play.config.load import LoadedConfig
 from sft_play.facts.installed import version_of
+from sft_play.files import checkout
 from sft_play.runs.folder import FORMAT
 
 PACKAGES = (

@@ -10,12 +10,12 @@ from datetime import date
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.heap import importing
 from sft_play.launch.device import machine_for
 from sft_play.launch.exported import Ranks, meeting_variables, rank_variables
 from sft_play.launch.handed import LAUNCH_FILE, Handed
 from sft_play.launch.machine import choose_interface, name_of_gpu, require_own_gpus, spread_over, with_own_gpu
 from sft_play.planner.plan import Planned
+from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)

@@ -9,16 +9,16 @@ import os
 from collections.abc import Sequence
 
 from sft_play.config.load import LoadedConfig
-from sft_play.environment import THREADS_VARIABLE
 from sft_play.errors import Interrupted
 from sft_play.facts.hardware import Hardware
-from sft_play.heap import importing
 from sft_play.launch.command import Launch, timeout_of, torchrun
 from sft_play.launch.exported import RESUMED_VARIABLE
 from sft_play.launch.handed import write_launch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.start_ranks import note_end, rank_words, run_ranks
 from sft_play.planner.plan import Plan, Planned
+from sft_play.process.environment import THREADS_VARIABLE
+from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.training.prepare.starter_base import with_base
 

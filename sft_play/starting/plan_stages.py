@@ -13,7 +13,6 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
-from sft_play.heap import importing
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
 from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
@@ -26,6 +25,7 @@ from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
+from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.resuming import given_deepspeed
 from sft_play.starting.plan_run import log_plan, plan_for, refuse_early, shape_for

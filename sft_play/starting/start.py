@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
@@ -34,6 +33,7 @@ from sft_play.launch.resolve_options import (
 )
 from sft_play.log import one_line, start_log_buffer
 from sft_play.planner.plan import Plan, Planned
+from sft_play.process import endings
 from sft_play.runs.creation import is_finished, new_folder, require_writable, resumes
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LAUNCHER, Lock, lock

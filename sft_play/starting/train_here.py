@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from sft_play import endings
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
-from sft_play.heap import importing
 from sft_play.launch.command import timeout_of, visible_only
 from sft_play.launch.device import prepare_libraries
 from sft_play.launch.exported import Ranks
@@ -20,6 +18,8 @@ from sft_play.launch.machine import check_gpu
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan, Planned
+from sft_play.process import endings
+from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
 from sft_play.runs.manifest import versions

@@ -23,13 +23,13 @@ from sft_play.errors import ModelError
 from sft_play.facts.host import memory
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.remembered import keep, place_of
-from sft_play.heap import importing
 from sft_play.log import one_line
 from sft_play.planner.layout import SINGLE
 from sft_play.planner.memory.block_spec import Numbers
 from sft_play.planner.memory.measured import MeasuredPass, Way, between
 from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.precision import DtypeName, Precision
+from sft_play.process.heap import importing
 from sft_play.trace.confirm import row_mask, settings_of
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.units import GIB

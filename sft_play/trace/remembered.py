@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.remembered import keep, place_of
-from sft_play.heap import importing
+from sft_play.process.heap import importing
 from sft_play.trace.settings import StepSettings, TracedPeak
 
 logger = logging.getLogger(__name__)

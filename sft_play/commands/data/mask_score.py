@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from sft_play.checkout import tool
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.files.checkout import tool
 
 HELP = {"mask-score": "score the loss masks of chat templates (TEMPLATES=, TOKENIZER=)"}
 

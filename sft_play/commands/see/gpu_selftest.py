@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from sft_play.checkout import tool
 from sft_play.commands.answer import Answer
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.files.checkout import tool
 
 HELP = {"gpu-selftest": "measure kernels, peaks, speeds and layouts on this machine's GPUs, and compare with the plan"}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.machine import output_dir_of, trusts_code
 from sft_play.commands.request import Request
-from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
+from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.names import checked_name
 

@@ -7,13 +7,13 @@ import os
 import sys
 import traceback
 
-from sft_play import notebook
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.launch.exported import ranks_of
 from sft_play.log import set_up_logging
+from sft_play.starting import notebook
 
 logger = logging.getLogger(__name__)
 

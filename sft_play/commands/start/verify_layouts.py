@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
-from sft_play.checkout import tool
 from sft_play.commands.answer import Answer
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
+from sft_play.files.checkout import tool
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from sft_play import atomic
-from sft_play.cache import cache_dir, locked
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
 from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
@@ -38,7 +36,9 @@ from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, 
 from sft_play.data.sources.formats import Chat, Example, Format, Text, content_digest, digest_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
-from sft_play.heap import give_back
+from sft_play.files import atomic
+from sft_play.files.cache import cache_dir, locked
+from sft_play.process.heap import give_back
 
 KEPT, HELD = "kept", "held"
 """The rows of a source, and those of it that are split off for validation."""

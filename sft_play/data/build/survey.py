@@ -24,7 +24,7 @@ from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.formats import Chat, Example, content_digest
 from sft_play.data.sources.messages import TEXT_KEYS
 from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
-from sft_play.heap import give_back
+from sft_play.process.heap import give_back
 
 ROLE_ROWS, FEWEST_ROLE_ROWS = 1_000, 10
 """Rows in which tokens are counted by role: the first hundred, then fewer and fewer. Where several processes read a

@@ -19,8 +19,8 @@ from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
 from sft_play.data.sources.files import Part, split_part
-from sft_play.endings import leave_with
 from sft_play.errors import DataError
+from sft_play.process.endings import leave_with
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from sft_play import atomic
-from sft_play.cache import cache_dir
 from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, kind_of, suffix_of
@@ -36,6 +34,8 @@ from sft_play.data.sources.raw import (
     text_pieces,
 )
 from sft_play.errors import DataError
+from sft_play.files import atomic
+from sft_play.files.cache import cache_dir
 from sft_play.log import one_line
 
 NOT_DATA = frozenset({"dataset_infos.json", "__MACOSX"})

@@ -28,11 +28,11 @@ from typing import Any
 
 import psutil
 
-from sft_play.endings import StopSignals, ends_with_me
-from sft_play.environment import for_another_run
 from sft_play.errors import BackendError, ConfigError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line
+from sft_play.process.endings import StopSignals, ends_with_me
+from sft_play.process.environment import for_another_run
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +261,7 @@ class VllmService:
         )  # fmt: skip
         logger.info("Starting: %s", shlex.join(words))
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "sft_play.endings", *words],
+            [sys.executable, "-m", "sft_play.process.endings", *words],
             env=ends_with_me(for_another_run(os.environ), number=signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is passed on by `wait`

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_play import endings
-from sft_play.cache import cache_dir, locked
 from sft_play.errors import BackendError, ConfigError
+from sft_play.files.cache import cache_dir, locked
 from sft_play.log import one_line
+from sft_play.process import endings
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +125,7 @@ def _download(folder: Path) -> Path:
     (build / "scikit_build_core" / "__init__.py").write_text("", encoding="utf-8")
     (build / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     words = [
-        *(sys.executable, "-m", "sft_play.endings", "pip", "download"),
+        *(sys.executable, "-m", "sft_play.process.endings", "pip", "download"),
         *("--no-deps", "--no-binary", PACKAGE, "--no-build-isolation"),
         *("--require-hashes", "--no-input", "--progress-bar", "off", "--disable-pip-version-check"),
         *("-r", str(wanted), "-d", str(target)),
@@ -205,7 +205,7 @@ def run_python(words: Sequence[str], *, environment: Mapping[str, str]) -> subpr
     kept = {key: value for key, value in os.environ.items() if key != "NO_LOCAL_GGUF"}
     own = {"HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1", "TRANSFORMERS_VERBOSITY": "error"}
     return subprocess.run(
-        [sys.executable, "-m", "sft_play.endings", sys.executable, *words],
+        [sys.executable, "-m", "sft_play.process.endings", sys.executable, *words],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -23,16 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import endings
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import content_digest_of, data_paths
-from sft_play.environment import THREADS_VARIABLE, for_another_run
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
 from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_files
 from sft_play.log import one_line
+from sft_play.process import endings
+from sft_play.process.environment import THREADS_VARIABLE, for_another_run
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, versions
 from sft_play.runs.metrics import metric_lines

@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from sft_play import atomic
 from sft_play.errors import TrainingError
+from sft_play.files import atomic
 from sft_play.runs.files import flush
 from sft_play.units import MIB
 

@@ -19,9 +19,9 @@ import torch
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from sft_play import atomic
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
+from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import RunFolder, Trust, trust_none

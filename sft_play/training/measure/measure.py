@@ -10,8 +10,8 @@ from typing import Any
 import psutil
 from transformers import TrainerCallback
 
-from sft_play.heap import give_back_free_memory
 from sft_play.planner.plan import Plan
+from sft_play.process.heap import give_back_free_memory
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import EvalSet, Figures, evaluate_before

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
-from sft_play.environment import deepspeed_on_cpu
+from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.prepare.experts import fit_balance_loss
 
 

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.environment import allocator_words
 from sft_play.errors import DoesNotFit, HardwareError
 from sft_play.facts.gpus.unseen import ON_CPU, torch_is_blind
 from sft_play.log import one_line
 from sft_play.planner.batching import divisors
 from sft_play.planner.memory.margins import DESKTOP_BYTES
 from sft_play.planner.plan import Plan
+from sft_play.process.environment import allocator_words
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)

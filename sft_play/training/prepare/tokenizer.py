@@ -13,8 +13,8 @@ from sft_play.data.masks.fitted_template import PROBE_TOOLS
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
 from sft_play.facts.models.architecture import local_folder
-from sft_play.heap import importing
 from sft_play.log import one_line
+from sft_play.process.heap import importing
 
 BUILT_IN_TEMPLATES = {
     "chatml": (

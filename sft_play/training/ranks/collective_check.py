@@ -22,8 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sft_play import atomic
-from sft_play.endings import leave_with
+from sft_play.files import atomic
+from sft_play.process.endings import leave_with
 from sft_play.units import MIB
 
 SIZES = {"cpu": (MIB, 16 * MIB, 64 * MIB), "cuda": (MIB, 16 * MIB, 64 * MIB, 256 * MIB)}

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
+from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)

@@ -34,11 +34,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
-from sft_play import failures
-from sft_play.endings import StopSignals, leave_with_starter
 from sft_play.errors import Interrupted, SftPlayError
-from sft_play.failures import Failure, numbered
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
+from sft_play.process import failures
+from sft_play.process.endings import StopSignals, leave_with_starter
+from sft_play.process.failures import Failure, numbered
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER, lock
 from sft_play.training.ranks.heartbeat import noted

@@ -12,12 +12,12 @@ from accelerate.utils import DDPCommunicationHookType
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sft_play.config.schema import RunConfig
-from sft_play.environment import deepspeed_on_cpu
 from sft_play.errors import TrainingError
 from sft_play.planner.gradients import gradients_of
 from sft_play.planner.layout import Layout
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import SHORT, DtypeName
+from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks import distributed
 
 

@@ -30,8 +30,8 @@ from typing import Any
 import psutil
 import torch.distributed as dist
 
-from sft_play import failures
-from sft_play.failures import numbered
+from sft_play.process import failures
+from sft_play.process.failures import numbered
 from sft_play.training.ranks.rendezvous import meeting_point
 
 logger = logging.getLogger(__name__)

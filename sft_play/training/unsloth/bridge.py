@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import endings, errors, failures
+from sft_play import errors
 from sft_play._version import __version__
 from sft_play.config.resolved import resolved
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
+from sft_play.process import endings, failures
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet

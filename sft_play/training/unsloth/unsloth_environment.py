@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play import checkout
-from sft_play.cache import cache_dir
-from sft_play.environment import for_another_run
 from sft_play.errors import BackendError
+from sft_play.files import checkout
+from sft_play.files.cache import cache_dir
 from sft_play.log import escape_control, one_line
+from sft_play.process.environment import for_another_run
 
 VARIABLE = "UNSLOTH_VENV"
 """Names the environment; without it `.venv-unsloth` is used, of the working folder or the checkout."""

@@ -124,9 +124,9 @@ def start(path: Path) -> int:
     A failure is written into the file that the parent named, as a launcher's ranks do. Nothing that is imported here
     loads torch: Unsloth has to be first, inside the handlers that turn its errors into messages.
     """
-    from sft_play import endings, failures
     from sft_play.errors import BackendError, SftPlayError
     from sft_play.log import one_line, set_up_logging, survive_lost_output
+    from sft_play.process import endings, failures
 
     survive_lost_output()
     set_up_logging("train", rank=int(os.environ.get("RANK", "0")))

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from sft_play.log import one_line
-from sft_play.variables import VARIABLES
+from sft_play.process.variables import VARIABLES
 
 OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
 """Variables that make passes to a command."""
@@ -39,7 +39,7 @@ def for_another_run(environment: Mapping[str, str]) -> dict[str, str]:
 
 def with_this_package(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that is to import this very package, whatever folder it starts in."""
-    package = str(Path(__file__).resolve().parents[1])
+    package = str(Path(__file__).resolve().parents[2])
     return {**environment, "PYTHONPATH": os.pathsep.join([package, *filter(None, [environment.get("PYTHONPATH")])])}
 
 

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sft_play import failures
-from sft_play.environment import with_this_package
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes
 from sft_play.launch.command import Launch, torchrun
 from sft_play.log import one_line
+from sft_play.process import failures
+from sft_play.process.environment import with_this_package
 
 COMMAND = "run-notebook"
 CPU_RANKS = 2

@@ -9,7 +9,7 @@ from types import ModuleType
 
 from sft_play.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 """The checkout's folder, or site-packages."""
 
 
@@ -21,8 +21,8 @@ def tool(name: str, *, command: str) -> ModuleType:
     """
     if not (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file():
         raise ConfigError(
-            f"{command} is a developer's command of a checkout, and {Path(__file__).parent} is installed without one: "
-            f"run make {command} in a clone of the repository"
+            f"{command} is a developer's command of a checkout, and {Path(__file__).parents[1]} is "
+            f"installed without one: run make {command} in a clone of the repository"
         )
     if str(ROOT) not in sys.path:  # a console script has its own folder there; processes that it spawns inherit it
         sys.path.insert(0, str(ROOT))

@@ -25,9 +25,10 @@ from typing import Any, Literal
 
 import psutil
 
-from sft_play import atomic, endings
 from sft_play.errors import Interrupted, SftPlayError
+from sft_play.files import atomic
 from sft_play.log import escape_control, redact
+from sft_play.process import endings
 
 AGENT_VARIABLE = "SFT_PLAY_AGENT"
 """In a rank: the process id of our agent, which reports how its ranks ended."""
