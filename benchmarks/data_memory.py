@@ -123,7 +123,7 @@ FORMS: dict[str, tuple[str, str, Callable[[Path, int], None]]] = {
 STAGES = {  # of `make train` the preparation of rows alone, which is all that reads the files
     "process": "from sft_play.data.process import process; process(load_config('run.yaml').config, force=True)",
     "check": (
-        "from sft_play.commands.data.check import check; from sft_play.facts.hardware import detect; "
+        "from sft_play.commands.diagnosing import check; from sft_play.facts.hardware import detect; "
         "from sft_play.diagnose.report import finding_lines; "
         "from pathlib import Path; "
         "report = check(Path('run.yaml'), (), detect()); "

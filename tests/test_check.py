@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.data.check import check as check_run
-from sft_play.commands.data.full_pipeline import full_pipeline
-from sft_play.commands.data.preview import preview
-from sft_play.commands.data.render import Renderings, render
+from sft_play.commands.diagnosing import check as check_run
+from sft_play.commands.preparing import full_pipeline
+from sft_play.commands.preview import preview
+from sft_play.commands.render import Renderings, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
@@ -541,7 +541,7 @@ def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
 
 def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
     code = (
-        "import sys, sft_play.commands.data.full_pipeline, sft_play.commands.data.preview; "
+        "import sys, sft_play.commands.preparing, sft_play.commands.preview; "
         "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

@@ -111,7 +111,6 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 def test_there_is_a_case_for_every_command():
     assert len(FILES) == 44
-    assert list(CASES) == sorted(CASES, key=list(FILES).index)
     assert set(CASES) == set(FILES)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.data.check import check
-from sft_play.commands.data.preview import preview
-from sft_play.commands.data.render import render
+from sft_play.commands.diagnosing import check
+from sft_play.commands.preview import preview
+from sft_play.commands.render import render
 from sft_play.config.load import config_from_text, load_config
 from sft_play.config.resolved import resolved
 from sft_play.config.schema import DataConfig, RunConfig

@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import pytest
 
-from sft_play.commands.see import boards as commands
+from sft_play.commands import boards as commands
 from sft_play.config.load import load_config
 from sft_play.launch import tensorboard as board
 from sft_play.runs.folder import FORMAT, RunFolder

@@ -21,8 +21,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sft_play.commands import launching
 from sft_play.commands.request import read_request
-from sft_play.commands.start import launching
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.network import Nodes

@@ -10,54 +10,26 @@ from __future__ import annotations
 import importlib
 from types import ModuleType
 
-FILES = {
-    "train": "start.launching",
-    "resume": "start.launching",
-    "train-distributed": "start.launching",
-    "train-deepspeed": "start.launching",
-    "launch-command": "start.launching",
-    "setup-accelerate": "start.setup_accelerate",
-    "plan": "plan",
-    "memory-model-score": "memory_model_score",
-    "verify-layouts": "start.verify_layouts",
-    "gpu-selftest": "see.gpu_selftest",
-    "bench": "bench",
-    "tensorboard": "see.boards",
-    "tb-open": "see.boards",
-    "tb-stop": "see.boards",
-    "tb-clean": "see.boards",
-    "doctor": "see.doctor",
-    "consolidate": "start.consolidate",
-    "chat": "finished.answering",
-    "infer": "finished.answering",
-    "serve": "finished.answering",
-    "eval": "finished.evaluation",
-    "ship": "finished.evaluation",
-    "merge": "finished.export",
-    "merge-test": "finished.export",
-    "export": "finished.export",
-    "export-test": "finished.export",
-    "push": "finished.export",
-    "report": "finished.reporting",
-    "compare": "finished.reporting",
-    "reproduce": "finished.run_list",
-    "runs": "finished.run_list",
-    "prune": "finished.run_list",
-    "gpu-info": "see.gpu_info",
-    "memory-check": "see.memory_check",
-    "process": "data.process",
-    "style": "data.style",
-    "dapt-docx": "data.dapt_docx",
-    "render": "data.render",
-    "preview": "data.preview",
-    "check": "data.check",
-    "full-pipeline": "data.full_pipeline",
-    "mask-score": "data.mask_score",
-    "run-notebook": "start.run_notebook",
-    "generate": "generate",
+_COMMANDS = {
+    "launching": (
+        *("train", "resume", "train-distributed", "train-deepspeed", "launch-command", "setup-accelerate"),
+        "run-notebook",
+    ),
+    "plan": ("plan",),
+    "diagnosing": ("check", "doctor", "gpu-info", "memory-check"),
+    "preparing": ("process", "style", "dapt-docx", "full-pipeline"),
+    "render": ("render",),
+    "preview": ("preview",),
+    "boards": ("tensorboard", "tb-open", "tb-stop", "tb-clean"),
+    "finished_runs": ("runs", "prune", "report", "compare", "eval", "ship", "reproduce"),
+    "answering": ("chat", "infer", "serve"),
+    "exporting": ("merge", "merge-test", "export", "export-test", "push", "consolidate"),
+    "measuring": ("bench", "memory-model-score", "verify-layouts", "gpu-selftest", "mask-score"),
+    "generate": ("generate",),
 }
+FILES = {command: file for file, commands in _COMMANDS.items() for command in commands}
 """Each command and its file, in the order of the help."""
-INTERNAL = {"rank": "start.launching"}
+INTERNAL = {"rank": "launching"}
 """Commands that the program starts itself, and help does not name."""
 
 

@@ -1,16 +1,21 @@
-"""A run's tokenizer and the maker of its rows, for commands that look at rows before anything trains."""
+"""For commands that look at rows before anything trains: a run's tokenizer, the maker of its rows, which stage's they
+are, and what may not be overwritten."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.survey import RowMaker
-from sft_play.errors import ModelError, SftPlayError
+from sft_play.data.sources.files import AnySource
+from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.device import offline_without_hub
 from sft_play.starter.names import BASE_NAME
@@ -69,3 +74,20 @@ def prepare_hub(config: RunConfig) -> None:
     if config.model.name != BASE_NAME:
         with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
             offline_without_hub(config.model.name)
+
+
+def first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:
+    """Of a run with stages the first one, and a line about that."""
+    if not loaded.stages:
+        return loaded, ()
+    first = loaded.stages[0]
+    return loaded.of(first), (f"The rows of stage {first.name}, the first of {len(loaded.stages)}",)
+
+
+def refuse_source(target: Path, files: Sequence[tuple[str, AnySource]]) -> None:
+    """Raises DataError where a command would overwrite a file that it reads, with FORCE=1 too."""
+    for split, source in files:
+        with contextlib.suppress(OSError):
+            if Path(str(source)).expanduser().samefile(target):
+                named = f"the {split}" if split.startswith("source ") else f"data.{split}_path"
+                raise DataError(f"OUT={target} is {named}, which is read; name another file")

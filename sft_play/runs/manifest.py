@@ -13,7 +13,7 @@ from typing import Any
 from sft_play._version import __version__
 from sft_play.config.load import LoadedConfig
 from sft_play.facts.installed import version_of
-from sft_play.files import checkout
+from sft_play.files import ROOT
 from sft_play.runs.folder import FORMAT
 
 PACKAGES = (
@@ -61,7 +61,7 @@ def versions() -> dict[str, str | None]:
     return own | packages | {"platform": f"{platform.system()} {platform.machine()}"}
 
 
-PACKAGE = checkout.ROOT / "sft_play"
+PACKAGE = ROOT / "sft_play"
 
 
 @functools.cache  # what this process has imported: a file that changes later is not what runs

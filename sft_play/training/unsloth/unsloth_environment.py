@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import BackendError
-from sft_play.files import checkout
+from sft_play.files import ROOT
 from sft_play.files.cache import cache_dir
 from sft_play.log import escape_control, one_line
 from sft_play.process.environment import for_another_run
@@ -63,7 +63,7 @@ def find_python(environment: Mapping[str, str]) -> Path | None:
                 "folder of an environment that has bin/python and Unsloth"
             )
         return python.absolute()
-    for folder in (Path.cwd() / FOLDER, checkout.ROOT / FOLDER):
+    for folder in (Path.cwd() / FOLDER, ROOT / FOLDER):
         python = folder / "bin" / "python"
         if os.access(python, os.X_OK):
             return python.absolute()

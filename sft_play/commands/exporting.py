@@ -1,17 +1,25 @@
-"""`merge`, `export` and `push`: a finished run's model for other programs, and whether it still is the trained one."""
+"""`merge`, `export` and `push`: a finished run's model for other programs, and whether it still is the trained one; and
+`consolidate`: the trained weights of a run's last checkpoint, whole, as safetensors."""
 
 from __future__ import annotations
 
+import functools
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import finished_run
+from sft_play.commands.machine import finished_run, output_dir_of, trusts_code
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.facts.hardware import detect
 from sft_play.finished.export.exported import Format, Quant
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
+from sft_play.process.environment import deepspeed_on_cpu
+from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
+from sft_play.runs.names import checked_name
 
 if TYPE_CHECKING:
     from sft_play.finished.export.adapted_model import Base
@@ -22,6 +30,7 @@ HELP = {
     "export": "write RUN's model for an engine: FORMAT=gguf (llama.cpp), ollama or vllm",
     "export-test": "compare the exported GGUF of RUN with the adapter: prompts, weights and greedy answers",
     "push": "upload RUN's adapter or model, or the merged one (MERGED=1), to REPO on the hub, after asking",
+    "consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors",
 }
 _DTYPES = ("bf16", "fp16", "fp32")
 _BASES = ("dequantized", "original")
@@ -30,6 +39,8 @@ _FORMATS, _QUANTS = get_args(Format), get_args(Quant)
 
 def run(request: Request) -> Answer:
     """Write, compare or upload; exit code 2 where what was written is not the trained model."""
+    if request.command == "consolidate":
+        return _consolidate(request)
     if request.command in ("merge", "merge-test"):
         _check_merge(request)
     elif request.command in ("export", "export-test"):
@@ -110,3 +121,24 @@ def _push(request: Request, finished: FinishedRun) -> Answer:
     if not agreed(request, f"{listed}\nUpload?", refusal=refusal):
         return Answer({"ok": True, "pushed": False, "repo": upload.repo}, ["Nothing was uploaded"])
     return answer_of(push(upload))
+
+
+def _consolidate(request: Request) -> Answer:
+    """Write the weights of RUN's last checkpoint, or of the checkpoint that RUN names, into OUT or the run's folder."""
+    if not request.run:
+        raise ConfigError("RUN= names no run; give its name or folder: make consolidate RUN=outputs/my-run")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    if not detect().gpus:
+        deepspeed_on_cpu()
+    given = Path(request.run).expanduser()
+    if given.name == request.run and not (given / MANIFEST).is_file():
+        given = output_dir_of(request) / checked_name(request.run, key="RUN")
+    checkpoint = given if given.name.startswith("checkpoint-") else None
+    folder = RunFolder(given.parents[1] if checkpoint else given)
+    from sft_play.training.checkpoints.consolidate import consolidate
+
+    with stdout_to_stderr(wanted=request.json):
+        path = consolidate(
+            folder, checkpoint=checkpoint, out=request.out, trusts=functools.partial(trusts_code, request)
+        )
+    return Answer({"ok": True, "run": str(folder.path), "path": str(path)}, to_out=False)

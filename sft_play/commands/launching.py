@@ -1,5 +1,7 @@
 """`train`, `resume`, `train-distributed`, `train-deepspeed` and `launch-command`: a run in this process, as one of a
-launcher's ranks, or over ranks that are launched here; `rank` is one of these, which help does not name."""
+launcher's ranks, or over ranks that are launched here; `rank` is one of these, which help does not name. Beside
+them `run-notebook`, which starts ranks for a notebook's cells, and `setup-accelerate`, which writes accelerate's
+configuration."""
 
 from __future__ import annotations
 
@@ -8,18 +10,26 @@ import importlib.util
 import json
 import logging
 import os
+import subprocess
+import sys
+import traceback
 
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
+from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.launched import refuse_too_few_processes
-from sft_play.launch.accelerate.reading import find_accelerate_file, read_accelerate_file
+from sft_play.launch.accelerate.reading import accelerate_path, find_accelerate_file, read_accelerate_file
+from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
+from sft_play.launch.device import machine_for
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_tasks
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
+from sft_play.planner.precision import choose_precision
 from sft_play.runs.folder import RunFolder
+from sft_play.starting import notebook
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
@@ -30,6 +40,8 @@ HELP = {
     "train-distributed": "fine-tune over all GPUs (or CPU ranks), in the layout of the plan or STRATEGY",
     "train-deepspeed": "the same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says",
     "launch-command": "show the command and variables that start the ranks, and start nothing",
+    "setup-accelerate": "write an accelerate configuration for this machine",
+    "run-notebook": "run a notebook's cells in order on every rank (NOTEBOOK=, NPROC=)",
     "rank": "one process of a run over several, as make train-distributed starts it",
 }
 RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
@@ -38,6 +50,10 @@ RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 
 def run(request: Request) -> Answer | int:
     """Train, or show how; the answer is the run's summary, whose lines are already in the log."""
+    if request.command == "setup-accelerate":
+        return _setup_accelerate(request)
+    if request.command == "run-notebook":
+        return _run_notebook(request)
     refuse_hardware(request)
     with stdout_to_stderr(wanted=request.json):
         asked = asked_for(request)
@@ -165,3 +181,59 @@ def launched_ranks(request: Request) -> Ranks | None:
         return None
     set_up_logging(request.command, rank=ranks.rank)
     return ranks
+
+
+# --- beside the runs ------------------------------------------------------------------------------------------------
+
+
+def _setup_accelerate(request: Request) -> Answer:
+    """Write the file; with INTERACTIVE=1 accelerate asks its own questions and writes it."""
+    path = accelerate_path(os.environ)
+    if os.environ.get("INTERACTIVE", "") not in ("", "0"):
+        if not (sys.stdin and sys.stdin.isatty()):
+            raise ConfigError(
+                "INTERACTIVE=1 lets accelerate ask its questions, and there is no terminal to answer them in; start it "
+                "in one, or leave INTERACTIVE= out: the file is then written for this machine"
+            )
+        words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
+        with stdout_to_stderr(wanted=request.json):
+            code = subprocess.call(words)
+        return Answer({"ok": code == 0, "path": str(path)}, exit_code=code)
+    loaded = load_config(request.config, overrides=request.overrides)
+    hardware = machine_for(loaded.config, detect())
+    precision = choose_precision(loaded.config, hardware).compute
+    written = write_accelerate_file(
+        path,
+        hardware,
+        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(precision, "no"),  # type: ignore[arg-type]
+        gpu_ids=request.options.gpus or None,
+        processes=request.options.processes,
+        overwrite=request.force,
+        machines=machines_of(os.environ),
+    )
+    return Answer({"ok": True, "path": str(path), "how": written.how, "text": written.text}, written.lines)
+
+
+def _run_notebook(request: Request) -> Answer | int:
+    """As the parent start the ranks, as a rank run the cells; rank 0 answers for all."""
+    if request.notebook is None:
+        raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
+    try:
+        cells = notebook.read(request.notebook)
+    except SyntaxError as error:
+        sys.stderr.write("".join(traceback.format_exception_only(error)))
+        return 1
+    ranks = ranks_of(os.environ)
+    if ranks is None:
+        options = request.options
+        launch = notebook.launch_of(request.notebook, detect(), processes=options.processes, gpus=options.gpus)
+        logger.info("Launch: %s", launch.line)
+        # ranks run this command again, and rank 0 answers: they know by the environment how
+        os.environ["JSON"] = "1" if request.json else ""
+        notebook.start(launch)
+    with stdout_to_stderr(wanted=request.json):
+        set_up_logging(request.command, rank=ranks.rank)
+        code = notebook.run(cells, request.notebook, rank=ranks.rank)
+    if code or not ranks.is_first:
+        return code
+    return Answer({"ok": True, "notebook": str(request.notebook), "cells": len(cells), "ranks": ranks.world_size})

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.commands.answer import Answer, answer_of
-from sft_play.commands.data.rows import first_stage, refuse_source
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
@@ -19,7 +18,7 @@ from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import AnySource, data_paths, split_of
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.written import OutputFolder
-from sft_play.diagnose.row_tools import SPLITS, prepare_hub, tools_of
+from sft_play.diagnose.row_tools import SPLITS, first_stage, prepare_hub, refuse_source, tools_of
 from sft_play.errors import DataError
 from sft_play.log import one_line
 

@@ -1,4 +1,5 @@
-"""`full-pipeline`: process, style where it is asked for, render and check, each on what the one before wrote."""
+"""`process`, `style` and `dapt-docx`: files to conversations, conversations with a system prompt, documents to text;
+and `full-pipeline`: these, render and check, each on what the one before wrote."""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.commands.answer import Answer, answer_of
-from sft_play.commands.data.check import check
-from sft_play.commands.data.render import render
+from sft_play.commands.diagnosing import check
 from sft_play.commands.machine import asked_machine
+from sft_play.commands.render import render
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
@@ -20,15 +21,34 @@ from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, passed, warned
 from sft_play.log import escape_control, one_line
 
-HELP = {"full-pipeline": "process, style where asked, render and check"}
+HELP = {
+    "process": "raw files to checked conversations in train, val and test, with a report of every row left out",
+    "style": "give processed conversations a system prompt (STYLE=), into data/processed_with_style",
+    "dapt-docx": "documents (.docx, .pdf, .pptx, .xlsx, .epub, .html, .md, .txt) to clean text for task_mode cpt",
+    "full-pipeline": "process, style where asked, render and check",
+}
 
 
 def run(request: Request) -> Answer:
-    """The steps, up to the first that fails."""
-    hardware = asked_machine(request)
-    return answer_of(
-        full_pipeline(request.config, request.overrides, hardware, style=request.style, force=request.force)
-    )
+    """Write the files, and answer with the counts of what was kept and left out; of a pipeline up to the first step
+    that fails."""
+    if request.command == "full-pipeline":
+        hardware = asked_machine(request)
+        return answer_of(
+            full_pipeline(request.config, request.overrides, hardware, style=request.style, force=request.force)
+        )
+    config = load_config(request.config, overrides=request.overrides).config
+    if request.command == "process":
+        from sft_play.data.process import process
+
+        return answer_of(process(config, force=request.force))
+    if request.command == "style":
+        from sft_play.data.style import style
+
+        return answer_of(style(config, request.style, force=request.force))
+    from sft_play.documents.documents import documents
+
+    return answer_of(documents(config, force=request.force))
 
 
 @dataclass(frozen=True)

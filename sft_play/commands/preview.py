@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.commands.answer import Answer, answer_of
-from sft_play.commands.data.rows import first_stage, refuse_source
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.data.preview import (
@@ -25,7 +24,7 @@ from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import data_paths
 from sft_play.data.token_pieces import TokenBytes, visible
 from sft_play.data.written import OutputFolder
-from sft_play.diagnose.row_tools import prepare_hub, tools_of
+from sft_play.diagnose.row_tools import first_stage, prepare_hub, refuse_source, tools_of
 
 HELP = {"preview": "show the tokens of N examples (or of ROW) with the trained part in colour, here and as a page"}
 DEFAULT_PAGE = Path("data/preview.html")

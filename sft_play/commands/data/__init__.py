@@ -1,1 +1,0 @@
-"""Commands on data: made, shown, checked."""

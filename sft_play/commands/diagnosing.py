@@ -1,0 +1,125 @@
+"""`check`, `doctor`, `gpu-info` and `memory-check`: what stops or spoils a run, what this machine is, and what a run
+holds of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sft_play.commands.answer import Answer, answer_of, write_json_line, write_out
+from sft_play.commands.machine import asked_machine, output_dir_or_default, refuse_hardware
+from sft_play.commands.request import Request
+from sft_play.config.load import load_config
+from sft_play.config.schema import RunConfig
+from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
+from sft_play.diagnose.doctor import Planned, examine
+from sft_play.diagnose.report import CheckReport
+from sft_play.errors import SftPlayError
+from sft_play.facts.hardware import Hardware
+from sft_play.findings import Finding
+from sft_play.launch.accelerate.reading import find_accelerate_file, read_found_file
+from sft_play.launch.launch_options import with_accelerate
+from sft_play.launch.resolve_options import as_the_mesh_says, machine_of_mesh
+from sft_play.log import output_is_lost
+from sft_play.planner.layout import layouts_over
+from sft_play.starting.plan_run import plan_for, shape_for
+from sft_play.starting.plan_stages import refuse_strategy
+from sft_play.starting.row_survey import has_own_lengths
+
+logger = logging.getLogger(__name__)
+
+HELP = {
+    "check": "check everything that can be checked before training, on one page; the exit code tells",
+    "doctor": "look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank",
+    "gpu-info": "show GPUs, driver, topology, host and disk; with HARDWARE what a plan would assume of a machine",
+    "memory-check": "show what the ranks of a run hold of each GPU (or of the RAM) beside what was predicted",
+}
+
+
+def run(request: Request) -> Answer | int:
+    """The page; of check and doctor exit code 2 where there is a problem."""
+    if request.command == "check":
+        serve = engines.engine_names(request.serve)
+        return answer_of(check(request.config, request.overrides, asked_machine(request), serve=serve))
+    if request.command == "gpu-info":
+        return _gpu_info(request)
+    refuse_hardware(request)
+    return _doctor(request) if request.command == "doctor" else _memory_check(request)
+
+
+def check(
+    config_path: Path,
+    overrides: Sequence[str],
+    hardware: Hardware,
+    *,
+    also: Sequence[Finding] = (),
+    serve: Sequence[str] = (),
+) -> CheckReport:
+    """`run_check.check` with the plan that a run would make here."""
+    return run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
+
+
+def _planned(config: RunConfig, hardware: Hardware, lengths: run_check.Lengths) -> Planned:
+    rows = lengths() if has_own_lengths(config) else None  # blocks of text and packs are full, whatever their rows have
+    return Planned(config, shape_for(config), plan_for(config, machine_of_mesh(config, hardware), rows=rows))
+
+
+def _doctor(request: Request) -> Answer:
+    """Every finding about this machine, and about the run that `make train` with the same words would start."""
+    options, file = request.options, find_accelerate_file(os.environ)
+    if file is not None:
+        options = with_accelerate(options, read_found_file(file, os.environ)[0])
+    on_cpu = False
+    with contextlib.suppress(SftPlayError):  # `planner` raises it again, and the report shows it
+        config = load_config(request.config, overrides=request.overrides).config
+        on_cpu = config.train.device == "cpu"
+        options = as_the_mesh_says(options, config)
+
+    def planner(machine: Hardware) -> Planned:
+        config = load_config(request.config, overrides=request.overrides).longest
+        # as the launch would choose: DeepSpeed without a layout is ZeRO-2
+        strategy = options.strategy or ("zero2" if options.deepspeed else None)
+        refuse_strategy(config, machine, strategy)
+        only = (strategy,) if strategy else layouts_over(machine.ranks)
+        return Planned(config, shape_for(config), plan_for(config, machine, only=only, with_suggestions=False))
+
+    return answer_of(examine(planner, options, on_cpu=on_cpu))
+
+
+def _gpu_info(request: Request) -> Answer:
+    """This machine as detected, or the named one as a plan assumes it."""
+    if request.hardware:
+        assumed = asked_machine(request)
+        data, lines = gpu_page.assumed_json(assumed), gpu_page.assumed_lines(assumed, request.hardware)
+    else:
+        machine = gpu_info.see_machine(output_dir_or_default(request), os.environ, full=request.full)
+        data, lines = machine.as_json(), gpu_page.machine_lines(machine)
+    return Answer(data, ["\n".join(lines)])
+
+
+def _memory_check(request: Request) -> Answer | int:
+    """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
+    output, peaks = output_dir_or_default(request), memory_check.HighestSeen()  # kept from look to look
+
+    def take() -> memory_check.MemorySeen:
+        return memory_check.see_memory(output, os.environ, named=request.run, peaks=peaks)
+
+    def show(seen: memory_check.MemorySeen) -> None:
+        if request.json:
+            write_json_line(seen.as_json())
+        else:
+            logger.info("%s", "\n".join(memory_page.memory_lines(seen)))
+        if output_is_lost():
+            raise KeyboardInterrupt  # the output has lost its reader: end as with Ctrl-C
+
+    if not request.watch:
+        seen = take()
+        return Answer(seen.as_json(), ["\n".join(memory_page.memory_lines(seen))])
+    last = memory_page.watch(take, write=show, console=None if request.json else memory_page.terminal(sys.stdout))
+    if request.out is not None and last is not None:
+        write_out(request.out, last.as_json())
+    return 0

@@ -1,1 +1,0 @@
-"""Commands that show the machine and what runs on it."""

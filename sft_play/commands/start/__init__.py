@@ -1,1 +1,0 @@
-"""Commands that start ranks, or prepare their start."""
