@@ -11,9 +11,8 @@ import torch
 
 from sft_play.errors import DataError
 from sft_play.finished.answer import infer as infer_module
-from sft_play.finished.answer.chat import Conversation
 from sft_play.finished.answer.infer import infer, read_prompts
-from sft_play.finished.answer.respond import Responder
+from sft_play.finished.answer.respond import Conversation, Responder
 from sft_play.finished.run import find_finished
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import llama
@@ -167,7 +166,7 @@ def test_a_chat_keeps_its_history_and_takes_its_commands(responder, tmp_path):
 def test_the_base_answers_without_the_adapter_alone_and_beside_the_tuned_model(responder):
     prompt = responder.prompt_ids(question("hello there"))
     tuned = responder.answer_all([prompt], max_new_tokens=8)[0]
-    with responder.base():
+    with responder.model.disable_adapter():
         base = responder.answer_all([prompt], max_new_tokens=8)[0]
     assert base != tuned
     shown: list[str] = []

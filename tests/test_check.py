@@ -20,7 +20,7 @@ from sft_play.data import checks
 from sft_play.data.build.stats import LimitCost, trained_runs
 from sft_play.data.build.survey import Survey, tokens_by_role
 from sft_play.data.sources.formats import Chat
-from sft_play.diagnose.report import STATES, CheckReport, finding_lines
+from sft_play.diagnose.pages import STATES, CheckReport, finding_lines
 from sft_play.errors import DataError
 from sft_play.facts.hardware import detect, named
 from sft_play.findings import Finding

@@ -25,11 +25,10 @@ import pytest
 
 from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import disk, doctor, gpus, ranks, surroundings, system
-from sft_play.diagnose.conditions import holds
 from sft_play.diagnose.doctor import Planned, examine, meet_nodes, slow_findings
-from sft_play.diagnose.known_bad import TABLE, find_known_bad
+from sft_play.diagnose.known_bad import TABLE, find_known_bad, holds
+from sft_play.diagnose.pages import DoctorReport
 from sft_play.diagnose.ranks import Outcome, bus_bandwidth, judge
-from sft_play.diagnose.report import DoctorReport
 from sft_play.diagnose.surroundings import GpuState, Space, Surroundings
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu

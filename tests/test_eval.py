@@ -22,9 +22,8 @@ import torch
 from sft_play.errors import ConfigError, DataError
 from sft_play.finished.answer import respond
 from sft_play.finished.evaluate import score
-from sft_play.finished.evaluate.eval_figures import EvalFigure
 from sft_play.finished.evaluate.evaluation import evaluate_run
-from sft_play.finished.evaluate.metrics import metrics_named, rouge_l, words
+from sft_play.finished.evaluate.figures import EvalFigure, metrics_named, rouge_l, words
 from sft_play.finished.evaluate.score import RowScore, batch_tokens, score_rows
 from sft_play.finished.evaluate.statistics import Interval
 from sft_play.finished.load import held_out, load_as_trained

@@ -376,7 +376,7 @@ def test_real_sentencepiece_tokenizers_are_written_from_tokenizer_json(tmp_path,
 def test_what_llama_cpp_reads_otherwise_is_said(tmp_path, normalizer, says):
     from tokenizers import normalizers
 
-    from sft_play.finished.export.export_gguf import _engine_notes
+    from sft_play.finished.export.export import _engine_notes
 
     make_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.manage.listing import list_runs, prune, to_prune
+from sft_play.finished.listing import list_runs, prune, to_prune
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import FORMAT, RunFolder
 

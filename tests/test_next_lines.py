@@ -69,10 +69,10 @@ def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.export.exported import Exported, WrittenExport
+    from sft_play.finished.export.exported import Exported
 
-    written = WrittenExport({}, 1, (), file=path / file if file else None)
-    return Exported(RUN, "gguf" if file else "vllm", path, written, is_adapter=is_adapter, seconds=1)
+    written = path / file if file else None
+    return Exported(RUN, "gguf" if file else "vllm", path, 1, (), is_adapter, file=written)
 
 
 def export_test() -> Any:
@@ -107,13 +107,13 @@ def compare() -> Any:
 
 
 def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.manage.reproduce import Compared, Reproduced
+    from sft_play.finished.reproduce import Compared, Reproduced
 
     return Reproduced(RUN, OTHER, "here", (), Compared(1, tuple(differing)), None, 1)
 
 
 def runs(*, is_empty: bool = False) -> Any:
-    from sft_play.finished.manage.listing import ListedRun, RunList
+    from sft_play.finished.listing import ListedRun, RunList
     from sft_play.runs.folder import RunFolder
 
     listed = ListedRun(RunFolder(RUN), "base", "lora", "finished", 3, None, 10, 0, None)
@@ -121,7 +121,7 @@ def runs(*, is_empty: bool = False) -> Any:
 
 
 def prune() -> Any:
-    from sft_play.finished.manage.listing import Pruned
+    from sft_play.finished.listing import Pruned
 
     return Pruned(RUN.parent, (RUN,), 10)
 

@@ -29,8 +29,7 @@ from sft_play.finished.report.charts import (
     thinned,
 )
 from sft_play.finished.report.record import duration, read_record, size
-from sft_play.finished.report.report import report, report_at_end, reported
-from sft_play.finished.report.report_sections import sections_of
+from sft_play.finished.report.report import report, report_at_end, reported, sections_of
 from sft_play.finished.run import find_any
 from sft_play.runs.folder import RunFolder
 from sft_play.training.measure.evaluate import Figures

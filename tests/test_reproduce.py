@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.manage.reproduce import code_of, compare_weights, first_other_loss
+from sft_play.finished.reproduce import code_of, compare_weights, first_other_loss
 from sft_play.runs.manifest import code_facts, versions
 from tests import warm
 from tests.conftest import ROOT, chat

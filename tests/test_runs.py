@@ -361,7 +361,7 @@ def writer(tmp_path):
 
 
 def test_nobody_takes_the_folder_of_a_run_that_lives_and_a_crash_lets_it_go(tmp_path, writer, caplog):
-    from sft_play.finished.manage.listing import remove
+    from sft_play.finished.listing import remove
     from sft_play.training.checkpoints.consolidate import consolidate
 
     folder = make(tmp_path, status="finished")

@@ -490,7 +490,7 @@ def test_clean_leaves_a_finished_run_that_is_still_being_written(several, on, mo
         holder.stdout.readline()
         assert "is being written" in on("tb-clean", several, "--yes")[1]
         # One that begins to be written while the question is open is kept too.
-        monkeypatch.setattr("sft_play.finished.manage.listing.lock_holder", lambda folder: None)
+        monkeypatch.setattr("sft_play.finished.listing.lock_holder", lambda folder: None)
         printed = on("tb-clean", several, "--yes")[1]
         assert f"kept: {several}/finished is being written by another process (pid {holder.pid}" in printed
         assert "Nothing was removed" in printed

@@ -48,9 +48,7 @@ def run(request: Request) -> Answer | int:
 
 
 def _chat(request: Request, finished: FinishedRun) -> Answer:
-    from sft_play.finished.answer.chat import HELP as KEYS
-    from sft_play.finished.answer.chat import Conversation
-    from sft_play.finished.answer.respond import Responder
+    from sft_play.finished.answer.respond import KEYS, Conversation, Responder
 
     with stdout_to_stderr(wanted=request.json):
         responder = Responder(finished)

@@ -14,7 +14,7 @@ from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
 from sft_play.commands.machine import output_dir_of
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.manage.listing import CURVES, parts_of, remove
+from sft_play.finished.listing import CURVES, parts_of, remove
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
 from sft_play.runs.folder import RunFolder

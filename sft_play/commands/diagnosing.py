@@ -17,7 +17,7 @@ from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
 from sft_play.diagnose.doctor import Planned, examine
-from sft_play.diagnose.report import CheckReport
+from sft_play.diagnose.pages import CheckReport
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding

@@ -9,7 +9,7 @@ from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.machine import finished_run, output_dir_or_default
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
-from sft_play.finished.manage.listing import What, list_runs, prune, to_prune
+from sft_play.finished.listing import What, list_runs, prune, to_prune
 from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.report.record import read_record
@@ -47,7 +47,7 @@ def run(request: Request) -> Answer:
 def _run_models(request: Request) -> Answer:
     finished = finished_run(request)
     if request.command == "reproduce":
-        from sft_play.finished.manage.reproduce import reproduce
+        from sft_play.finished.reproduce import reproduce
 
         return answer_of(reproduce(finished, by_this_code=request.force))
     if request.command == "ship":

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import gpus, known_bad, ranks, surroundings, system
 from sft_play.diagnose.disk import disk_findings
-from sft_play.diagnose.report import DoctorReport
+from sft_play.diagnose.pages import DoctorReport, each_once
 from sft_play.diagnose.surroundings import DISTRIBUTION, Surroundings
-from sft_play.diagnose.text import each_once
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.installed import COMPUTING, missing_kernels

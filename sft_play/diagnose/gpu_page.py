@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.gpu_info import Host, Machine, without_gpu
-from sft_play.diagnose.text import NOT_KNOWN, WIDTH, gib, lines_of, table_of, value_text, yes_no
+from sft_play.diagnose.pages import NOT_KNOWN, WIDTH, gib, lines_of, table_of, value_text, yes_no
 from sft_play.facts.gpus.seen import Seen, SeenGpu, Topology
 from sft_play.facts.hardware import Hardware
 from sft_play.log import escape_control, one_line

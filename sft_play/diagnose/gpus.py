@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from sft_play.config.schema import RunConfig
+from sft_play.diagnose.pages import each_once
 from sft_play.diagnose.surroundings import GpuState, Surroundings
-from sft_play.diagnose.text import each_once
 from sft_play.facts.compiler import WITHOUT_TRITON, block_obstacle, obstacle
 from sft_play.facts.gpus.unseen import ON_CPU, unseen
 from sft_play.facts.hardware import Hardware

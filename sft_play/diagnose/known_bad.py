@@ -9,13 +9,39 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.conditions import Facts, holds
+from packaging.specifiers import SpecifierSet
+
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.findings import Finding, passed
 from sft_play.launch.device import P2P_OFF, refuses_p2p
+
+Condition = Mapping[str, Any]
+"""By the name of a fact: a range of versions or numbers, a list of words, or whether it is true."""
+Facts = Mapping[str, Any]
+"""None: not known, which meets no condition."""
+
+
+def holds(when: Condition | Sequence[Condition], facts: Facts) -> bool:
+    """Whether the facts meet a condition, or one of several."""
+    either = [when] if isinstance(when, Mapping) else when
+    return any(all(_meets(facts[name], wanted) for name, wanted in one.items()) for one in either)
+
+
+def _meets(fact: Any, wanted: Any) -> bool:
+    if fact is None:
+        return False
+    if isinstance(wanted, bool):
+        return fact is wanted
+    if isinstance(wanted, list):
+        return fact in wanted
+    # the leading numbers alone: 2.13.0+cu128, 6.8.0-45-generic and 570.86.15 have to compare
+    match = re.match(r"\d+(?:\.\d+)*", str(fact))
+    return match is not None and match[0] in SpecifierSet(wanted)
+
 
 NAME = "known bad pairs"
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))

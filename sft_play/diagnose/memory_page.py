@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from sft_play.diagnose.memory_check import MemorySeen, Prediction
-from sft_play.diagnose.text import gib, lines_of, sized, table_of
+from sft_play.diagnose.pages import gib, lines_of, sized, table_of
 from sft_play.log import escape_control, one_line
 
 REFRESH_S = 2.0

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 import psutil
 
-from sft_play.diagnose.text import value_text
+from sft_play.diagnose.pages import value_text
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
 from sft_play.process.failures import RUN_VARIABLE

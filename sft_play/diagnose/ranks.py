@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 
 from sft_play.diagnose.known_bad import explained
+from sft_play.diagnose.pages import each_once
 from sft_play.diagnose.surroundings import Surroundings
-from sft_play.diagnose.text import each_once
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes

@@ -21,7 +21,7 @@ from sft_play.data.sources.files import AnySource, data_paths, find_source, spli
 from sft_play.data.token_pieces import TokenBytes, token_pieces
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
-from sft_play.diagnose.report import CheckReport
+from sft_play.diagnose.pages import CheckReport
 from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub, tokenizer_of
 from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.hardware import Hardware

@@ -1,10 +1,14 @@
-"""Answers of a finished run's model: prompts as training rendered them, ended where training taught answers to end."""
+"""Answers of a finished run's model: prompts as training rendered them, ended where training taught answers to end; one
+by one, in batches, or in the conversation of `make chat`."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +20,7 @@ from sft_play.errors import DataError
 from sft_play.finished.evaluate.score import compute_dtype
 from sft_play.finished.load import free_memory, load_as_trained, renderer_of
 from sft_play.finished.run import FinishedRun
+from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import Answer, Question, answers, configured_stops, stop_ids
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -44,12 +49,6 @@ class Responder:
         self._renderer = renderer_of(run, self.tokenizer)
         self._is_text = run.config.task_mode == "cpt"
         self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))
-
-    @contextlib.contextmanager
-    def base(self) -> Iterator[None]:
-        """While it lasts, the model is the base, without the adapter; a model that was trained whole has none."""
-        with self.model.disable_adapter():
-            yield
 
     def prompt_ids(self, messages: Sequence[Message], tools: tuple[Any, ...] = ()) -> list[int]:
         """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer.
@@ -154,3 +153,97 @@ class _Streamer:
         if text != self.text:
             self._show(text[len(self.text) :])
             self.text = text
+
+
+KEYS = (
+    "/reset forgets the conversation · /system TEXT sets the system prompt · /base switches the adapter off and on · "
+    "/both answers with and without it · /save FILE writes the conversation as a training row · /exit"
+)
+
+
+@dataclass
+class Conversation:
+    """The turns so far; who answers; and how answers are made.
+
+    `show` gets text as it comes, without line ends of its own.
+    """
+
+    responder: Responder
+    show: Callable[[str], None]
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    system: str | None = None
+    messages: list[Message] = field(default_factory=list)
+    answered_by: list[str] = field(default_factory=list)
+    """Who gave each of the answers in `messages`."""
+    is_base: bool = False
+    is_both: bool = False
+    has_ended: bool = False
+
+    def say(self, line: str) -> None:
+        """Take a line: an answer is shown, or a command is carried out."""
+        text = line.strip()
+        if not text:
+            return
+        if text.startswith("/"):
+            self._command(*text[1:].split(maxsplit=1))
+            return
+        asked: list[Message] = [*self.messages, {"role": "user", "content": line}]
+        try:
+            prompt = self.responder.prompt_ids([*self._system(), *asked])
+        except DataError as error:
+            self.show(f"({error})\n")
+            return
+        answer = ""
+        for is_base in (True, False) if self.is_both else (self.is_base,):
+            if self.is_both:
+                self.show("base:  " if is_base else "tuned: ")
+            with self.responder.model.disable_adapter() if is_base else contextlib.nullcontext():
+                answer = self.responder.stream(
+                    prompt, self.show, max_new_tokens=self.max_new_tokens, temperature=self.temperature
+                )
+            self.show("\n")
+        # with /both the trained model's, which is last
+        self.messages = [*asked, {"role": "assistant", "content": answer}]
+        run = self.responder.run.folder.path.name
+        self.answered_by = [*self.answered_by, f"the base of {run}" if self.is_base and not self.is_both else run]
+
+    def _system(self) -> list[Message]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    def _command(self, name: str = "", argument: str = "") -> None:
+        if name in ("exit", "quit"):
+            self.has_ended = True
+        elif name == "reset":
+            self.messages, self.answered_by = [], []
+            self.show("(the conversation is empty)\n")
+        elif name == "system":
+            # answers so far were given under another system prompt
+            self.system, self.messages, self.answered_by = argument or None, [], []
+            self.show(f"(the system prompt is {'set' if argument else 'removed'}; the conversation is empty)\n")
+        elif name in ("base", "both") and not self.responder.run.is_adapter:
+            self.show("(this run trained all weights: there is no adapter to switch off)\n")
+        elif name == "base":
+            self.is_base = not self.is_base
+            self.show(f"(the {'base without the adapter' if self.is_base else 'trained model'} answers)\n")
+        elif name == "both":
+            self.is_both = not self.is_both
+            self.show(f"({'base and trained model answer' if self.is_both else 'one model answers'})\n")
+        elif name == "save":
+            self._save(argument)
+        else:
+            self.show(f"({KEYS})\n")
+
+    def _save(self, argument: str) -> None:
+        if not argument:
+            self.show("(/save FILE: name a file)\n")
+            return
+        path = Path(argument).expanduser()
+        row: dict[str, Any] = {"messages": [*self._system(), *self.messages], "answered_by": self.answered_by}
+        try:
+            before = path.read_text(encoding="utf-8") if path.exists() else ""
+            write_text(path, before + json.dumps(row, ensure_ascii=False) + "\n")
+        except OSError as error:
+            self.show(f"({path} cannot be written: {error.strerror})\n")
+            return
+        self.show(f"(added to {path})\n")

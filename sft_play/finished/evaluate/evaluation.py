@@ -11,20 +11,21 @@ from typing import Any
 
 from sft_play.errors import ConfigError
 from sft_play.finished.answer.respond import Responder
-from sft_play.finished.evaluate.eval_figures import (
+from sft_play.finished.evaluate.eval_rows import EvalRows, eval_rows
+from sft_play.finished.evaluate.figures import (
     RESAMPLES,
     SEED,
     EvalFigure,
+    Metric,
     ModelFigures,
     balance_loss,
     eval_figures,
     exp_or_inf,
     figure_table,
     finite,
+    metrics_named,
 )
-from sft_play.finished.evaluate.eval_rows import EvalRows, eval_rows
 from sft_play.finished.evaluate.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
-from sft_play.finished.evaluate.metrics import Metric, metrics_named
 from sft_play.finished.evaluate.score import batch_tokens, compute_dtype, score_rows
 from sft_play.finished.load import continued_by, of_each_model
 from sft_play.finished.run import FinishedRun, next_line

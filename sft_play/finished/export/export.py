@@ -1,27 +1,51 @@
-"""`make export`: a finished run as a GGUF, for Ollama, or as the folder that vLLM serves. Adapters are merged first."""
+"""`make export`: a finished run as a GGUF, for Ollama, or as the folder that vLLM serves. Adapters are merged first.
+
+llama.cpp's converter writes the GGUF; what it would guess of the tokenizer is given to it (the pre-tokenizer, whether a
+prompt begins with BOS, the tokens that end an answer), and afterwards the file is read back: its chat template and the
+token ids of prompts have to be those of training.
+"""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import replace as with_changes
 from pathlib import Path
+from typing import Any
 
 from sft_play.diagnose import engines
-from sft_play.errors import RunFolderError
+from sft_play.errors import ConfigError, DataError, ModelError, RunFolderError, TokenizerError
 from sft_play.facts.models.architecture import local_folder
-from sft_play.finished.export.export_gguf import write_gguf
-from sft_play.finished.export.exported import EXPORT, EXPORT_FILE, Exported, Format, Quant, WrittenExport, shell_word
-from sft_play.finished.export.llama_cpp import find_converter
+from sft_play.finished.export.exported import EXPORT, EXPORT_FILE, Exported, Format, Quant, shell_word
+from sft_play.finished.export.gguf_tokenizer import (
+    GgufTokenizer,
+    UnreadableTokenizer,
+    is_sentencepiece,
+    prefixes_space,
+    read_fields,
+    write_pieces,
+)
+from sft_play.finished.export.llama_cpp import Converter, convert, find_converter
 from sft_play.finished.export.merge import merge_record, merge_words, whole_model
-from sft_play.finished.export.prompts import Prompts
-from sft_play.finished.export.saved_configs import write_generation_config
-from sft_play.finished.run import FinishedRun, text_only_of
-from sft_play.finished.writing import built_folder
+from sft_play.finished.export.ollama import modelfile_of
+from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
+from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, write_generation_config
+from sft_play.finished.load import held_out
+from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, text_only_of, weight_files
+from sft_play.finished.writing import built_folder, require_space
 from sft_play.runs.files import write_json
 from sft_play.training.prepare.quiet import quiet_libraries
+
+logger = logging.getLogger(__name__)
+
+_LOSSLESS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
+"""By the dtype of the weights as safetensors names it; other dtypes have no lossless one here."""
+_LARGEST_F16 = 65_504.0
 
 
 def export_run(
@@ -59,14 +83,15 @@ def export_run(
         if converter is None:
             written = _write_folder(run, model, building, target)
         else:
-            written = write_gguf(run, model, building, target, converter, quant=quant, format=format)
-        merged = merge_record(model)  # what the weights are made of travels with them
-        write_json(building / EXPORT_FILE, {**written.record, **({"merge": merged} if merged else {})})
-    written = with_changes(written, notes=(*text_only_of(run), *written.notes))
-    seconds = time.monotonic() - started
-    return Exported(
-        run.folder.path, format, target, written, is_adapter=run.is_adapter, seconds=seconds, merge=merge_words(model)
-    )  # fmt: skip
+            written = _write_gguf(run, model, building, target, converter, quant=quant, format=format)
+        made_of = {
+            "run": run.folder.path.name, "model": model.name, "quant": written.quant, "converter": written.converter,
+            "file": written.file.name if written.file else None,
+            "merge": merge_record(model) or None,  # what the weights are made of travels with them
+        }  # fmt: skip
+        write_json(building / EXPORT_FILE, {name: fact for name, fact in made_of.items() if fact is not None})
+    notes, seconds = (*text_only_of(run), *written.notes), time.monotonic() - started
+    return with_changes(written, notes=notes, merge=merge_words(model), seconds=seconds)
 
 
 def _require_target(target: Path, *, replace: bool) -> None:
@@ -83,7 +108,7 @@ def _require_target(target: Path, *, replace: bool) -> None:
 # --- vLLM -------------------------------------------------------------------------------------------------------------
 
 
-def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -> WrittenExport:
+def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -> Exported:
     """The whole model as a folder: files of `merged/` or `model/`, linked where the disk allows it."""
     prompts = Prompts(run, model)
     for file in model.iterdir():
@@ -103,7 +128,7 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
             f"vllm serve {shell_word(base)} --enable-lora --max-lora-rank {rank} "
             f"--lora-modules {shell_word(f'{name}={run.weights}')} --max-model-len {length}"
         )
-    return WrittenExport({"run": run.folder.path.name, "model": model.name}, size, tuple(commands))
+    return Exported(run.folder.path, "vllm", target, size, tuple(commands), run.is_adapter)
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -119,3 +144,201 @@ def _link_or_copy(source: Path, target: Path) -> None:
         else:
             return
     shutil.copyfile(source, target)
+
+
+# --- GGUF, with a Modelfile for Ollama where it is asked for ----------------------------------------------------------
+
+
+def _write_gguf(
+    run: FinishedRun,
+    model: Path,
+    building: Path,
+    target: Path,
+    converter: Converter,
+    *,
+    quant: Quant | None,
+    format: Format,
+) -> Exported:
+    """Convert the folder `model` into `building`, which becomes `target`; with a Modelfile for Ollama.
+
+    Raises:
+        ConfigError: `quant` cannot hold the weights, or the disk is too small.
+        BackendError: the converter failed.
+        TokenizerError: the file's tokenizer is not training's, or the chat template cannot be written as a Modelfile's.
+    """
+    chosen = _quant(model, quant)
+    prompts = Prompts(run, model)
+    name = run.folder.path.name
+    file = building / f"{name}-{chosen}.gguf"
+    needed = sum(weights.stat().st_size for weights in weight_files(model))
+    require_space(building, needed, "the GGUF needs up to")
+    staged = building / ".model"
+    _stage(run, model, prompts.tokenizer, staged)
+    vocabulary, pre = _vocabulary(prompts, converter)
+    told: tuple[str, ...] = ()
+    if format == "ollama":
+        text, told = modelfile_of(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]))
+        (building / "Modelfile").write_text(text, encoding="utf-8")
+    convert(converter, staged, file, quant=chosen, name=name, vocabulary=json.dumps(vocabulary))
+    shutil.rmtree(staged)
+    checked, notes = _check_file(run, file, prompts, converter, vocabulary)
+    notes = (*notes, *_engine_notes(prompts))
+    fields = read_fields(file)
+    served = target / file.name
+    own = shell_word(name.lower())
+    command = (
+        f"ollama create {own} -f {shell_word(target / 'Modelfile')} && ollama run {own}"
+        if format == "ollama" else f"llama-server --jinja -m {shell_word(served)}"
+    )  # fmt: skip
+    return Exported(
+        run.folder.path, format, target, file.stat().st_size, (command,), run.is_adapter, (*notes, *told), served,
+        chosen, converter.version, str(fields.get("tokenizer.ggml.pre", pre)), checked,
+    )  # fmt: skip
+
+
+def _quant(model: Path, given: Quant | None) -> Quant:
+    """How the file stores weights; raises ConfigError where f16 would make them infinite."""
+    counts: dict[str, int] = {}
+    for _, shape, dtype in tensor_shapes(model).values():
+        counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
+    own = max(counts, key=lambda dtype: counts[dtype])
+    quant = given or _LOSSLESS.get(own)
+    if quant is None:
+        raise ConfigError(f"the weights in {model} are {own}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
+    if quant == "f16" and own != "F16":
+        name = _beyond_f16(model)
+        if name is not None:
+            raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
+    return quant
+
+
+def _beyond_f16(model: Path) -> str | None:
+    from safetensors import safe_open
+
+    for file in weight_files(model):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+                tensor = tensors.get_tensor(name)
+                if tensor.is_floating_point() and tensor.numel() and float(tensor.abs().max()) > _LARGEST_F16:
+                    return str(name)
+    return None
+
+
+def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
+    """A folder as the converter wants it: links to the model's files, with the base's SentencePiece file, which
+    transformers does not write again (or one that is made of tokenizer.json), and the added tokens where the converter
+    looks for them."""
+    staged.mkdir()
+    for file in model.iterdir():
+        if file.is_file():
+            (staged / file.name).symlink_to(file.resolve())
+    pieces = _base_files(run, model) / "tokenizer.model"
+    own = staged / "tokenizer.model"
+    if pieces.is_file() and not own.exists():
+        own.symlink_to(pieces.resolve())
+    if not own.exists() and is_sentencepiece(tokenizer):
+        write_pieces(tokenizer, own)
+    # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
+    path = staged / "tokenizer_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    added = {
+        str(number): {"content": token.content, "special": token.special, "normalized": token.normalized}
+        for number, token in tokenizer.added_tokens_decoder.items()
+    }
+    path.unlink(missing_ok=True)  # a link: writing through it would change the model's own file
+    path.write_text(json.dumps({"added_tokens_decoder": added, **settings}, indent=2) + "\n", encoding="utf-8")
+
+
+def _base_files(run: FinishedRun, model: Path) -> Path:
+    """The folder of the base's files; that of the model itself where the base is gone and not needed."""
+    try:
+        return base_folder(run)
+    except ModelError:
+        if run.is_adapter:
+            raise
+        return model
+
+
+def _vocabulary(prompts: Prompts, converter: Converter) -> tuple[dict[str, Any], str | None]:
+    """What the converter is told about the tokenizer, and the pre-tokenizer that was proven equal to it."""
+    tokenizer = prompts.tokenizer
+    backend = tokenizer.backend_tokenizer
+    names = proven_names(backend, read_pre_tokenizers(converter.vocabularies), probe_texts())
+    pre = names[0] if names else None
+    own = tokenizer.eos_token_id
+    # a GGUF has three places for tokens that end an answer (eos, eot, eom): the template's end of turn must have one
+    others = [token for token in prompts.stops if token != own]
+    others.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
+    kinds = ("eos", "eot", "eom") if own is not None else ("eot", "eom")
+    ids = dict(zip(kinds, ([own] if own is not None else []) + others, strict=False))
+    prefix = prefixes_space(tokenizer) if is_sentencepiece(tokenizer) else None
+    return {"pre": pre, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": prefix}, pre
+
+
+def _check_file(
+    run: FinishedRun, file: Path, prompts: Prompts, converter: Converter, vocabulary: dict[str, Any]
+) -> tuple[int, tuple[str, ...]]:
+    """Compare what the file says of the tokenizer with training; the number of prompts compared, and notes.
+
+    Raises:
+        TokenizerError: it is another tokenizer, or another chat template.
+    """
+    fields = read_fields(file)
+    if prompts.template is not None and fields.get("tokenizer.chat_template") != prompts.template:
+        raise TokenizerError(f"{converter.version} wrote another chat template into the GGUF than the one trained with")
+    wanted, written = vocabulary["add_bos"], bool(fields.get("tokenizer.ggml.add_bos_token"))
+    if wanted is not None and written != wanted:
+        what = "lack the BOS that they had" if wanted else "begin with a BOS that they did not have"
+        raise TokenizerError(f"{converter.version} wrote add_bos_token={written}: prompts would {what} in training")
+    try:
+        own = GgufTokenizer(fields, read_pre_tokenizers(converter.vocabularies))
+    except UnreadableTokenizer as error:
+        return 0, (f"Tokenizer: {error}; make export-test reads it where llama-cpp-python is installed",)
+    asked = _some_prompts(run, prompts)
+    for one in asked:
+        ids = own.encode(one.text)
+        if ids != one.ids:
+            raise TokenizerError(
+                f"the GGUF's tokenizer ({own.kind}, {own.pre}) is not the one that was trained with: "
+                f"{_first_difference(one, ids, prompts.tokenizer)}. llama.cpp cannot run this tokenizer as it is; "
+                f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
+            )
+    stops = set(prompts.stops) - own.stop_ids
+    lost = ", ".join(prompts.tokenizer.convert_ids_to_tokens(sorted(stops)))
+    return len(asked), ((f"Stop tokens that a GGUF has no place for: {lost}",) if stops else ())
+
+
+def _engine_notes(prompts: Prompts) -> list[str]:
+    """What llama.cpp reads otherwise than training did, in texts that no prompt of the comparison has."""
+    encode = prompts.tokenizer.backend_tokenizer.encode
+    whole, parts = (encode(text, add_special_tokens=False).ids for text in ("\u00e9", "e\u0301"))
+    notes = []
+    if whole == parts:
+        notes.append(
+            "llama.cpp does not normalise Unicode, and this tokenizer does (NFC): an accent that is typed as a "
+            "character of its own becomes other tokens there than in training"
+        )
+    if not prompts.is_text:
+        notes.append(
+            f"llama.cpp reads the name of a special token in a user's text (such as {prompts.end_of_turn.strip()}) as "
+            "that token; in training it was text"
+        )
+    return notes
+
+
+def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[PairedPrompt]:
+    """Prompts of the run's own rows, where its data is still there, and of probe conversations."""
+    probing = prompts.of_probes()
+    try:
+        return [*prompts.of_rows(held_out(run).split, CHECKED_ROWS), *probing]
+    except DataError as error:
+        logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
+        return probing
+
+
+def _first_difference(one: PairedPrompt, ids: Sequence[int], tokenizer: Any) -> str:
+    place = next(
+        (place for place, (a, b) in enumerate(zip(one.ids, ids, strict=False)) if a != b), min(len(one.ids), len(ids))
+    )
+    trained, here = (tokenizer.convert_ids_to_tokens(list(some)[place : place + 4]) for some in (one.ids, ids))
+    return f"token {place} of a prompt begins {trained} in training and {here} in the file"

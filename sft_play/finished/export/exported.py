@@ -19,67 +19,55 @@ EXPORT_FILE = "export.json"
 
 
 @dataclass(frozen=True)
-class WrittenExport:
-    """What a format's own code wrote into the folder."""
+class Exported:
+    """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts` are of a GGUF."""
 
-    record: dict[str, str]
-    """For `EXPORT_FILE`."""
+    run: Path
+    format: Format
+    path: Path
     bytes: int
     commands: tuple[str, ...]
     """What serves it."""
+    is_adapter: bool
+    """Whether the run's model had to be merged."""
     notes: tuple[str, ...] = ()
     file: Path | None = None
-    """The GGUF, where the format has one; the four that follow concern it."""
     quant: Quant | None = None
     converter: str | None = None
     pre_tokenizer: str | None = None
     prompts: int = 0
     """Prompts whose token ids by the file's own tokenizer were seen to be those of training."""
-
-
-@dataclass(frozen=True)
-class Exported:
-    """What `export_run` wrote."""
-
-    run: Path
-    format: Format
-    path: Path
-    written: WrittenExport
-    is_adapter: bool
-    """Whether the run's model had to be merged."""
-    seconds: float
     merge: str | None = None
     """What was merged, and whether merge-test passed, in words."""
+    seconds: float = 0.0
 
     ok = True
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        one = self.written
         return {
             "ok": True, "run": str(self.run), "format": self.format, "path": str(self.path),
-            "file": str(one.file) if one.file else None, "quant": one.quant, "bytes": one.bytes,
-            "converter": one.converter, "pre_tokenizer": one.pre_tokenizer, "prompts_checked": one.prompts,
-            "commands": list(one.commands), "notes": list(one.notes), "merge": self.merge,
+            "file": str(self.file) if self.file else None, "quant": self.quant, "bytes": self.bytes,
+            "converter": self.converter, "pre_tokenizer": self.pre_tokenizer, "prompts_checked": self.prompts,
+            "commands": list(self.commands), "notes": list(self.notes), "merge": self.merge,
             "wall_s": round(self.seconds, 2),
         }  # fmt: skip
 
     def lines(self) -> list[str]:
         """In words."""
-        one = self.written
-        lines = [*([self.merge] if self.merge else []), *one.notes]
-        if one.file is not None:
+        lines = [*([self.merge] if self.merge else []), *self.notes]
+        if self.file is not None:
             lines.append(
-                f"Tokenizer: {one.pre_tokenizer}; its ids of {one.prompts} prompts are those of training"
-                if one.prompts else "Tokenizer: not compared"
+                f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts} prompts are those of training"
+                if self.prompts else "Tokenizer: not compared"
             )  # fmt: skip
-        what = f"{one.quant}, " if one.quant else ""
+        what = f"{self.quant}, " if self.quant else ""
         lines.append(
-            f"Written to: {one.file or self.path} ({what}{gib(one.bytes, digits=2)} GiB, {self.seconds:.0f} s)"
+            f"Written to: {self.file or self.path} ({what}{gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)"
         )
-        lines += [f"Serve: {command}" for command in one.commands]
+        lines += [f"Serve: {command}" for command in self.commands]
         elsewhere = {} if self.path == self.run / EXPORT / self.format else {"OUT": self.path}
-        if one.file is not None:
+        if self.file is not None:
             return [*lines, next_line("export-test", RUN=self.run, **elsewhere)]
         if self.is_adapter:
             return [*lines, next_line("merge-test", RUN=self.run)]

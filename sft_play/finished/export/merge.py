@@ -11,7 +11,9 @@ relative sizes are measured on the way: the rounding, and what the adapter chang
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import shutil
 import time
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,14 +25,15 @@ import torch
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.adapted_model import AdaptedModel, Base, Sizes
 from sft_play.finished.export.merged_weights import MergedWeights
-from sft_play.finished.export.saved_configs import card_facts, write_configs
+from sft_play.finished.export.prompts import write_generation_config
 from sft_play.finished.run import FinishedRun, base_folder, next_line, text_only_of
 from sft_play.finished.writing import built_folder, require_space
 from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.locking import lock
-from sft_play.training.checkpoints.card import write_card
+from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
 from sft_play.training.model.model_loading import weights_facts
+from sft_play.training.prepare.model_spec import ModelSpec
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib
 
@@ -145,7 +148,7 @@ def merge_run(
     with built_folder(target) as building:
         require_space(building, weights.most_bytes, "the merged model needs")
         weights.write(building, file_bytes)
-        stops = write_configs(adapted, folder, building, weights.dtype)
+        stops = _write_configs(adapted, folder, building, weights.dtype)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
         _write_record(building, run, base=adapted.base, dtype=short)
@@ -154,6 +157,42 @@ def merge_run(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
         adapted.sizes, size, weights.is_streamed, time.monotonic() - started, text_only_of(run),
     )  # fmt: skip
+
+
+def card_facts(
+    run: FinishedRun, model_spec: ModelSpec, stop: list[int], *, kind: Kind = "merged", dtype: str = ""
+) -> CardFacts:
+    """What the card of a finished run's weights says; `dtype` is a merged model's."""
+    summary = read_json(run.folder.path / "summary.json")  # the card has fewer lines without one
+    return CardFacts(
+        kind=kind, name=run.folder.path.name, config=run.config, plan=run.plan(), model_spec=model_spec,
+        manifest=run.manifest, summary=summary, stop=stop, dtype=dtype,
+    )  # fmt: skip
+
+
+def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch.dtype) -> list[int]:
+    """config.json, generation config with the stop tokens of training, tokenizer, template and the model's own code.
+
+    Returns the stop tokens.
+    """
+    if adapted.model_spec.is_text_tower:  # the base's config.json is of the whole model, images and all
+        adapted.plain.config.save_pretrained(folder)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config["architectures"] = [type(adapted.plain).__name__]
+    else:
+        config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # what transformers 4 called `dtype`
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if adapted.untied:
+        config["tie_word_embeddings"] = False
+    if adapted.model_spec.resize_to is not None:
+        config["vocab_size"] = adapted.model_spec.resize_to
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    adapted.tokenizer.save_pretrained(folder)
+    stops = write_generation_config(adapted.run, adapted.tokenizer, base, folder)
+    for file in base.glob("*.py"):  # code of the model's own, which config.json's auto_map names
+        shutil.copyfile(file, folder / file.name)
+    return stops
 
 
 def merged_model(run: FinishedRun) -> Path | None:

@@ -5,6 +5,7 @@ Training's are token ids of its own renderer. An engine has the folder's chat te
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,10 +18,11 @@ from sft_play.data.build.splits import Split
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import TokenizerError
-from sft_play.finished.export.saved_configs import stop_tokens
 from sft_play.finished.load import evenly_spaced, renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import read_json
+from sft_play.training.checkpoints.model_saving import set_stop_tokens
+from sft_play.training.measure.exact_match import Configured, stop_ids
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 CHECKED_ROWS = 32
@@ -172,3 +174,21 @@ def probes() -> list[list[dict[str, str]]]:
         ][:-1]
         conversations += [asked, [{"role": "system", "content": "You are terse."}, *asked]]
     return conversations
+
+
+def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, folder: Path) -> list[int]:
+    """Write the generation config of the model in `source`, with the stop tokens of training, into `folder`.
+
+    Returns the stop tokens.
+    """
+    generation = source / "generation_config.json"
+    settings = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    stops = stop_tokens(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
+    set_stop_tokens(folder, stops, tokenizer.pad_token_id, of=source)
+    return stops
+
+
+def stop_tokens(run: FinishedRun, tokenizer: Any, of_base: Configured) -> list[int]:
+    """Tokens that end an answer as the run was trained: the base's own, and what ends an assistant's turn."""
+    return stop_ids(run.config.task_mode, tokenizer, renderer_of(run, tokenizer), of_base)

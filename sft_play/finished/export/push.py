@@ -231,8 +231,7 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text and "[More Information Needed]" not in text:
         return text
-    from sft_play.finished.export.merge import MERGED
-    from sft_play.finished.export.saved_configs import card_facts
+    from sft_play.finished.export.merge import MERGED, card_facts
     from sft_play.finished.load import renderer_of
     from sft_play.training.prepare.model_spec import build_model_spec
     from sft_play.training.prepare.tokenizer import load_tokenizer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.text import lines_of, table_of
+from sft_play.diagnose.pages import lines_of, table_of
 from sft_play.errors import ConfigError
 from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, Screen, draw_charts, plot_lines
 from sft_play.finished.report.page import Section, Table, page, write_page

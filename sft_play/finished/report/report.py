@@ -1,25 +1,44 @@
-"""`make report`: one page about a run, from what its folder records; nothing is measured or computed a second time."""
+"""`make report`: one page about a run, from what its folder records; nothing is measured or computed a second time.
+
+Its sections, in their order: how it ended, curves, the plan beside what was measured, answers, settings, machine, data,
+and how to reproduce it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.diagnose.memory_check import prediction_of
 from sft_play.errors import SftPlayError
 from sft_play.finished.report.charts import NotDrawn, Screen, charts_of, draw_charts, plot_lines
-from sft_play.finished.report.page import page, write_page
-from sft_play.finished.report.record import Record, lead_of, read_record
-from sft_play.finished.report.report_sections import sections_of
+from sft_play.finished.report.page import AnsweredQuestion, Section, Table, page, write_page
+from sft_play.finished.report.record import (
+    Record,
+    RunPart,
+    duration,
+    lead_of,
+    off_by,
+    predicted_and_measured,
+    read_record,
+    settings_of,
+    size,
+)
 from sft_play.finished.run import next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
+from sft_play.starter.names import shown_name
+from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
+MOST_WARNINGS = 60
 REPORT = "report.html"
 """In a run folder: its report."""
 
@@ -123,3 +142,249 @@ def report_at_end(folder: RunFolder) -> None:
         "The report was not written: %s: %s; make report RUN=%s writes it",
         type(problem).__name__, one_line(str(problem)), folder.path,
     )  # fmt: skip
+
+
+# --- the sections -----------------------------------------------------------------------------------------------------
+
+
+def sections_of(record: Record, charts: Sequence[tuple[str, str]], problem: str | None) -> Iterator[Section]:
+    """The parts of the page, in their order; some may be empty."""
+    error = record.manifest.get("error")
+    yield Section("How it ended", items=[str(error)] if error and record.status == "failed" else [])
+    yield Section("Warnings", items=_first_warnings(record.warnings))
+    yield Section("Curves", charts=charts, items=[problem] if problem else [])
+    yield _against_plan(record)
+    yield Section("Answers before and after", samples=samples_of(record.summary.get("samples")))
+    yield Section("What was run", pairs=[pair for pair in _what(record) if pair[1]], folded=_decisions(record))
+    yield Section("On what", pairs=[pair for pair in _machine(record.manifest) if pair[1]])
+    yield _data(record.manifest)
+    yield _reproduce(record)
+
+
+def _first_warnings(warnings: Sequence[str]) -> list[str]:
+    more = len(warnings) - MOST_WARNINGS
+    return [*warnings[:MOST_WARNINGS], *([f"and {more} more in train.log"] if more > 0 else [])]
+
+
+def _against_plan(record: Record) -> Section:
+    tables, notes, folded = [], [], []
+    for part in record.parts:
+        named = f"{part.name}: " if part.name else ""
+        rows = [*_memory_rows(part), *_speed_rows(part)]
+        if rows:
+            tables.append(Table((f"{named}predicted against measured", "predicted", "measured", "difference"), rows))
+        terms = _terms(part, record)
+        text = "\n".join(f"{name:<24}{shown:>12}" for name, shown in terms)
+        folded += [(f"{named}the parts of the predicted peak of a rank", text)] if terms else []
+    if tables and not record.parts[0].on_gpu:
+        notes.append(
+            "On a CPU the memory is that which the process has resident, above what Python and the libraries held "
+            "before the run."
+        )
+    if tables:
+        notes.append("Speed and time are predicted for rows of full length unless the plan knew their lengths.")
+    return Section("Predicted and measured", tables=tables, notes=notes, folded=folded)
+
+
+def _memory_rows(part: RunPart) -> list[tuple[str, ...]]:
+    """Peaks of one rank by moment, the highest of all ranks measured."""
+    rows: list[tuple[str, ...]] = []
+    loading = part.summary.get("loading") or {}
+    if loading.get("predicted_device") is not None:
+        measured = max(loading.get("device_by_rank") or [], default=None)
+        rows.append(_memory_row("memory while loading", loading["predicted_device"], measured, part.on_gpu))
+    moments = part.summary.get("peak_bytes_by_moment") or {}
+    for moment, peak in moments.items():
+        measured = peak.get("measured_allocated") if part.on_gpu else peak.get("measured_rss")
+        rows.append(_memory_row(f"memory in {moment}", peak.get("predicted_allocated"), measured, part.on_gpu))
+    if not moments:  # of a run that has not ended the plan's figures alone: peaks by moment are in its summary
+        planned = part.plan.get("peak_bytes") or {}
+        for moment in ("load", "step", "evaluate", "generate", "save"):
+            if planned.get(moment) is not None and part.on_gpu:
+                rows.append((f"memory, {moment}", size(planned[moment]), "-", ""))
+    kind, predicted, measured = predicted_and_measured(part)
+    if predicted is not None:
+        label = f"training peak, {kind}{'' if part.summary else ' so far'}"
+        rows.append((label, size(predicted), size(measured), off_by(predicted, measured)))
+    ranks = [value * GIB for key, value in part.last.items() if key.startswith("memory_peak_gib_rank_")]
+    if ranks:
+        rows.append((f"training peak of {len(ranks)} ranks, lowest to highest", "-",
+                     f"{size(min(ranks))} to {size(max(ranks))}", ""))  # fmt: skip
+    return rows
+
+
+def _memory_row(label: str, predicted: int | None, measured: int | None, on_gpu: bool) -> tuple[str, ...]:
+    """On a CPU without the prediction, which is of tensors alone, where resident memory is measured."""
+    if not on_gpu:
+        return label, "-", size(measured), ""
+    return label, size(predicted), size(measured), off_by(predicted, measured)
+
+
+def _speed_rows(part: RunPart) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    known = part.plan.get("speed_known")
+    predicted = part.summary.get("predicted_tokens_per_s", part.plan.get("tokens_per_s") if known else None)
+    speed = part.tokens_per_s
+    if speed is not None:
+        shown = f"{predicted:,.0f}" if predicted else "-"
+        rows.append(("tokens/s in training", shown, f"{speed:,.0f}", off_by(predicted, speed)))
+    hours = (part.plan.get("run") or {}).get("hours")
+    seconds = hours * 3600 if isinstance(hours, (int, float)) else None
+    if part.training_s is not None:
+        # of a run that stopped early the plan's time, which is that of all steps, has nothing to be compared with
+        is_whole = part.steps == (part.plan.get("run") or {}).get("steps")
+        difference = off_by(seconds, part.training_s) if is_whole else ""
+        rows.append(("time of all steps" if is_whole else f"time of {part.steps:,} steps, of all predicted",
+                     duration(seconds), duration(part.training_s), difference))  # fmt: skip
+    if part.summary.get("wall_s"):
+        rows.append(("wall time, with loading, evaluation and saving", "-", duration(part.summary["wall_s"]), ""))
+    if part.curves.get("mfu"):
+        values = [value for _, value in part.curves["mfu"]]
+        planned = part.plan.get("mfu")
+        rows.append(("model FLOP utilisation", f"{planned:.1%}" if planned else "-",
+                     f"{sum(values) / len(values):.1%}", ""))  # fmt: skip
+    return rows
+
+
+def _terms(part: RunPart, record: Record) -> list[tuple[str, str]]:
+    """What the plan's peak is made of."""
+    prediction = prediction_of(record.folder.of_stage(part.name) if part.name else record.folder)
+    if prediction is None:
+        return []
+    rows = [(name.replace("_", " "), size(count)) for name, count in prediction.terms.items() if count]
+    word = "reserved" if prediction.on_gpu else "resident"
+    return [
+        *rows, ("= allocated", size(prediction.allocated)), (f"= {word}", size(prediction.reserved)),
+        ("+ margin", size(prediction.margin)), ("= needed", size(prediction.required)),
+    ]  # fmt: skip
+
+
+def samples_of(samples: Any) -> list[AnsweredQuestion]:
+    """The questions of a summary with the answers of both models."""
+    if not isinstance(samples, list):
+        return []
+    shown = []
+    for sample in samples:
+        right = bool(sample.get("right"))
+        answers = [] if sample.get("before") is None else [("before", str(sample["before"]), "")]
+        answers.append(("after", f"{sample.get('after')}", "good" if right else "bad"))
+        if not right:
+            answers.append(("expected", str(sample.get("expected")), ""))
+        shown.append(AnsweredQuestion(str(sample.get("asked")), answers))
+    return shown
+
+
+def _what(record: Record) -> Iterator[tuple[str, str]]:
+    settings, manifest = record.settings, record.manifest
+    part = record.parts[-1]
+    plan, train = part.plan, part.settings.get("train") or settings.get("train") or {}
+    model, tuning = settings.get("model") or {}, settings.get("tuning") or {}
+    lora = tuning.get("lora") or {}
+    # a digest of local files, or the commit of a hub model
+    weights = ((manifest.get("data") or {}).get("weights") or {}).get("sha256")
+    yield "model", shown_name(str(model.get("name", ""))) + (f" (weights {str(weights)[:12]})" if weights else "")
+    params = plan.get("model_params")
+    yield "parameters", f"{params:,}" if params else ""
+    adapter = f", r {lora.get('r')}, alpha {lora.get('alpha')}" if tuning.get("mode") in ("lora", "qlora") else ""
+    yield "training", f"{settings.get('task_mode', '')}, {tuning.get('mode', '')}{adapter}"
+    yield "stages", ", ".join(f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name)
+    yield "precision", str((plan.get("precision") or {}).get("reason", ""))
+    if plan:
+        batch = f"micro {plan.get('micro_batch')} x accum {plan.get('grad_accum')}"
+        ranks = plan.get("ranks")
+        over = f" over {ranks} ranks" if ranks != 1 else ""
+        yield "layout", f"{plan.get('layout')}{over}, {batch} = effective {plan.get('effective_batch')}"
+        yield "rows", f"at most {plan.get('max_seq_len')} tokens"
+        checkpointing = str(plan.get("gradient_checkpointing", ""))
+        yield "checkpointing", {"True": "all layers", "False": "off"}.get(checkpointing, checkpointing)
+    rate = max((value for _, value in part.curves.get("learning_rate", ())), default=None)
+    highest = f", learning rate up to {rate:g}" if rate is not None else ""
+    yield "optimizer", f"{train.get('optim')}{highest}, {train.get('lr_scheduler_type')}" if train else ""
+    yield "seed", str(manifest.get("seed", ""))
+    yield "backend", str(manifest.get("backend", ""))
+    resumed = manifest.get("resumed") or []
+    again = f", resumed {', '.join(str(time) for time in resumed)}" if resumed else ""
+    yield "started", f"{manifest.get('started', '')}{again}"
+    yield "ended", str(manifest.get("ended", ""))
+    yield "weights", str(record.summary.get("model_path") or "")
+    yield "run folder", str(record.folder.path.absolute())
+
+
+def _decisions(record: Record) -> list[tuple[str, str]]:
+    choices = record.manifest.get("choices") or record.parts[0].plan.get("reasons") or []
+    settings = settings_of(record.settings)
+    listed = "\n".join(f"{key}: {_value(value)}" for key, value in settings.items())
+    folded = [("What was decided, and why", "\n".join(map(str, choices)))] if choices else []
+    return [*folded, *([("Every setting", listed)] if listed else [])]
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _machine(manifest: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    hardware, versions = manifest.get("hardware") or {}, dict(manifest.get("versions") or {})
+    gpus = [f"{gpu.get('name')} ({size(gpu.get('total_bytes'))})" for gpu in hardware.get("gpus") or []]
+    yield "GPUs", ", ".join(f"{gpus.count(gpu)} x {gpu}" for gpu in dict.fromkeys(gpus)) or ("none" if hardware else "")
+    if hardware:
+        yield "CPU", f"{hardware.get('cpu_name')}, {hardware.get('cpu_cores')} cores"
+        yield "RAM", size(hardware.get("ram_bytes"))
+        nodes = hardware.get("nodes") or 1
+        yield "nodes", str(nodes) if nodes > 1 else ""
+    yield "platform", str(versions.pop("platform", ""))
+    yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    git = manifest.get("git") or {}
+    dirty = ", with changes that were not committed" if git.get("dirty") else ""
+    yield "code", f"commit {str(git['commit'])[:12]} ({git.get('branch')}){dirty}" if git.get("commit") else ""
+
+
+def _data(manifest: Mapping[str, Any]) -> Section:
+    rows, folded = [], []
+    for name, facts in (manifest.get("data") or {}).items():
+        told = facts.get("report") if isinstance(facts, dict) else None
+        if not isinstance(told, dict):
+            continue
+        tokens, trained = told.get("tokens") or 0, told.get("tokens_trained") or 0
+        left_out = sum(count for count in (told.get("dropped") or {}).values() if isinstance(count, int))
+        share = f" ({trained / tokens:.0%})" if tokens else ""
+        rows.append((
+            name, f"{told.get('rows_kept', 0):,}", f"{left_out:,}", f"{told.get('rows_cut', 0):,}", f"{tokens:,}",
+            f"{trained:,}{share}",
+        ))  # fmt: skip
+        digest = f"\nsha256 {facts['sha256']}" if facts.get("sha256") else ""
+        more = {key: value for key, value in told.items() if value not in (0, 0.0, {}, None, "")}  # what happened
+        text = "\n".join(f"{key}: {_value(value)}" for key, value in more.items())
+        folded.append((f"{name}: {facts.get('path') or told.get('source')}", f"{text}{digest}"))
+    heads = ("rows of", "kept", "left out", "cut", "tokens", "trained")
+    return Section("Data", tables=[Table(heads, rows)] if rows else [], folded=folded)
+
+
+def _reproduce(record: Record) -> Section:
+    """The command that started the run, and the files that it read."""
+    manifest = record.manifest
+    config = manifest.get("config_path")
+    if not config:
+        return Section("How to reproduce it")
+    layout, processes = manifest.get("layout"), manifest.get("processes") or 1
+    words = ["make", "train", f"CONFIG={config}"]
+    if processes > 1:
+        words = ["make", "train-distributed", f"CONFIG={config}", f"NPROC={processes}", f"STRATEGY={layout}"]
+    # without the name, which is taken by this run
+    overrides = [str(word) for word in manifest.get("overrides") or () if not str(word).startswith("output.name=")]
+    commit = (manifest.get("git") or {}).get("commit")
+    commands = [*([f"git checkout {commit}"] if commit else []), shlex.join(words) + _set_words(overrides)]
+    path = record.folder.path / "config.yaml"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return Section(
+        "How to reproduce it",
+        commands="\n".join([*commands, f"make reproduce RUN={record.folder.quoted}"]),
+        folded=[("config.yaml, as given", text)] if text else [],
+    )
+
+
+def _set_words(overrides: Sequence[str]) -> str:
+    """` SET=…` for a shell, in double quotes where no character has a meaning there."""
+    if not overrides:
+        return ""
+    text = shlex.join(overrides)
+    return f" SET={shlex.quote(text)}" if set(text) & set('$`!"\\') else f' SET="{text}"'

@@ -1,1 +1,0 @@
-"""Runs are listed, pruned and trained again."""
