@@ -92,8 +92,8 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     build, dtype, lora, quant, written = KINDS[kind]
     run = run_of(tmp_path, build(), dtype=dtype, **lora)
     exported = export_run(run, "gguf", quant=quant)
-    assert exported.written.quant == written
-    assert exported.written.prompts > 10
+    assert exported.quant == written
+    assert exported.prompts_checked > 10
     tested = export_test(run, rows=6)
     assert tested.ok, "\n".join(tested.lines())
     assert tested.weights.equal == tested.weights.tensors > 15
@@ -111,7 +111,7 @@ def exported(tmp_path_factory):
     converter()
     folder = tmp_path_factory.mktemp("exported")
     run = run_of(folder, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS))
-    return run, export_run(run, "gguf").written.file
+    return run, export_run(run, "gguf").file
 
 
 def test_a_lossless_export_answers_token_for_token(exported, tmp_path):
@@ -187,7 +187,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     run, _ = exported
     base = Path(run.config.model.name)
     other = find_finished(tmp_path, str(finished_run(tmp_path / "other", base, seed=1)))
-    file = export_run(other, "gguf").written.file
+    file = export_run(other, "gguf").file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
     assert wrong == {"Weights", "Answers of GGUF"}
@@ -341,8 +341,8 @@ def test_a_sentencepiece_tokenizer_without_its_own_file_is_exported_exactly(tmp_
     assert not (base / "tokenizer.model").exists()
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "gguf")
-    assert exported.written.prompts > 10
-    fields = read_fields(exported.written.file)
+    assert exported.prompts_checked > 10
+    fields = read_fields(exported.file)
     assert fields["tokenizer.ggml.model"] == "llama"
     own = GgufTokenizer(fields, {})
     assert fields["tokenizer.ggml.add_space_prefix"] is own._prefixes_space
@@ -452,7 +452,7 @@ def test_a_prompt_begins_with_bos_once_where_training_had_it_and_never_elsewhere
     tokenizer.save_pretrained(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama")
-    fields = read_fields(exported.written.file)
+    fields = read_fields(exported.file)
     assert fields["tokenizer.ggml.add_bos_token"] == (template == WITH_BOS)
     assert "<|endoftext|>" not in (exported.path / "Modelfile").read_text().partition("PARAMETER")[0]
     tested = export_test(run, rows=3)
@@ -600,8 +600,8 @@ def test_the_folder_for_vllm_is_a_whole_model_with_the_stop_tokens_of_training(t
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in (stops if isinstance(stops, list) else [stops])
     assert tokenizer.chat_template == CHATML
     assert AutoModelForCausalLM.from_pretrained(exported.path).config.vocab_size == 400
-    assert exported.written.commands[0].startswith(f"vllm serve {exported.path} ")
-    assert [("--max-lora-rank 8" in command) for command in exported.written.commands[1:]] == [True] * (mode == "lora")
+    assert exported.commands[0].startswith(f"vllm serve {exported.path} ")
+    assert [("--max-lora-rank 8" in command) for command in exported.commands[1:]] == [True] * (mode == "lora")
 
 
 def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
@@ -611,7 +611,7 @@ def test_commands_are_words_of_a_shell_where_a_path_has_a_space(tmp_path):
     base = make_base(folder / "the base", model("Llama", eos_token_id=0))
     run = find_finished(folder, str(finished_run(folder / "run 1", base)))
     target = folder / "run 1" / "export" / "vllm"
-    whole, lora = (shlex.split(one) for one in export_run(run, "vllm").written.commands)
+    whole, lora = (shlex.split(one) for one in export_run(run, "vllm").commands)
     assert whole[:5] == ["vllm", "serve", str(target), "--served-model-name", "run 1"]
     assert lora[:3] == ["vllm", "serve", str(base)]
     assert lora[lora.index("--lora-modules") + 1] == f"run 1={run.weights}"
@@ -653,8 +653,8 @@ def test_the_starters_model_and_tokenizer_pass(tmp_path):
     make_model().save_pretrained(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base)))
     exported = export_run(run, "ollama", quant="q8_0")
-    assert all(note.startswith("llama.cpp reads the name of a special token") for note in exported.written.notes)
-    assert exported.written.pre_tokenizer == "gpt-2"
+    assert all(note.startswith("llama.cpp reads the name of a special token") for note in exported.notes)
+    assert exported.pre_tokenizer == "gpt-2"
     assert 'PARAMETER stop "<|im_end|>"' in (exported.path / "Modelfile").read_text()
     tested = export_test(run, rows=4)
     assert tested.ok, "\n".join(tested.lines())

@@ -117,7 +117,7 @@ def test_prune_removes_what_is_named_and_nothing_else(tmp_path):
     sizes = {run.folder.path.name: run for run in list_runs(tmp_path).runs}
     chosen = to_prune(tmp_path, ["one"], "checkpoints")
     assert chosen == {one.path / "checkpoints": 1000} == {one.path / "checkpoints": sizes["one"].checkpoint_bytes}
-    assert prune(tmp_path, chosen).bytes == 1000
+    assert prune(tmp_path, chosen).freed_bytes == 1000
     assert not (one.path / "checkpoints").exists()
     assert one.manifest_path.is_file()
     with pytest.raises(RunFolderError, match="not finished"):

@@ -132,7 +132,7 @@ def test_the_merged_model_is_base_and_adapter(tmp_path, kind):
         one_by_one(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
     merged = merge_run(run, file_bytes=100_000)
-    assert merged.is_streamed
+    assert merged.streamed
     trained, whole = load_as_trained(run), load_folder(merged.path)
     with trained.disable_adapter():
         untrained = logits(trained)
@@ -200,16 +200,16 @@ def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, k
         one_by_one(base)
     run = find_finished(tmp_path, str(finished_run(tmp_path / "run", base, **lora)))
     merged = merge_run(run, dtype="fp32")
-    assert not merged.is_streamed
+    assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
     whole = load_folder(merged.path)
     assert whole.dtype == torch.float32
     torch.testing.assert_close(logits(whole), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
     monkeypatch.setattr(merged_weights, "_target_names", names)
     streamed = merge_run(run, dtype="fp32", out=tmp_path / "streamed")
-    assert streamed.is_streamed
+    assert streamed.streamed
     torch.testing.assert_close(logits(load_folder(streamed.path)), logits(whole), rtol=0, atol=0)
-    assert merged.is_untied == streamed.is_untied == ("tied" in kind)
+    assert merged.untied == streamed.untied == ("tied" in kind)
 
 
 def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypatch, caplog):
@@ -218,7 +218,7 @@ def test_names_that_the_class_does_not_know_are_never_written(tmp_path, monkeypa
     one_name = lambda self, key: key.replace(".experts.3.", ".experts.2.").replace(".1.mlp.gate.", ".1.router.")  # noqa: E731
     monkeypatch.setattr(merged_weights.MergedWeights, "_out_name", one_name)
     merged = merge_run(run)
-    assert not merged.is_streamed
+    assert not merged.streamed
     assert "whole model is loaded into RAM" in caplog.text
     torch.testing.assert_close(logits(load_folder(merged.path)), logits(load_as_trained(run)), rtol=1e-4, atol=1e-4)
 
@@ -292,15 +292,15 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     torch.testing.assert_close(logits(load_folder(dequantized.path)), expected, rtol=1e-3, atol=1e-3)
     assert (logits(load_folder(original.path)) - expected).abs().max() > 0.01
     # NF4's rounding is known: some 9% of normally distributed weights
-    assert dequantized.sizes.relative_rounding == pytest.approx(0.09, abs=0.02)
-    assert original.sizes.relative_rounding == dequantized.sizes.relative_rounding
+    assert dequantized.relative_quantization_error == pytest.approx(0.09, abs=0.02)
+    assert original.relative_quantization_error == dequantized.relative_quantization_error
     assert original.lines()[-1] == f"Next: make merge-test RUN={run.folder.path} OUT={original.path}"
     assert "merge-test has not been run" in str(merge_words(original.path))
     one, other = merge_test(run), merge_test(run, path=original.path)
     assert (merge_record(dequantized.path)["test"]["ok"], merge_record(original.path)["test"]["ok"]) == (True, False)
     assert one.ok
     assert not other.ok
-    assert one.divergence < other.divergence
+    assert one.kl_merged < other.kl_merged
     assert merge_test(run, path=base).ok is False
     assert not (base / "merge.json").exists()  # a folder that no merge wrote stays as it is
 

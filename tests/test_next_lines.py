@@ -56,23 +56,24 @@ def ship(*, reason: str = "") -> Any:
 
 
 def merge(path: Path = RUN / "merged") -> Any:
-    from sft_play.finished.export.adapted_model import Sizes
     from sft_play.finished.export.merge import Merged
 
-    return Merged(RUN, path, "bf16", None, 3, 0, False, Sizes(), 10, True, 1.0)
+    return Merged(RUN, path, "bf16", None, 3, 0, False, None, None, 10, True, 1.0)
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
     from sft_play.finished.export.check_merge import MergeTest
 
-    return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 0.0, 1.0, 1.0, 1.0, 2.0, 1e-6)
+    loss = {"adapter": 1.0, "merged": 1.0, "base": 2.0}
+    return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, 0.0, 1.0, loss)
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
     from sft_play.finished.export.exported import Exported
 
     written = path / file if file else None
-    return Exported(RUN, "gguf" if file else "vllm", path, 1, (), is_adapter, file=written)
+    merge = "Merged (bf16)" if is_adapter else None
+    return Exported(RUN, "gguf" if file else "vllm", path, 1, (), file=written, merge=merge)
 
 
 def export_test() -> Any:
@@ -107,9 +108,9 @@ def compare() -> Any:
 
 
 def reproduce(*differing: Any) -> Any:
-    from sft_play.finished.reproduce import Compared, Reproduced
+    from sft_play.finished.reproduce import Reproduced
 
-    return Reproduced(RUN, OTHER, "here", (), Compared(1, tuple(differing)), None, 1)
+    return Reproduced(RUN, OTHER, "here", (), 1, dict.fromkeys(differing, 0.1), None, 1)
 
 
 def runs(*, is_empty: bool = False) -> Any:
@@ -123,10 +124,9 @@ def runs(*, is_empty: bool = False) -> Any:
 def prune() -> Any:
     from sft_play.finished.listing import Pruned
 
-    return Pruned(RUN.parent, (RUN,), 10)
+    return Pruned((RUN,), 10)
 
 
-DIFFERENT = SimpleNamespace(name="weight", largest=0.1)
 ANSWERS: dict[str, list[tuple[Callable[[], Any], list[str]]]] = {
     "infer": [(infer, ["make", "eval", f"RUN={RUN}"])],
     "serve": [(serve, ["make", "push", f"RUN={RUN}", "REPO=user/name"])],
@@ -156,7 +156,7 @@ ANSWERS: dict[str, list[tuple[Callable[[], Any], list[str]]]] = {
     "compare": [(compare, ["make", "report", f"RUN={RUN}"])],
     "reproduce": [
         (reproduce, ["make", "prune", "RUNS=else where"]),
-        (lambda: reproduce(DIFFERENT), ["make", "compare", "RUNS=first else where"]),
+        (lambda: reproduce("weight"), ["make", "compare", "RUNS=first else where"]),
     ],
     "runs": [
         (runs, ["make", "report", f"RUN={RUN}"]),

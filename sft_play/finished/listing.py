@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
-from sft_play.finished.run import next_line
+from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import MANIFEST, RunFolder
@@ -186,12 +186,11 @@ def _age(started: datetime | None, now: datetime) -> str:
 
 
 @dataclass(frozen=True)
-class Pruned:
-    """What `prune` removed."""
+class Pruned(Outcome):
+    """What `prune` removed, and what could not be removed."""
 
-    output: Path
     removed: tuple[Path, ...]
-    bytes: int
+    freed_bytes: int
     kept: tuple[Path, ...] = ()
 
     @property
@@ -199,13 +198,13 @@ class Pruned:
         """Whether all of it was."""
         return not self.kept
 
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {"ok": self.ok, "removed": [str(path) for path in self.removed], "freed_bytes": self.bytes}
-
     def lines(self) -> list[str]:
         """In words."""
-        return [*(f"Removed: {path}" for path in self.removed), f"Freed: {size_of(self.bytes)}", next_line("runs")]
+        return [
+            *(f"Removed: {path}" for path in self.removed),
+            f"Freed: {size_of(self.freed_bytes)}",
+            next_line("runs"),
+        ]
 
 
 def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
@@ -258,9 +257,7 @@ def prune(output: Path, chosen: Mapping[Path, int]) -> Pruned:
     for path, size in chosen.items():
         folder = next(one for one in (path, *path.parents) if (one / MANIFEST).is_file() and one.parent == output)
         removed |= remove(RunFolder(folder), {path: size})
-    return Pruned(
-        output, tuple(removed), sum(removed.values()), kept=tuple(path for path in chosen if path not in removed)
-    )
+    return Pruned(tuple(removed), sum(removed.values()), tuple(path for path in chosen if path not in removed))
 
 
 def remove(folder: RunFolder, parts: Mapping[Path, int]) -> dict[Path, int]:

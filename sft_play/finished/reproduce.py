@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sft_play.config.adapter import WEIGHTS_FILE, adapter_folder
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import content_digest_of, data_paths
@@ -33,18 +34,20 @@ from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_fi
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
+from sft_play.runs.files import read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, versions
 from sft_play.runs.metrics import metric_lines
 from sft_play.runs.names import checked_name
 from sft_play.runs.resuming import given_deepspeed
+from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = "-reproduced"
 _OF_PLAN = (
-    *("layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv"),
-)
+    "layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv",
+)  # fmt: skip
 """What of a plan changes the numbers of a run."""
 
 
@@ -58,7 +61,9 @@ class Reproduced:
     """Where the code came from: in words."""
     told: tuple[str, ...]
     """What is not as the manifest says."""
-    weights: Compared
+    tensors: int
+    differing: Mapping[str, float]
+    """Tensors that are not equal bit for bit, with their largest difference, in the order of the files."""
     first_loss: tuple[str | None, int, float, float] | None
     """Stage, step and both values of the first logged loss that differs."""
     steps: int
@@ -66,17 +71,17 @@ class Reproduced:
     @property
     def ok(self) -> bool:
         """Whether every tensor is equal bit for bit."""
-        return not self.weights.differing
+        return not self.differing
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        first = self.weights.differing[0] if self.weights.differing else None
+        first = next(iter(self.differing.items()), None)
         stage, step, was, now = self.first_loss or (None, None, None, None)
         return {
             "ok": self.ok, "run": str(self.run), "path": str(self.path), "code": self.code,
-            "not_as_recorded": list(self.told), "tensors": self.weights.tensors,
-            "tensors_differing": len(self.weights.differing),
-            "first_differing": {"name": first.name, "max_diff": first.largest} if first else None,
+            "not_as_recorded": list(self.told), "tensors": self.tensors,
+            "tensors_differing": len(self.differing),
+            "first_differing": {"name": first[0], "max_diff": first[1]} if first else None,
             "losses_part": {"stage": stage, "step": step, "recorded": was, "now": now} if self.first_loss else None,
             "steps": self.steps,
         }  # fmt: skip
@@ -84,18 +89,18 @@ class Reproduced:
     def lines(self) -> list[str]:
         """In words."""
         lines = [f"Not as recorded: {line}" for line in self.told]
-        count, differing = self.weights.tensors, self.weights.differing
-        if not differing:
-            lines.append(f"Weights: all {count} tensors are equal bit for bit, after {self.steps:,} steps")
+        if self.ok:
+            lines.append(f"Weights: all {self.tensors} tensors are equal bit for bit, after {self.steps:,} steps")
         else:
-            lines.append(f"Weights: {len(differing)} of {count} tensors differ; the first is {differing[0].name}, by "
-                         f"up to {differing[0].largest:.3g}")  # fmt: skip
+            name, largest = next(iter(self.differing.items()))
+            differ = f"{len(self.differing)} of {self.tensors} tensors differ"
+            lines.append(f"Weights: {differ}; the first is {name}, by up to {largest:.3g}")
         if self.first_loss is not None:
             stage, step, was, now = self.first_loss
             lines.append(
                 f"Losses differ first at step {step}{f' of stage {stage}' if stage else ''}: {was!r} then, {now!r} now"
             )
-        elif differing:
+        elif not self.ok:
             lines.append("Losses: every logged loss is the same")
         lines.append(f"Written to: {self.path}")
         if self.ok:
@@ -115,7 +120,8 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
         Interrupted: the user stopped it.
     """
     old, name = run.folder.path, _free_name(run.folder)
-    place = _cwd(run.manifest)
+    place = Path(str(run.manifest.get("cwd")))  # its paths are relative to where it was started
+    place = place if place.is_dir() else Path.cwd()
     with contextlib.chdir(place):
         loaded = load_config(old.absolute() / "resolved.json")
         _require_inputs(run, loaded)
@@ -134,12 +140,11 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
         raise TrainingError(f"{old} could not be trained again: its training ended with exit code {exit_code}, and "
                             "says why above")  # fmt: skip
     new = RunFolder(old.with_name(name))
-    adapter = run.weights.name == "adapter"
     told += _other_plan(run.folder, new)
-    return Reproduced(
-        old, new.path, code, tuple(told), compare_weights(run.weights, new.model_path(adapter=adapter)),
-        first_other_loss(run.folder.metrics_path, new.metrics_path), _steps(new),
-    )  # fmt: skip
+    tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))
+    first_loss = first_other_loss(run.folder.metrics_path, new.metrics_path)
+    steps = int(read_json(new.path / "summary.json")["steps"])
+    return Reproduced(old, new.path, code, tuple(told), tensors, differing, first_loss, steps)
 
 
 def _free_name(folder: RunFolder) -> str:
@@ -148,12 +153,6 @@ def _free_name(folder: RunFolder) -> str:
     while folder.path.with_name(name).exists():
         name, number = f"{folder.path.name}{SUFFIX}-{number}", number + 1
     return checked_name(name, key="RUN")
-
-
-def _cwd(manifest: Mapping[str, Any]) -> Path:
-    """The folder that the run was started from, to which its paths are relative; this one where it is gone."""
-    recorded = manifest.get("cwd")
-    return Path(recorded) if isinstance(recorded, str) and Path(recorded).is_dir() else Path.cwd()
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
@@ -174,27 +173,19 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
                 wrong.append(f"data {prefix}{name}: the manifest does not record what {path} was")
             elif content_digest_of(path) != was:
                 wrong.append(f"data {prefix}{name}: the content of {path} has changed since the run")
-    wrong += _other_tokenizer(loaded.config, recorded)
+    was = (recorded.get("tokenizer") or {}).get("sha256")
+    if was not in (None, load_tokenizer(loaded.config).sha256):
+        wrong.append(f"tokenizer: that of {loaded.config.model.name}, or its template, has changed")
     if wrong:
         listed = "\n".join(f"  {one_line(line, limit=300)}" for line in wrong)
         raise DataError(f"{run.folder.path} cannot be trained again, since what it read has changed:\n{listed}")
     adapter = recorded.get("adapter")
     if adapter:
-        from sft_play.config.adapter import WEIGHTS_FILE, adapter_folder
-
         file = adapter_folder(str(loaded.config.model.adapter)) / WEIGHTS_FILE
         if content_digest_of(file) != adapter.get("sha256"):
             raise ModelError(
                 f"{run.folder.path} cannot be trained again: {file}, which it began from, has changed since"
             )
-
-
-def _other_tokenizer(config: RunConfig, recorded: Mapping[str, Any]) -> list[str]:
-    from sft_play.training.prepare.tokenizer import load_tokenizer
-
-    was = (recorded.get("tokenizer") or {}).get("sha256")
-    now = load_tokenizer(config).sha256
-    return [] if was in (None, now) else [f"tokenizer: that of {config.model.name}, or its template, has changed"]
 
 
 def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
@@ -215,28 +206,19 @@ def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
         told.append(f"GPUs {', '.join(map(str, gpus[0]))} then, {', '.join(map(str, gpus[1])) or 'none'} now")
     if recorded.get("cpu_name") != now["cpu_name"]:
         told.append(f"CPU {recorded.get('cpu_name')} then, {now['cpu_name']} now")
-    cpu = manifest.get("cpu")
-    if not isinstance(cpu, dict):
-        told.append("the manifest does not record how many threads computed")
-    elif cpu.get("capability") != cpu_facts()["capability"]:
-        told.append(f"CPU instructions {cpu.get('capability')} then, {cpu_facts()['capability']} now")
-    return told
+    was, is_now = (manifest.get("cpu") or {}).get("capability"), cpu_facts()["capability"]
+    return [*told, *([f"CPU instructions {was} then, {is_now} now"] if was != is_now else [])]
 
 
 def _other_settings(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
-    seed, stops = loaded.config.train.seed, loaded.config.train.stop_after_steps
-    told = []
-    if run.manifest.get("seed") not in (None, seed):
-        told.append(f"train.seed {run.manifest['seed']} in the manifest, {seed} in resolved.json")
     if run.manifest.get("resumed"):
-        told.append(f"the run was resumed {len(run.manifest['resumed'])} times; it is repeated without a break")
-    elif stops is not None:
-        told.append(f"train.stop_after_steps={stops} is left out")
-    return told
+        return [f"the run was resumed {len(run.manifest['resumed'])} times; it is repeated without a break"]
+    stops = loaded.config.train.stop_after_steps
+    return [] if stops is None else [f"train.stop_after_steps={stops} is left out"]
 
 
 def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:
-    one, other = (json.loads((folder.path / "plan.json").read_text(encoding="utf-8")) for folder in (old, new))
+    one, other = (read_json(folder.path / "plan.json") for folder in (old, new))
     return [f"the plan's {name}: {json.dumps(one.get(name))} then, {json.dumps(other.get(name))} now"
             for name in _OF_PLAN if one.get(name) != other.get(name)]  # fmt: skip
 
@@ -289,12 +271,8 @@ def _parts(folder: RunFolder, loaded: LoadedConfig) -> Iterator[tuple[str, RunFo
 
 def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
     """Words that fix what the plan had decided, since free memory and earlier runs decide it too."""
-    batch = folder.manifest().get("batch")
-    try:
-        plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{folder.path / 'plan.json'} cannot be read: {one_line(str(error))}") from None
-    if not isinstance(batch, dict) or not isinstance(plan, dict):
+    batch, plan = folder.manifest().get("batch"), read_json(folder.path / "plan.json")
+    if not isinstance(batch, dict) or not plan:
         raise RunFolderError(f"{folder.path} does not record how its batch was divided, and cannot be trained again")
     words = [f"{prefix}train.batch_size={batch['micro_batch']}", f"{prefix}train.grad_accum={batch['grad_accum']}"]
     if config.train.batch_by == "auto":
@@ -322,10 +300,6 @@ def _train(words: Sequence[str], package: Path, place: Path, manifest: Mapping[s
                                start_new_session=True)  # fmt: skip
     with endings.StopSignals(lambda number: process.send_signal(signal.SIGTERM), lambda number: process.kill()):
         return process.wait()
-
-
-def _steps(folder: RunFolder) -> int:
-    return int(json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))["steps"])
 
 
 def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, float] | None:
@@ -361,7 +335,7 @@ def code_of(
         RunFolderError: neither is the recorded code.
     """
     recorded, now = manifest.get("code") or {}, code_facts(package)
-    git = recorded.get("git") or ({} if recorded else manifest.get("git")) or {}
+    git = recorded.get("git") or {}
     commit, digest = git.get("commit"), recorded.get("sha256")
     at = f"commit {str(commit)[:12]}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
     if digest == now["sha256"]:
@@ -392,40 +366,24 @@ def _cloned(package: Path, commit: str | None, digest: str | None, at: str) -> I
             if done.returncode:
                 raise RunFolderError(f"commit {commit} of {root} cannot be cloned: {one_line(done.stderr, limit=300)}")
         theirs = clone / package.relative_to(root)
-        if digest not in (None, code_facts(theirs)["sha256"]):
+        if digest != code_facts(theirs)["sha256"]:
             raise RunFolderError(f"the run was trained by other code than this, {at}, and the changes are not recorded")
-        note = "; what was changed in it is not recorded" if digest is None and "changes" in at else ""
-        yield theirs.parent, f"a clone of {root} at commit {commit[:12]}{note}"
+        yield theirs.parent, f"a clone of {root} at commit {commit[:12]}"
 
 
 # --- two folders of weights -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class TensorDifference:
-    """How a tensor differs: by how much at most (infinite where shapes or dtypes do, or one is not a number)."""
-
-    name: str
-    largest: float
-
-
-@dataclass(frozen=True)
-class Compared:
-    """Two folders of weights, tensor by tensor in the order of the files."""
-
-    tensors: int
-    differing: tuple[TensorDifference, ...]
-
-
-def compare_weights(one: Path, other: Path) -> Compared:
-    """The tensors of two folders of weights, bit by bit, in the order of the first one's files.
+def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:
+    """How many tensors two folders of weights have, and those that differ bit by bit, in the order of the first one's
+    files: by how much at most, infinite where shapes or dtypes do, or one is not a number.
 
     Raises:
         ModelError: a file cannot be read.
     """
     from safetensors import SafetensorError, safe_open
 
-    differing: list[TensorDifference] = []
+    differing: dict[str, float] = {}
     count = 0
     with contextlib.ExitStack() as held:
         try:
@@ -439,13 +397,12 @@ def compare_weights(one: Path, other: Path) -> Compared:
                     count += 1
                     place = places.pop(name, None)
                     if place is None:
-                        differing.append(TensorDifference(name, float("inf")))
+                        differing[name] = math.inf
                     elif (difference := _difference(file.get_tensor(name), place.get_tensor(name))) is not None:
-                        differing.append(TensorDifference(name, difference))
+                        differing[name] = difference
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the weights in {one} or {other} cannot be read: {one_line(str(error))}") from None
-    differing += [TensorDifference(name, float("inf")) for name in sorted(places)]
-    return Compared(count + len(places), tuple(differing))
+    return count + len(places), differing | dict.fromkeys(sorted(places), math.inf)
 
 
 def _difference(one: Any, other: Any) -> float | None:
@@ -453,10 +410,10 @@ def _difference(one: Any, other: Any) -> float | None:
     import torch
 
     if one.shape != other.shape or one.dtype != other.dtype:
-        return float("inf")
+        return math.inf
     # as bytes: a NaN is equal to itself then, and -0.0 is not 0.0
     bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
     if torch.equal(*bits):
         return None
     largest = float((one.double() - other.double()).abs().max())
-    return float("inf") if math.isnan(largest) else largest
+    return math.inf if math.isnan(largest) else largest

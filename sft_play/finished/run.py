@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,26 @@ def next_line(command: str, *more: str, **variables: str | Path) -> str:
     """`Next: make COMMAND NAME=value …`, the last line of an answer, with values as a shell reads them."""
     given = (f"{name}={shlex.quote(str(value))}" for name, value in variables.items())
     return " ".join(["Next: make", command, *given, *more])
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a command on finished runs answers with; its JSON has the names of its fields."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether it succeeded."""
+        return True
+
+    def as_json(self) -> dict[str, Any]:
+        """`ok` and the fields, as plain data."""
+        return {"ok": self.ok} | {one.name: _plain(getattr(self, one.name)) for one in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)
@@ -64,7 +84,11 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
         RunFolderError: there is none, it is not finished, its settings allow what `trusts` does not, or its trained
             weights are gone.
     """
-    folder = _newest_finished(base) if name in (None, LAST) else run_named(base, str(name))
+    folder = _newest(base, "finished") if name in (None, LAST) else run_named(base, str(name))
+    if folder is None:
+        unfinished = sum(1 for _ in runs_in(base))
+        also = f" ({unfinished} unfinished)" if unfinished else ""
+        raise RunFolderError(f"there is no finished run in {base}{also}; train one with make train")
     manifest = folder.manifest()
     if manifest.get("status") != "finished":
         raise RunFolderError(
@@ -83,15 +107,6 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
     return FinishedRun(folder, config, manifest, weights)
 
 
-def _newest_finished(base: Path) -> RunFolder:
-    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
-    finished = [(folder, manifest) for folder, manifest in manifests if manifest.get("status") == "finished"]
-    if not finished:
-        unfinished = f" ({len(manifests)} unfinished)" if manifests else ""
-        raise RunFolderError(f"there is no finished run in {base}{unfinished}; train one with make train")
-    return max(finished, key=lambda item: (str(item[1].get("ended")), str(item[0].path)))[0]
-
-
 def find_any(base: Path, name: str | None) -> RunFolder:
     """The run that `name` means, finished or not: a name in the output folder `base`, or a path.
 
@@ -102,12 +117,18 @@ def find_any(base: Path, name: str | None) -> RunFolder:
     """
     if name not in (None, LAST):
         return run_named(base, str(name))
-    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
-    if not manifests:
+    folder = _newest(base, "finished") or _newest(base)
+    if folder is None:
         raise RunFolderError(f"there is no run in {base}; train one with make train")
-    ended = [item for item in manifests if item[1].get("status") == "finished"]
-    when = "ended" if ended else "started"
-    return max(ended or manifests, key=lambda item: (str(item[1].get(when)), str(item[0].path)))[0]
+    return folder
+
+
+def _newest(base: Path, status: str | None = None) -> RunFolder | None:
+    """The run with this status that ended last, or of all runs the one that started last."""
+    manifests = [(folder, folder.manifest()) for folder in runs_in(base)]
+    chosen = [one for one in manifests if status is None or one[1].get("status") == status]
+    when = "ended" if status else "started"
+    return max(chosen, key=lambda one: (str(one[1].get(when)), str(one[0].path)))[0] if chosen else None
 
 
 def base_folder(run: FinishedRun) -> Path:

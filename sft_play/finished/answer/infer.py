@@ -16,7 +16,7 @@ from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow, require_file
 from sft_play.errors import DataError
 from sft_play.finished.answer.respond import Responder
-from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
 from sft_play.training.model.model_loading import weights_facts
@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Inferred:
+class Inferred(Outcome):
     """What `infer` wrote."""
 
     run: Path
@@ -49,14 +49,6 @@ class Inferred:
     prompts: int
     resumed: int
     """Answers that were there already."""
-
-    ok = True
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "ok": True, "run": str(self.run), "path": str(self.path), "prompts": self.prompts, "resumed": self.resumed,
-        }  # fmt: skip
 
     def lines(self) -> list[str]:
         """In words."""

@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 from sft_play.errors import BackendError, ConfigError
-from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line
 from sft_play.process.endings import StopSignals, ends_with_me
 from sft_play.process.environment import for_another_run
@@ -44,7 +44,7 @@ _POLL_S = 0.1
 
 
 @dataclass(frozen=True)
-class Serving:
+class Serving(Outcome):
     """An endpoint that answers."""
 
     run: Path
@@ -62,14 +62,9 @@ class Serving:
         """The base URL for clients on this machine."""
         return f"{_origin(self.host, self.port)}/v1"
 
-    ok = True
-
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        return {
-            "ok": True, "run": str(self.run), "engine": self.engine, "model": self.model, "weights": str(self.weights),
-            "url": self.url, "host": self.host, "port": self.port, "pid": self.pid,
-        }  # fmt: skip
+        return super().as_json() | {"url": self.url}
 
     def lines(self) -> list[str]:
         """Address, name, and how to ask, in a shell and in Python."""

@@ -248,8 +248,8 @@ def _merge_evidence(run: FinishedRun) -> MergeEvidence:
         raise
     except SftPlayError as error:
         return MergeEvidence("failed", reason=one_line(str(error), limit=500))
-    kl = compared.divergence if math.isfinite(compared.divergence) else None
-    return MergeEvidence("compared", kl, compared.limit, compared.divergence_of_base)
+    kl = compared.kl_merged if math.isfinite(compared.kl_merged) else None
+    return MergeEvidence("compared", kl, compared.kl_limit, compared.kl_base)
 
 
 # --- the general sample -----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ model that is as far from the adapter as the base is has not been merged.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ import torch
 from sft_play.errors import RunFolderError
 from sft_play.finished.export.merge import MERGED, record_test
 from sft_play.finished.load import evenly_spaced, free_memory, held_out, load_as_trained, load_folder
-from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.training.prepare.quiet import quiet_libraries
 
 ROWS = 16
@@ -33,7 +33,7 @@ _NEVER = {"float32": 1e-4, "bfloat16": 5e-3, "float16": 5e-3, "q8_0": 2e-2}
 
 
 @dataclass(frozen=True)
-class MergeTest:
+class MergeTest(Outcome):
     """What the comparison found. Divergences are means over places, in nats; losses are means of the run's rows."""
 
     run: Path
@@ -41,42 +41,32 @@ class MergeTest:
     split: str
     rows: int
     places: int
-    divergence: float
+    kl_merged: float
     """KL(adapter ‖ merged)."""
-    divergence_of_base: float
+    kl_base: float
     """KL(adapter ‖ base without adapter)."""
-    largest_difference: float
+    kl_limit: float
+    """Mean divergence up to which the two count as equal."""
+    max_logprob_diff: float
     """Largest difference of two log-probabilities of a token that was to be predicted."""
     same_token: float
     """Share of the places at which both think the same token likeliest."""
-    loss_adapter: float
-    loss_merged: float
-    loss_base: float
-    limit: float
-    """Mean divergence up to which the two count as equal."""
+    loss: Mapping[str, float]
+    """Of `adapter`, `merged` and `base`."""
 
     @property
     def ok(self) -> bool:
         """Whether the merged model is the adapter's."""
-        return self.divergence <= self.limit
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "ok": self.ok, "run": str(self.run), "path": str(self.path), "split": self.split, "rows": self.rows,
-            "places": self.places, "kl_merged": self.divergence, "kl_base": self.divergence_of_base,
-            "kl_limit": self.limit, "max_logprob_diff": self.largest_difference, "same_token": self.same_token,
-            "loss": {"adapter": self.loss_adapter, "merged": self.loss_merged, "base": self.loss_base},
-        }  # fmt: skip
+        return self.kl_merged <= self.kl_limit
 
     def lines(self) -> list[str]:
         """In words."""
         verdict = "the merged model is the adapter's" if self.ok else "the merged model is NOT the adapter's"
         lines = [
             f"Compared: {self.places:,} trained tokens of {self.rows} rows ({self.split})",
-            f"Loss: {self.loss_base:.4f} base, {self.loss_adapter:.4f} with the adapter, {self.loss_merged:.4f} merged",
-            f"KL divergence from the adapter: {self.divergence:.2g} nats merged (limit {self.limit:.2g}), "
-            f"{self.divergence_of_base:.2g} base; {self.same_token:.1%} of the likeliest tokens are the same",
+            "Loss: {base:.4f} base, {adapter:.4f} with the adapter, {merged:.4f} merged".format(**self.loss),
+            f"KL divergence from the adapter: {self.kl_merged:.2g} nats merged (limit {self.kl_limit:.2g}), "
+            f"{self.kl_base:.2g} base; {self.same_token:.1%} of the likeliest tokens are the same",
             f"Verdict: {verdict}",
         ]
         if not self.ok:
@@ -126,10 +116,10 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
     dtype = max(computed_in, key=lambda name: _ALWAYS.get(name, 0))
     tested = MergeTest(
         run.folder.path, target, data.name, len(chosen), sum(len(row) for row, _ in adapter), divergence,
-        base_divergence, largest, same, loss(adapter), loss(merged), base_loss,
-        limit=limit_of(dtype, base_divergence),
+        base_divergence, limit_of(dtype, base_divergence), largest, same,
+        {"adapter": loss(adapter), "merged": loss(merged), "base": base_loss},
     )  # fmt: skip
-    record_test(target, ok=tested.ok, divergence=divergence, limit=tested.limit)
+    record_test(target, ok=tested.ok, divergence=divergence, limit=tested.kl_limit)
     return tested
 
 

@@ -90,8 +90,8 @@ def export_run(
             "merge": merge_record(model) or None,  # what the weights are made of travels with them
         }  # fmt: skip
         write_json(building / EXPORT_FILE, {name: fact for name, fact in made_of.items() if fact is not None})
-    notes, seconds = (*text_only_of(run), *written.notes), time.monotonic() - started
-    return with_changes(written, notes=notes, merge=merge_words(model), seconds=seconds)
+    notes, seconds = (*text_only_of(run), *written.notes), round(time.monotonic() - started, 2)
+    return with_changes(written, notes=notes, merge=merge_words(model), wall_s=seconds)
 
 
 def _require_target(target: Path, *, replace: bool) -> None:
@@ -128,7 +128,7 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
             f"vllm serve {shell_word(base)} --enable-lora --max-lora-rank {rank} "
             f"--lora-modules {shell_word(f'{name}={run.weights}')} --max-model-len {length}"
         )
-    return Exported(run.folder.path, "vllm", target, size, tuple(commands), run.is_adapter)
+    return Exported(run.folder.path, "vllm", target, size, tuple(commands))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
@@ -191,7 +191,7 @@ def _write_gguf(
         if format == "ollama" else f"llama-server --jinja -m {shell_word(served)}"
     )  # fmt: skip
     return Exported(
-        run.folder.path, format, target, file.stat().st_size, (command,), run.is_adapter, (*notes, *told), served,
+        run.folder.path, format, target, file.stat().st_size, (command,), (*notes, *told), served,
         chosen, converter.version, str(fields.get("tokenizer.ggml.pre", pre)), checked,
     )  # fmt: skip
 

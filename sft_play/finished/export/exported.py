@@ -5,9 +5,9 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from sft_play.finished.run import next_line
+from sft_play.finished.run import Outcome, next_line
 from sft_play.units import gib
 
 Format = Literal["gguf", "ollama", "vllm"]
@@ -19,8 +19,8 @@ EXPORT_FILE = "export.json"
 
 
 @dataclass(frozen=True)
-class Exported:
-    """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts` are of a GGUF."""
+class Exported(Outcome):
+    """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts_checked` are of a GGUF."""
 
     run: Path
     format: Format
@@ -28,48 +28,34 @@ class Exported:
     bytes: int
     commands: tuple[str, ...]
     """What serves it."""
-    is_adapter: bool
-    """Whether the run's model had to be merged."""
     notes: tuple[str, ...] = ()
     file: Path | None = None
     quant: Quant | None = None
     converter: str | None = None
     pre_tokenizer: str | None = None
-    prompts: int = 0
+    prompts_checked: int = 0
     """Prompts whose token ids by the file's own tokenizer were seen to be those of training."""
     merge: str | None = None
-    """What was merged, and whether merge-test passed, in words."""
-    seconds: float = 0.0
-
-    ok = True
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "ok": True, "run": str(self.run), "format": self.format, "path": str(self.path),
-            "file": str(self.file) if self.file else None, "quant": self.quant, "bytes": self.bytes,
-            "converter": self.converter, "pre_tokenizer": self.pre_tokenizer, "prompts_checked": self.prompts,
-            "commands": list(self.commands), "notes": list(self.notes), "merge": self.merge,
-            "wall_s": round(self.seconds, 2),
-        }  # fmt: skip
+    """Of an adapter: what was merged, and whether merge-test passed, in words."""
+    wall_s: float = 0.0
 
     def lines(self) -> list[str]:
         """In words."""
         lines = [*([self.merge] if self.merge else []), *self.notes]
         if self.file is not None:
             lines.append(
-                f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts} prompts are those of training"
-                if self.prompts else "Tokenizer: not compared"
+                f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts_checked} prompts are those of training"
+                if self.prompts_checked else "Tokenizer: not compared"
             )  # fmt: skip
         what = f"{self.quant}, " if self.quant else ""
         lines.append(
-            f"Written to: {self.file or self.path} ({what}{gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)"
+            f"Written to: {self.file or self.path} ({what}{gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)"
         )
         lines += [f"Serve: {command}" for command in self.commands]
         elsewhere = {} if self.path == self.run / EXPORT / self.format else {"OUT": self.path}
         if self.file is not None:
             return [*lines, next_line("export-test", RUN=self.run, **elsewhere)]
-        if self.is_adapter:
+        if self.merge is not None:
             return [*lines, next_line("merge-test", RUN=self.run)]
         return [*lines, next_line("push", "REPO=user/name", RUN=self.run)]
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.adapted_model import AdaptedModel, Base, Sizes
+from sft_play.finished.export.adapted_model import AdaptedModel, Base
 from sft_play.finished.export.merged_weights import MergedWeights
 from sft_play.finished.export.prompts import write_generation_config
-from sft_play.finished.run import FinishedRun, base_folder, next_line, text_only_of
+from sft_play.finished.run import FinishedRun, Outcome, base_folder, next_line, text_only_of
 from sft_play.finished.writing import built_folder, require_space
 from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.runs.files import read_json, write_json
@@ -51,7 +51,7 @@ SHORT_DTYPES: dict[str, torch.dtype] = {
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(Outcome):
     """What `merge_run` wrote."""
 
     run: Path
@@ -61,46 +61,28 @@ class Merged:
     """Of a QLoRA run: which weights the adapter was added to."""
     layers: int
     """Layers whose adapter was merged."""
-    replaced: int
-    """Tensors that training replaced whole (`tuning.lora.modules_to_save`)."""
-    is_untied: bool
+    replaced_tensors: int
+    """Those that training replaced whole (`tuning.lora.modules_to_save`)."""
+    untied: bool
     """Whether input and output embeddings, one tensor in the base, are two now."""
-    sizes: Sizes
+    relative_adapter_change: float | None
+    """Size of what the adapter adds, relative to the weights of its layers (Frobenius norms)."""
+    relative_quantization_error: float | None
+    """Size of NF4's rounding of these weights; None where nothing was quantised."""
     bytes: int
-    is_streamed: bool
-    seconds: float
+    streamed: bool
+    """Whether no more than an output file was ever in RAM."""
+    wall_s: float
     notes: tuple[str, ...] = ()
-
-    ok = True
-
-    def as_json(self) -> dict[str, Any]:
-        """In plain data."""
-        return {
-            "ok": True,
-            "run": str(self.run),
-            "path": str(self.path),
-            "dtype": self.dtype,
-            "base": self.base,
-            "layers": self.layers,
-            "replaced_tensors": self.replaced,
-            "untied": self.is_untied,
-            "relative_adapter_change": self.sizes.relative_change,
-            "relative_quantization_error": self.sizes.relative_rounding,
-            "bytes": self.bytes,
-            "streamed": self.is_streamed,
-            "wall_s": round(self.seconds, 2),
-            "notes": list(self.notes),
-        }
 
     def lines(self) -> list[str]:
         """In words."""
-        change = self.sizes.relative_change
+        change, rounding = self.relative_adapter_change, self.relative_quantization_error
         lines = [
             f"Merged: {self.layers} layers"
-            + (f", and {self.replaced} tensors that were trained whole" if self.replaced else "")
+            + (f", and {self.replaced_tensors} tensors that were trained whole" if self.replaced_tensors else "")
             + (f"; the adapter changes its weights by {change:.2%}" if change is not None else "")
         ]
-        rounding = self.sizes.relative_rounding
         if self.base is not None and rounding is not None:
             chosen = "what was trained" if self.base == "dequantized" else "not quite what was trained"
             lines.append(
@@ -108,9 +90,9 @@ class Merged:
                 "trained on"
             )
         lines += self.notes
-        if self.is_untied:
+        if self.untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
-        lines.append(f"Written to: {self.path} ({self.dtype}, {gib(self.bytes, digits=2)} GiB, {self.seconds:.0f} s)")
+        lines.append(f"Written to: {self.path} ({self.dtype}, {gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)")
         elsewhere = {} if self.path == self.run / MERGED else {"OUT": self.path}
         return [*lines, next_line("merge-test", RUN=self.run, **elsewhere)]
 
@@ -155,7 +137,8 @@ def merge_run(
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     return Merged(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
-        adapted.sizes, size, weights.is_streamed, time.monotonic() - started, text_only_of(run),
+        adapted.sizes.relative_change, adapted.sizes.relative_rounding, size, weights.is_streamed,
+        round(time.monotonic() - started, 2), text_only_of(run),
     )  # fmt: skip
 
 
