@@ -330,6 +330,9 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
     lines = [line for line in slow.reasons if "not installed" in line]
     assert len(lines) == 2
     assert any("1.22 s a step without it, 0.70 s with it" in line for line in lines)
+    assert [line.startswith(LINEAR_ATTENTION) for line in lines if "leave it so: on Blackwell" in line] == [True]
+    hopper = plan_of(run, shape, "8xH200", frozenset({LINEAR_ATTENTION}))
+    assert not any("Blackwell" in line for line in hopper.reasons)
     on_cpu = plan_of(run, shape, "cpu", frozenset({LINEAR_ATTENTION}))
     assert LINEAR_PART not in on_cpu.speed.parts
     assert not any("not installed" in line for line in on_cpu.reasons)

@@ -129,7 +129,14 @@ def _machine_findings(
         *gpus.check_compiler(around),
         *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
         *gpus.check_peer_path(around.gpus),
-        *known_bad.find_known_bad(around, ranks=here * nodes, nodes=nodes, layout=layout, quantised=quantised),
+        *known_bad.find_known_bad(
+            around,
+            ranks=here * nodes,
+            nodes=nodes,
+            layout=layout,
+            quantised=quantised,
+            packages=planned.shape.kernel_packages if planned else (),
+        ),
         system.check_shared_memory(
             around.shm,
             gpus_per_node=len(machine.gpus),
@@ -149,7 +156,7 @@ def slow_findings(planned: Planned, machine: Hardware) -> list[Finding]:
     if machine.device != "cuda":
         return []
     config, shape, plan = planned.config, planned.shape, planned.plan
-    findings = system.check_kernels(missing_words(shape, plan.choice, missing_kernels()))
+    findings = system.check_kernels(missing_words(shape, plan.choice, missing_kernels()), plan.choice.step.capability)
     words = eager_words(config, shape, plan.choice)
     if words is not None:
         remedy = "model.experts_implementation=auto" if config.model.experts_implementation == "eager" else ""

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
 from sft_play.diagnose.surroundings import Surroundings
+from sft_play.facts.installed import LINEAR_ATTENTION, unsound
 from sft_play.findings import Finding, passed
 from sft_play.launch.device import P2P_OFF, refuses_p2p
 
@@ -49,15 +50,22 @@ _OTHER_ERROR = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says w
 
 
 def find_known_bad(
-    around: Surroundings, *, ranks: int = 1, nodes: int = 1, layout: str = "single", quantised: bool = False
+    around: Surroundings,
+    *,
+    ranks: int = 1,
+    nodes: int = 1,
+    layout: str = "single",
+    quantised: bool = False,
+    packages: Collection[str] = (),
 ) -> list[Finding]:
     """A finding for each entry that applies; a single PASS if none does.
 
     Args:
         ranks: of all nodes.
         quantised: whether bitsandbytes is used: QLoRA or an 8-bit optimizer.
+        packages: whose kernels the model's class runs where they are installed.
     """
-    facts = _facts(around, ranks=ranks, nodes=nodes, layout=layout, quantised=quantised)
+    facts = _facts(around, packages, ranks=ranks, nodes=nodes, layout=layout, quantised=quantised)
     words = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
         Finding(NAME, entry["verdict"], entry["what"].format(**words), entry["remedy"], tuple(entry["sources"]))
@@ -75,15 +83,18 @@ def explained(error: str) -> tuple[str, ...]:
     return _OTHER_ERROR
 
 
-def _facts(around: Surroundings, *, ranks: int, nodes: int, layout: str, quantised: bool) -> Facts:
+def _facts(
+    around: Surroundings, packages: Collection[str], *, ranks: int, nodes: int, layout: str, quantised: bool
+) -> Facts:
     """What the conditions are about; None: not known."""
     gpus = around.hardware.gpus
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
     built, newest = _numbers(around.torch_cuda), around.driver_cuda
+    why_not = next(filter(None, (unsound(name, one) for name in packages for one in capabilities)), "")
     over_nccl = ranks > 1 and bool(gpus)
     is_off = P2P_OFF.keys() <= around.environment.keys()
     return {
-        **{name: around.versions.get(name) for name in ("torch", "deepspeed", "bitsandbytes")},
+        **{name: around.versions.get(name) for name in ("torch", "deepspeed", "bitsandbytes", LINEAR_ATTENTION)},
         "driver": around.driver,
         "driver_cuda": ".".join(map(str, newest)) if newest else None,
         "driver_runs_torchs_cuda": newest[0] >= built[0] if gpus and newest and built else None,
@@ -93,6 +104,8 @@ def _facts(around: Surroundings, *, ranks: int, nodes: int, layout: str, quantis
         "machine": around.machine,
         "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
         "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
+        "unsound": why_not != "",
+        "why_not": why_not,
         "ranks": ranks,
         "nodes": nodes,
         "over_nccl": over_nccl,

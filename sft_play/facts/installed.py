@@ -37,6 +37,20 @@ def missing_kernels() -> frozenset[str]:
     return frozenset(name for name in KERNEL_PACKAGES if version_of(name) is None)
 
 
+def unsound(package: str, capability: tuple[int, int] | None) -> str:
+    """Why not to install a package for such a GPU; empty: nothing is known against its kernels.
+
+    fla-org/flash-linear-attention, issues 913 (misaligned addresses with 0.5.0, NaN until 0.5.1), 999 (a backward pass
+    that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels that 0.6.0 leaves out are in its code.
+    """
+    if package != LINEAR_ATTENTION or capability is None or capability[0] not in (10, 12):
+        return ""
+    return (
+        "on Blackwell its releases before 0.6.0 stop with a misaligned address, hang, or compute NaN or something else "
+        "each time; 0.6.0 leaves out the settings that did, and no training with it there is known"
+    )
+
+
 def torch_cuda() -> str | None:
     """The CUDA version that the installed torch was built with, without importing it; None for a CPU build."""
     return _built_with("cuda")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.installed import LINEAR_ATTENTION
+from sft_play.facts.installed import LINEAR_ATTENTION, unsound
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.experts import planned_experts
@@ -38,7 +38,7 @@ def eager_words(config: RunConfig, shape: ModelShape, chosen: Candidate) -> str 
 
 def missing_words(shape: ModelShape, chosen: Candidate, without: Collection[str]) -> dict[str, str]:
     """For each package of `without` whose kernels the model's class would run on this GPU: a line with what that
-    costs, as far as it is known."""
+    costs, as far as it is known, and why to leave it so where its kernels fail there."""
     if chosen.step.capability is None:
         return {}
     words = {}
@@ -48,7 +48,9 @@ def missing_words(shape: ModelShape, chosen: Candidate, without: Collection[str]
         cost = f" (published: {PUBLISHED[name]})" if LINEAR_ATTENTION in shape.kernel_packages else ""
         if name == LINEAR_ATTENTION:
             cost = f"{_cost(chosen.speed, LINEAR_PART)}{cost}"
-        words[name] = f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}"
+        why_not = unsound(name, chosen.step.capability)
+        leave = f"; leave it so: {why_not}" if why_not else ""
+        words[name] = f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}{leave}"
     return words
 
 
