@@ -375,7 +375,7 @@ def world(tmp_path_factory) -> Path:
     sample = general_sample()
     others = [("sums", tuple(sum_chat(n)["messages"])) for n in range(160, 400)]  # how such answers begin
     sample = dataclasses.replace(sample, chats=(*sample.chats, *others))
-    rows = [*text_rows(sample, renderer, longest=512).rows, *chat_rows(sample, renderer, longest=512)[0].rows]
+    rows = [*text_rows(sample, renderer).rows, *chat_rows(sample, renderer)[0].rows]
     stream = torch.tensor([token for row in rows for token in row["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

@@ -112,14 +112,11 @@ def _machine_findings(
     here = machine.ranks
     quantised = config is not None and config.uses_bitsandbytes
     layout = plan.layout if plan else str(options.strategy or "")
-    optional = frozenset(
-        name
-        for name, used in (
-            ("bitsandbytes", quantised or config is None),
-            ("deepspeed", layout.startswith("zero") or options.deepspeed is not None),
-        )
-        if not used
-    )
+    uses = {
+        "bitsandbytes": quantised or config is None,
+        "deepspeed": layout.startswith("zero") or options.deepspeed is not None,
+    }
+    optional = frozenset(name for name, used in uses.items() if not used)
     return [
         system.check_python(around.python, around.python_wanted),
         *system.check_packages(around.versions, around.requirements, own=DISTRIBUTION, optional=optional),
@@ -159,8 +156,9 @@ def slow_findings(planned: Planned, machine: Hardware) -> list[Finding]:
     findings = system.check_kernels(missing_words(shape, plan.choice, missing_kernels()), plan.choice.step.capability)
     words = eager_words(config, shape, plan.choice)
     if words is not None:
-        remedy = "model.experts_implementation=auto" if config.model.experts_implementation == "eager" else ""
-        findings.append(warned("experts", words, remedy or "there is no setting that changes it: take another model"))
+        by_choice = config.model.experts_implementation == "eager"
+        no_setting = "there is no setting that changes it: take another model"
+        findings.append(warned("experts", words, "model.experts_implementation=auto" if by_choice else no_setting))
     return findings
 
 

@@ -158,10 +158,9 @@ def engine_findings(name: str, served: Served) -> list[Finding]:
     if not met:
         what = "model" if is_full else "adapter"
         return [passed(f"serve {name}", f"nothing in this {what} that {title} is known not to load")]
-    return [
-        Finding(
-            f"serve {name}", limit["verdict"], f"{limit['what'].format(**facts)} ({title})",
-            limit["remedy"].format(**facts), (f"{limit['source']} (looked up {LOOKED_UP})",),
-        )
-        for limit in met
-    ]  # fmt: skip
+    findings = []
+    for limit in met:
+        what, remedy = f"{limit['what'].format(**facts)} ({title})", limit["remedy"].format(**facts)
+        source = f"{limit['source']} (looked up {LOOKED_UP})"
+        findings.append(Finding(f"serve {name}", limit["verdict"], what, remedy, (source,)))
+    return findings

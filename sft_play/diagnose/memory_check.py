@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -125,20 +126,12 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
     try:
         plan = json.loads((folder.path / "plan.json").read_text(encoding="utf-8"))
         peak = plan["peak_bytes"]
+        sizes = ("terms", "allocated", "reserved", "margin", "outside_allocator", "required", "host")
         return Prediction(
-            terms={str(name): int(size) for name, size in peak["terms"].items()},
-            allocated=int(peak["allocated"]),
-            reserved=int(peak["reserved"]),
-            margin=int(peak["margin"]),
-            outside_allocator=int(peak["outside_allocator"]),
-            required=int(peak["required"]),
-            host=int(peak["host"]),
-            host_save=int(peak.get("host_save_bytes", 0)),
+            **{name: peak[name] for name in sizes},
+            host_save=peak.get("host_save_bytes", 0),
             on_gpu=bool(plan["hardware"]["gpus"]),
-            layout=str(plan["layout"]),
-            ranks=int(plan["ranks"]),
-            micro_batch=int(plan["micro_batch"]),
-            grad_accum=int(plan["grad_accum"]),
+            **{name: plan[name] for name in ("layout", "ranks", "micro_batch", "grad_accum")},
         )
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
@@ -205,14 +198,11 @@ def gpu_uses(
 def _gpus_of(group: Group) -> dict[int, list[int]]:
     """Ranks by the GPU that each uses: of those that its environment lets it see, the one of its local rank."""
     ranks_by_gpu: dict[int, list[int]] = {}
-    machines: dict[tuple[tuple[str, str], ...], Hardware] = {}
+    machine = functools.cache(lambda setting: detect(dict(setting)))  # asking the driver takes a while
     for rank in group.ranks:
-        order = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
-        setting = {name: rank.environment[name] for name in order if name in rank.environment}
-        key = tuple(setting.items())
-        if key not in machines:  # ranks usually share their setting, and asking the driver takes a while
-            machines[key] = detect(setting)
-        gpus, local = machines[key].gpus, rank.local_rank or 0
+        names = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
+        setting = tuple((name, rank.environment[name]) for name in names if name in rank.environment)
+        gpus, local = machine(setting).gpus, rank.local_rank or 0
         if local < len(gpus):
             ranks_by_gpu.setdefault(gpus[local].index, []).append(rank.rank or 0)
     return ranks_by_gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import subprocess
@@ -11,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from sft_play.diagnose.known_bad import explained
 from sft_play.diagnose.pages import each_once
@@ -25,6 +22,8 @@ from sft_play.launch.command import LAUNCHER, Launch, torchrun
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line, redact
 from sft_play.process.endings import ends_with_me
+from sft_play.process.environment import OF_LAUNCHERS
+from sft_play.process.failures import end_at_once, numbered
 
 NAME, SPEED = "all-reduce", "bandwidth"
 MODULE = "sft_play.training.ranks.collective_check"
@@ -37,8 +36,6 @@ PCIE_SHARE = 0.15
 NETWORK_SHARE = 0.30
 BUS_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 _TAIL_LINES = 3
-_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "SFT_PLAY_RUN")
-"""What a launcher above the doctor may have set, and its own ranks must not inherit."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
         launch = launch_of(machine, options, out=out, timeout_s=max(1.0, limit_s - GIVE_UP_S))
         at = launch.words.index(LAUNCHER)
         # torchrun gives ranks their places by these; those of a launcher above would be taken for theirs
-        kept = {name: value for name, value in environment.items() if name not in _RANK_VARIABLES}
+        kept = {name: value for name, value in environment.items() if name not in OF_LAUNCHERS}
         with (out / "output").open("wb") as sink:
             process = subprocess.Popen(
                 [*launch.words[:at], "sft_play.process.endings", *launch.words[at:]],  # so that it ends with the doctor
@@ -97,7 +94,9 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
             except subprocess.TimeoutExpired:
                 code, outcome = -1, replace(outcome, timed_out=True)
             finally:
-                _end(process)
+                if process.poll() is None:  # a launcher that has ended took its ranks with it
+                    end_at_once(process.pid)
+                    process.wait()
         # The last lines with words: the launcher frames its report with lines of dashes.
         lines = (out / "output").read_text(encoding="utf-8", errors="replace").splitlines()
         tail = [line.strip() for line in lines if re.search(r"[A-Za-z]{3}", line)][-_TAIL_LINES:]
@@ -110,21 +109,6 @@ def run_ranks(machine: Hardware, options: LaunchOptions, *, limit_s: float, envi
         )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the launcher and every process below it; ranks have their own sessions, so each is signalled."""
-    family: list[psutil.Process] = []
-    with contextlib.suppress(psutil.Error):
-        root = psutil.Process(process.pid)
-        family = [root, *root.children(recursive=True)]
-    if process.poll() is not None:
-        return  # a launcher that has ended took its ranks with it
-    for member in family:
-        with contextlib.suppress(psutil.Error):
-            member.kill()
-    psutil.wait_procs(family, timeout=3)
-    process.wait()
-
-
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         note = json.loads(path.read_text(encoding="utf-8"))
@@ -134,11 +118,6 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 # --- in words ---------------------------------------------------------------------------------------------------------
-
-
-def ranks_words(ranks: Sequence[int]) -> str:
-    """`rank 1`, or `ranks 0, 2`."""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(str(rank) for rank in ranks)}"
 
 
 def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
@@ -167,7 +146,7 @@ def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundi
     hosts: dict[str, list[int]] = {}
     for note in ranks:
         hosts.setdefault(one_line(str(note.get("host"))), []).append(int(note["rank"]))
-    where = "; ".join(f"{ranks_words(sorted(members))} on {host}" for host, members in hosts.items())
+    where = "; ".join(f"{numbered(sorted(members))} on {host}" for host, members in hosts.items())
     versions = f"torch {one_line(str(ranks[0].get('torch')))}"
     if around.hardware.gpus:
         versions += f", NCCL {one_line(str(ranks[0].get('nccl')))}, driver {around.driver or '?'}"
@@ -198,6 +177,7 @@ def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
 
 # by the last note that a rank of `training.ranks.collective_check` wrote
 _STAGES = {
+    "absent": "never started",
     "started": "has not reached its device",
     "device": "is waiting to join the others",
     "joined": "is waiting in the first all-reduce",
@@ -210,23 +190,15 @@ _STAGES = {
 def _hung(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
     by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected:
-        stage = str(outcome.notes.get(rank, {}).get("stage", "absent"))
-        by_stage.setdefault(stage, []).append(rank)
-    words = []
-    for stage, ranks in by_stage.items():
-        state = "never started" if stage == "absent" else _STAGES.get(stage, stage)
-        words.append(f"{ranks_words(ranks)} {state}")
+        by_stage.setdefault(str(outcome.notes.get(rank, {}).get("stage", "absent")), []).append(rank)
+    words = "; ".join(f"{numbered(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in by_stage.items())
     reason = f" ({one_line(next(iter(errors.values())), limit=200)})" if errors else ""
-    return failed(
-        NAME,
-        f"not done after {outcome.limit_s:.0f} s: {'; '.join(words)}{reason}",
-        *_hang_remedy(around, outcome),
-    )
+    found = f"not done after {outcome.limit_s:.0f} s: {words}{reason}"
+    return failed(NAME, found, *_hang_remedy(around, outcome))
 
 
 def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
-    several = outcome.world > len(outcome.expected)
-    if several:
+    if outcome.world > len(outcome.expected):
         sockets = "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME" if around.hardware.gpus else "GLOO_SOCKET_IFNAME"
         return (
             f"name the network interface that joins the nodes: export {sockets}=eth0 (ip -br address shows them), and "
@@ -253,11 +225,11 @@ def _died(outcome: Outcome, errors: Mapping[int, str]) -> Finding:
     own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)} or dict(errors)
     if not own:
         absent = [rank for rank in outcome.expected if rank not in outcome.notes]
-        who = f"{ranks_words(absent)} never started" if absent else "a rank was killed"
+        who = f"{numbered(absent)} never started" if absent else "a rank was killed"
         return failed(NAME, f"{who}, exit code {outcome.code}: {outcome.tail or 'no output'}", *explained(outcome.tail))
     text = next(iter(own.values()))
     same = [other for other, message in own.items() if message == text]
-    return failed(NAME, f"{ranks_words(same)}: {redact(one_line(text, limit=300))}", *explained(text))
+    return failed(NAME, f"{numbered(same)}: {redact(one_line(text, limit=300))}", *explained(text))
 
 
 # --- bandwidth --------------------------------------------------------------------------------------------------------

@@ -28,12 +28,13 @@ from sft_play.finished.evaluate.figures import (
 from sft_play.finished.evaluate.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
 from sft_play.finished.evaluate.score import batch_tokens, compute_dtype, score_rows
 from sft_play.finished.load import continued_by, of_each_model
-from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.finished.writing import writing
 from sft_play.log import one_line
-from sft_play.runs.files import write_json, write_text
+from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ kernels round differently, in bf16 by up to 1e-3 of the loss."""
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Outcome):
     """What `make eval` measured, and where it is written."""
 
     run: Path
@@ -60,8 +61,6 @@ class Evaluation:
     worst: tuple[str, ...]
     rows_path: Path | None
     path: Path
-
-    ok = True
 
     @property
     def before(self) -> str:
@@ -264,14 +263,11 @@ def _recorded(
     run: FinishedRun, rows: EvalRows | None, tuned: ModelFigures, metrics: Sequence[Metric]
 ) -> dict[str, Any] | None:
     """The figures of the run's own evaluation after training, where it read the same rows."""
-    try:
-        summary = json.loads((run.folder.path / "summary.json").read_text(encoding="utf-8"))
-        after = summary["after"] or {}
-        split, count, loss = summary["split"], after["rows"], after["loss"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    summary = read_json(run.folder.path / "summary.json")
+    after = summary.get("after") or {}
+    recorded, loss = (summary.get("split"), after.get("rows")), after.get("loss")
     # the same rows or none: LIMIT= and DATA= read others, whose loss says nothing about the recorded one
-    if rows is None or not rows.is_own or (rows.name, len(rows.numbers)) != (split, count) or loss is None:
+    if rows is None or not rows.is_own or (rows.name, len(rows.numbers)) != recorded or loss is None:
         return None
     tokens = sum(one.tokens for one in tuned.scores)
     now = sum(one.nll + one.balance for one in tuned.scores) / tokens
@@ -315,8 +311,6 @@ def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: ModelFigures) -> tu
 
 def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFigures) -> str:
     """A line for each row: its prompt and reference (or its text), and both models' answers and figures."""
-    from sft_play.training.prepare.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(run.config).tokenizer
     places = {asked.row: at for at, asked in enumerate(rows.asked)}
     lines = []

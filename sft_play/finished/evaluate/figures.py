@@ -97,15 +97,13 @@ def _built_in(name: str) -> Metric:
 
         chrf = CHRF()  # chrF2, as sacrebleu's own default: characters up to 6-grams, no words, beta 2
         return Metric(name, lambda answer, reference, _: float(chrf.sentence_score(answer, [reference]).score))
-    return Metric(name, {"exact_match": _exact_match, "rouge_l": _rouge_l}[name], is_share=True)
+    if name == "rouge_l":
+        return Metric(name, lambda answer, reference, _: rouge_l(answer, reference), is_share=True)
 
+    def is_right(answer: str, reference: str, _: Sequence[Message]) -> float:
+        return float(Answer(Question([], "", reference), answer).right)
 
-def _exact_match(answer: str, reference: str, _: Sequence[Message]) -> float:
-    return float(Answer(Question([], "", reference), answer).right)
-
-
-def _rouge_l(answer: str, reference: str, _: Sequence[Message]) -> float:
-    return rouge_l(answer, reference)
+    return Metric(name, is_right, is_share=True)
 
 
 def rouge_l(answer: str, reference: str) -> float:
@@ -208,10 +206,8 @@ class EvalFigure:
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        return {
-            "base": finite(self.base), "tuned": finite(self.tuned), **self.interval.as_json(),
-            "verdict": self.verdict,
-        }  # fmt: skip
+        ends = {"base": finite(self.base), "tuned": finite(self.tuned)}
+        return {**ends, **self.interval.as_json(), "verdict": self.verdict}
 
     def cells(self) -> list[str]:
         """Its line of the table."""
@@ -233,14 +229,14 @@ def eval_figures(
     """Loss and token accuracy over trained tokens, then each metric over the answers."""
     # rows count by their trained tokens, so that the weighted mean over rows is the mean over tokens
     tokens = np.array([one.tokens for one in tuned.scores])
-    per_token: list[tuple[str, Callable[[RowScore], float]]] = [
-        ("loss", lambda one: one.nll), ("token_accuracy", lambda one: one.correct)
-    ]  # fmt: skip
-    figures = []
-    for name, amount in per_token:
-        means = [np.array([amount(one) / max(1, one.tokens) for one in measured.scores]) for measured in (base, tuned)]
-        is_loss = name == "loss"
-        figures.append(_figure(name, *means, weights=tokens, is_share=not is_loss, is_loss=is_loss))
+    losses, shares = (
+        [np.array([getattr(one, of) / max(1, one.tokens) for one in measured.scores]) for measured in (base, tuned)]
+        for of in ("nll", "correct")
+    )
+    figures = [
+        _figure("loss", *losses, weights=tokens, is_loss=True),
+        _figure("token_accuracy", *shares, weights=tokens, is_share=True),
+    ]
     for metric in metrics if rows.asked else ():
         values = [np.array(measured.values[metric.name]) for measured in (base, tuned)]
         figures.append(_figure(metric.name, *values, weights=np.ones(len(values[0])), is_share=metric.is_share))

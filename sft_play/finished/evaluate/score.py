@@ -15,6 +15,7 @@ import torch
 from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset
 
+from sft_play.finished.load import free_memory
 from sft_play.finished.run import FinishedRun
 from sft_play.training.loop.collate import Collator
 from sft_play.training.loop.rows import lengths_of
@@ -49,15 +50,14 @@ def score_rows(
 
     Args:
         model: a causal language model, with an adapter or without; it is left as it was.
-        rows: with `input_ids` and `labels` (-100: not trained), as dictionaries or attributes; a Dataset is read batch
-            by batch.
+        rows: with `input_ids` and `labels` (-100: not trained); a Dataset is read batch by batch.
         most_tokens: tokens of a batch, with padding; halved where memory runs out.
         compute: the dtype of matrix products; None for that of the weights. A run's is `compute_dtype(run)`.
 
     Raises:
         RuntimeError: a single row does not fit into memory (torch's own error).
     """
-    lengths = lengths_of(rows).tolist() if isinstance(rows, Dataset) else [len(_ids(row)) for row in rows]
+    lengths = lengths_of(rows).tolist() if isinstance(rows, Dataset) else [len(row["input_ids"]) for row in rows]
     # longest first: where memory is too small that shows at the first batch, not after most of the work
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index])
     scores: dict[int, RowScore] = {}
@@ -68,29 +68,21 @@ def score_rows(
             while start < len(order):
                 longest = max(1, lengths[order[start]])
                 batch = order[start : start + max(1, most_tokens // longest)]
-                tables = [_table(rows[index]) for index in batch]
-                scored = _scored(model, tables, compute, can_halve=len(batch) > 1)
-                if scored is None:
-                    most_tokens = longest * len(batch) // 2
-                    logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most_tokens:,}")
-                    if torch.cuda.is_available():
-                        torch.cuda.empty_cache()
+                tables = [{name: rows[index][name] for name in ("input_ids", "labels")} for index in batch]
+                try:
+                    scores |= dict(zip(batch, _score_batch(model, tables, compute), strict=True))
+                    start += len(batch)
                     continue
-                scores |= dict(zip(batch, scored, strict=True))
-                start += len(batch)
+                except RuntimeError as error:
+                    if len(batch) == 1 or not should_reduce_batch_size(error):
+                        raise
+                # only here: while the exception lives, so does what its frames hold
+                most_tokens = longest * len(batch) // 2
+                logger.warning("Out of memory: continuing with at most %s tokens a batch", f"{most_tokens:,}")
+                free_memory()
     finally:
         model.train(was_training)
     return [scores[index] for index in range(len(lengths))]
-
-
-def _ids(row: Any) -> Sequence[int]:
-    ids: Sequence[int] = row["input_ids"] if isinstance(row, dict) else row.input_ids
-    return ids
-
-
-def _table(row: Any) -> dict[str, Any]:
-    labels = row["labels"] if isinstance(row, dict) else row.labels
-    return {"input_ids": _ids(row), "labels": labels}
 
 
 def compute_dtype(run: FinishedRun) -> torch.dtype:
@@ -102,18 +94,6 @@ def batch_tokens(run: FinishedRun) -> int:
     """Tokens, with padding, of the largest batch that the run's plan evaluates at a time."""
     plan = run.plan()
     return plan.eval_batch * plan.max_seq_len
-
-
-def _scored(
-    model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None, *, can_halve: bool
-) -> list[RowScore] | None:
-    """The scores of one batch; None where it does not fit into memory and could be smaller."""
-    try:
-        return _score_batch(model, tables, compute)
-    except RuntimeError as error:
-        if can_halve and should_reduce_batch_size(error):
-            return None
-        raise
 
 
 def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None) -> list[RowScore]:

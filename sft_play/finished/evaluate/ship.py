@@ -167,13 +167,9 @@ class _ShipRows:
             today=renderer.today,
         )
         sample = general_sample()
-        self.text = text_rows(sample, general, longest=_LONGEST)
-        self.chats, self.refused = chat_rows(sample, general, longest=_LONGEST)
-
-    @property
-    def rows_sha256(self) -> str:
-        """Of the tokens and labels of the held-out rows."""
-        return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
+        self.text = text_rows(sample, general)
+        self.chats, self.refused = chat_rows(sample, general)
+        self.rows_sha256 = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def evidence(self) -> Evidence:
         """All but the merge; raises ModelError where the model cannot be loaded."""
@@ -189,17 +185,14 @@ class _ShipRows:
         """Scores of all rows, and whether each answer is the reference."""
         logger.info("Measuring the %s", whose)
         parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
-        scores = {part: self._scores(model, chosen) for part, chosen in parts.items()}
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
+        scores = {}
+        for part, chosen in parts.items():
+            cut = [{name: values[:positions] for name, values in row.items()} for row in chosen]
+            most, compute = batch_tokens(self.run), compute_dtype(self.run)
+            scores[part] = score_rows(model, cut, most_tokens=most, compute=compute)
         answered = Responder(self.run, model).answers(self.asked, max_new_tokens=self.run.config.eval.max_new_tokens)
         return scores, tuple(answer.right for answer in answered)
-
-    def _scores(self, model: Any, chosen: Sequence[Row]) -> list[RowScore]:
-        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
-        cut = [{name: values[:positions] for name, values in row.items()} for row in chosen]
-        scores: list[RowScore] = score_rows(
-            model, cut, most_tokens=batch_tokens(self.run), compute=compute_dtype(self.run)
-        )
-        return scores
 
 
 def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
@@ -227,13 +220,8 @@ def _losses(
     def numbers(scores: Sequence[RowScore]) -> tuple[float | None, ...]:
         return tuple(scores[at].nll if math.isfinite(scores[at].nll) else None for at in counts)
 
-    return Losses(
-        numbers(base),
-        numbers(tuned),
-        tuple(base[at].tokens for at in counts),
-        tuple(chance[at] for at in counts),
-        tuple(kinds[at] for at in counts) if kinds else (),
-    )
+    tokens, guessed = tuple(base[at].tokens for at in counts), tuple(chance[at] for at in counts)
+    return Losses(numbers(base), numbers(tuned), tokens, guessed, tuple(kinds[at] for at in counts) if kinds else ())
 
 
 def _merge_evidence(run: FinishedRun) -> MergeEvidence:
@@ -283,26 +271,26 @@ def general_sample() -> GeneralSample:
     )
 
 
-def text_rows(sample: GeneralSample, renderer: Renderer, *, longest: int) -> GeneralRows:
-    """The texts as tokens, all of them trained, cut after `longest`; the end-of-text token is not part of a text."""
+def text_rows(sample: GeneralSample, renderer: Renderer) -> GeneralRows:
+    """The texts as tokens, all of them trained, cut where they are too long; none has the end-of-text token."""
     rows = []
     for ids in renderer.documents([text for _, text in sample.texts]):
         # predicting that a text ends here says nothing about what the model knows
         bare = ids[:-1] if ids[-1] == renderer.parts.end_of_text else ids
-        rows.append({"input_ids": bare[:longest], "labels": bare[:longest]})
+        rows.append({"input_ids": bare[:_LONGEST], "labels": bare[:_LONGEST]})
     return GeneralRows(rows, [kind for kind, _ in sample.texts])
 
 
-def chat_rows(sample: GeneralSample, renderer: Renderer, *, longest: int) -> tuple[GeneralRows, int]:
-    """The chats as tokens by the chat template, the assistant's turns trained, cut after `longest`; and how many the
-    template cannot render, or have no trained token within the limit."""
+def chat_rows(sample: GeneralSample, renderer: Renderer) -> tuple[GeneralRows, int]:
+    """The chats as tokens by the chat template, the assistant's turns trained, cut where they are too long; and how
+    many the template cannot render, or have no trained token then."""
     chats: Sequence[Any] = [
         Chat(f"chat {at} of {VERSION}", messages) for at, (_, messages) in enumerate(sample.chats, start=1)
     ]
     rows, kinds = [], []
     for (kind, _), row in zip(sample.chats, renderer.render_all(chats), strict=True):
-        if isinstance(row, BadRow) or not any(label != IGNORED for label in row.labels[1:longest]):
+        if isinstance(row, BadRow) or not any(label != IGNORED for label in row.labels[1:_LONGEST]):
             continue
-        rows.append({"input_ids": row.input_ids[:longest], "labels": row.labels[:longest]})
+        rows.append({"input_ids": row.input_ids[:_LONGEST], "labels": row.labels[:_LONGEST]})
         kinds.append(kind)
     return GeneralRows(rows, kinds), len(chats) - len(rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,7 @@ def replay(path: Path) -> Replayed:
     computed: dict[str, Any] = {
         "ok": verdict.ok, "verdict": verdict.word, "checks": [check.as_json() for check in verdict.checks],
     }  # fmt: skip
-    differences = [name for key, value in computed.items() for name in _differences(recorded.get(key), value, key)]
+    differences = _differences({key: recorded.get(key) for key in computed}, computed)
     before = one_line(str(recorded["before"])) if recorded.get("before") else None
     return Replayed(path, verdict, thresholds, tuple(differences), before)
 
@@ -103,27 +104,27 @@ def _require_whole(evidence: Evidence, thresholds: Thresholds) -> None:
         raise ValueError("the columns of the answers have different lengths")
 
 
-def _differences(recorded: Any, computed: Any, name: str) -> list[str]:
-    """The names of what differs; words (`line`, `reason`) repeat figures and are not compared."""
-    if isinstance(computed, dict):
-        if not isinstance(recorded, dict):
-            return [name]
-        keys = [key for key in {**computed, **recorded} if key not in ("line", "reason")]
-        return [
-            one for key in keys for one in _differences(recorded.get(key), computed.get(key), f"{name}.{key}")
-        ]  # fmt: skip
-    if isinstance(computed, list):
-        if not isinstance(recorded, list) or len(recorded) != len(computed):
-            return [name]
-        pairs = zip(recorded, computed, strict=True)
-        return [
-            one for at, (was, now) in enumerate(pairs) for one in _differences(was, now, f"{name}[{_label(now, at)}]")
-        ]  # fmt: skip
-    is_number = isinstance(computed, float) and isinstance(recorded, int | float) and not isinstance(recorded, bool)
-    if is_number:
-        return [] if math.isclose(recorded, computed, rel_tol=_CLOSE, abs_tol=_CLOSE) else [name]
-    return [] if recorded == computed else [name]
+def _differences(recorded: Any, computed: Any) -> list[str]:
+    """The names of the figures that differ; words (`line`, `reason`) repeat figures and are not compared."""
+    was, now = dict(_leaves(recorded)), dict(_leaves(computed))
+    return [name.removeprefix(".") for name in {**now, **was} if not _is_same(was.get(name), now.get(name))]
 
 
-def _label(value: Any, at: int) -> str:
-    return str(value["name"]) if isinstance(value, dict) and "name" in value else str(at)
+def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key not in ("line", "reason"):
+                yield from _leaves(inner, f"{name}.{key}")
+    elif isinstance(value, list):
+        yield name, len(value)
+        for at, inner in enumerate(value):
+            named = inner.get("name") if isinstance(inner, dict) else None
+            yield from _leaves(inner, f"{name}[{named or at}]")
+    else:
+        yield name, value
+
+
+def _is_same(was: Any, now: Any) -> bool:
+    if isinstance(now, float) and isinstance(was, int | float) and not isinstance(was, bool):
+        return math.isclose(was, now, rel_tol=_CLOSE, abs_tol=_CLOSE)
+    return bool(was == now)

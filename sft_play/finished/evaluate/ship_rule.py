@@ -183,13 +183,8 @@ def judge(evidence: Evidence, thresholds: Thresholds) -> Verdict:
         refused = ShipCheck("task", ok=False, line="not measured", reason=evidence.not_loaded)
         others = (ShipCheck(name, ok=None, line="not measured") for name in ("general", "merge"))
         return Verdict((refused, *others))
-    return Verdict(
-        (
-            _judge_task(evidence.task, thresholds),
-            _judge_general(evidence.general, thresholds),
-            _judge_merge(evidence.merge),
-        )
-    )
+    task, general = _judge_task(evidence.task, thresholds), _judge_general(evidence.general, thresholds)
+    return Verdict((task, general, _judge_merge(evidence.merge)))
 
 
 def evidence_lines(verdict: Verdict, thresholds: Thresholds, before: str | None) -> list[str]:
@@ -358,34 +353,27 @@ def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tu
     }
     figures |= {"rise": rise.as_json(), "rise_by_kind": by_kind}
     line = f"{name} {rise.difference:+.4f} (at most {rise.high:+.4f}, allowed {bound:+g})"
-    reason = ""
+    rose = f"the loss on general {name} rose by"
     if not rise.high <= bound:
-        reason = (
-            f"the loss on general {name} rose by {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}"
-        )
-    else:
-        worst = max(by_kind, key=by_kind.__getitem__, default="")
-        allowed = thresholds.max_kind_factor * bound
-        if worst and not by_kind[worst] <= allowed:
-            reason = f"the loss on general {name} rose by {by_kind[worst]:.4f} in {worst} (allowed {allowed:g})"
-    return line, reason, figures
+        return line, f"{rose} {rise.difference:.4f}, at most {rise.high:.4f}; allowed: {bound:g}", figures
+    worst, allowed = max(by_kind, key=by_kind.__getitem__, default=""), thresholds.max_kind_factor * bound
+    if worst and not by_kind[worst] <= allowed:
+        return line, f"{rose} {by_kind[worst]:.4f} in {worst} (allowed {allowed:g})", figures
+    return line, "", figures
 
 
 # --- merge ------------------------------------------------------------------------------------------------------------
 
 
 def _judge_merge(merge: MergeEvidence) -> ShipCheck:
-    figures = {
-        "state": merge.state, "kl_merged": merge.kl_merged, "kl_limit": merge.kl_limit, "kl_base": merge.kl_base
-    }  # fmt: skip
+    figures = {name: getattr(merge, name) for name in ("state", "kl_merged", "kl_limit", "kl_base")}
     if merge.state == "no adapter":
         return ShipCheck("merge", ok=True, line="not needed (all weights were trained)", figures=figures)
     if merge.state == "not needed":
         return ShipCheck("merge", ok=None, line="not tested, since the run is refused already", figures=figures)
     if merge.state == "failed" or merge.kl_limit is None:
-        return ShipCheck(
-            "merge", ok=False, line="not tested", reason=merge.reason or "it was not compared", figures=figures
-        )
+        reason = merge.reason or "it was not compared"
+        return ShipCheck("merge", ok=False, line="not tested", reason=reason, figures=figures)
     kl = math.nan if merge.kl_merged is None else merge.kl_merged
     line = f"KL divergence from the adapter {kl:.2g} nats (limit {merge.kl_limit:.2g})"
     if kl <= merge.kl_limit:
