@@ -71,14 +71,12 @@ class ListedRun:
 
 
 @dataclass(frozen=True)
-class RunList:
+class RunList(Outcome):
     """The runs of an output folder, the newest first."""
 
     output: Path
     runs: tuple[ListedRun, ...]
     now: datetime
-
-    ok = True
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
@@ -90,14 +88,11 @@ class RunList:
             return [f"There are no runs in {self.output}", next_line("train")]
         rows = [("run", "status", "step", "best", "size", "age", "model")]
         for run in self.runs:
-            best = "-"
-            if run.best is not None:
-                name, value = run.best
-                best = f"exact match {value:.1%}" if name == "exact_match" else f"{name} {value:.4g}"
-            rows.append((
-                one_line(run.folder.path.name, limit=48), run.status, "-" if run.step is None else str(run.step), best,
-                size_of(run.bytes), _age(run.started, self.now), one_line(f"{run.mode} {run.model}", limit=48),
-            ))  # fmt: skip
+            name, value = run.best or ("", 0.0)
+            best = f"exact match {value:.1%}" if name == "exact_match" else f"{name} {value:.4g}" if name else "-"
+            step, called = "-" if run.step is None else str(run.step), one_line(run.folder.path.name, limit=48)
+            model = one_line(f"{run.mode} {run.model}", limit=48)
+            rows.append((called, run.status, step, best, size_of(run.bytes), _age(run.started, self.now), model))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         count, total = len(self.runs), sum(run.bytes for run in self.runs)
@@ -221,11 +216,10 @@ def parts_of(folder: RunFolder, what: What) -> dict[Path, int]:
         RunFolderError: the run is a link, is being written, or could still be resumed from what is to go.
     """
     chosen = _parts(folder, what)
-    status = status_of(folder, folder.manifest())
     if chosen and lock_holder(folder) is not None:
         raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")
     if chosen and what != "run":
-        _require_finished(folder, status)
+        _require_finished(folder, status_of(folder, folder.manifest()))
     return chosen
 
 
@@ -235,9 +229,8 @@ def _parts(folder: RunFolder, what: What) -> dict[Path, int]:
         files = [] if is_link else sorted(folder.tensorboard.rglob(CURVES))
         return {path: path.stat().st_size for path in files if not path.is_symlink()}
     if folder.path.is_symlink():
-        raise RunFolderError(
-            f"{folder.path} is a link to {folder.path.resolve()}: name that folder, or remove the link"
-        )
+        there = folder.path.resolve()
+        raise RunFolderError(f"{folder.path} is a link to {there}: name that folder, or remove the link")
     if what == "run":
         return {folder.path: _bytes(folder.path)}
     return {place: _bytes(place) for place in sorted(folder.path.rglob("checkpoints")) if place.is_dir()}

@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 _AT_ONCE = 256
 """Prompts that are answered before their answers are written; within them the batches are sorted by length."""
-
-
 _SHOWN_ROWS = 5
 """Rows that are no prompts, of which an error shows so many."""
 
@@ -93,12 +91,20 @@ def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
     """A row's prompt, or why it is none."""
     if isinstance(raw, BadRow):
         return raw.reason
-    bare = _bare(raw)
-    if bare is not None:
-        return bare
-    if set(raw.data) == {"prompt"} and not isinstance(raw.data["prompt"], list):
-        given = one_line(json.dumps(raw.data["prompt"], default=str), limit=60)
+    prompt, messages = raw.data.get("prompt"), raw.data.get("messages")
+    if set(raw.data) == {"prompt"} and isinstance(prompt, str):
+        return Prompt(({"role": "user", "content": prompt},))
+    if set(raw.data) == {"prompt"} and not isinstance(prompt, list):
+        given = one_line(json.dumps(prompt, default=str), limit=60)
         return f"prompt is {given}, and has to be text or a list of messages"
+    turns = messages if isinstance(messages, list) else prompt if isinstance(prompt, list) else []
+    is_plain = turns and all(
+        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+        for turn in turns
+    )
+    # they end before the answer
+    if is_plain and turns[-1]["role"] != "assistant" and not raw.data.get("tools"):
+        return Prompt(tuple({"role": turn["role"], "content": turn["content"]} for turn in turns))
     data = DataConfig()
     try:
         _, shape = first_format(iter([raw]), data)
@@ -112,21 +118,6 @@ def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
     if last["role"] == "assistant":
         return Prompt(tuple(before), example.tools, str(last.get("content") or ""))
     return Prompt(example.messages, example.tools)
-
-
-def _bare(row: RawRow) -> Prompt | None:
-    """A row that has only a prompt: `{"prompt": "…"}`, or messages that end before the answer."""
-    prompt, messages = row.data.get("prompt"), row.data.get("messages")
-    if set(row.data) == {"prompt"} and isinstance(prompt, str):
-        return Prompt(({"role": "user", "content": prompt},))
-    turns = messages if isinstance(messages, list) else prompt if isinstance(prompt, list) else None
-    is_plain = turns and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
-    if is_plain and turns and turns[-1]["role"] != "assistant" and not row.data.get("tools"):
-        return Prompt(tuple({"role": turn["role"], "content": turn["content"]} for turn in turns))
-    return None
 
 
 def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) -> Inferred:
@@ -170,11 +161,12 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
     Raises:
         DataError: it is something else.
     """
+    named = f"OUTPUT={one_line(str(target))}"
     if not target.exists():
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise DataError(f"OUTPUT={one_line(str(target))} cannot be written: {error.strerror}") from None
+            raise DataError(f"{named} cannot be written: {error.strerror}") from None
         return 0
     require_file(target)
     # a process that was killed may have left half a line, or half a character of one
@@ -182,24 +174,20 @@ def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
     kept = whole[: whole.rfind(b"\n") + 1]
     lines = kept.decode("utf-8", "replace").split("\n")[:-1]  # splitlines() would also split at U+2028 inside an answer
     if len(lines) > len(prompts):
-        raise DataError(f"OUTPUT={one_line(str(target))} has {len(lines)} answers, and INPUT {len(prompts)} prompts")
+        raise DataError(f"{named} has {len(lines)} answers, and INPUT {len(prompts)} prompts")
     for number, (line, prompt) in enumerate(zip(lines, prompts, strict=False), start=1):
         try:
             entry = json.loads(line)
         except ValueError:
             entry = None
         if not isinstance(entry, dict) or not {"messages", "answer", "by"} <= set(entry):
-            raise DataError(f"OUTPUT={one_line(str(target))} exists, and line {number} is not an answer of make infer")
+            raise DataError(f"{named} exists, and line {number} is not an answer of make infer")
         # through JSON, as the file's went: tuples are lists there
         if entry["messages"] != json.loads(json.dumps(list(prompt.messages))):
-            raise DataError(
-                f"OUTPUT={one_line(str(target))} exists and answers other prompts (line {number}); name another file"
-            )
+            raise DataError(f"{named} exists and answers other prompts (line {number}); name another file")
         if entry["by"] != by:
-            raise DataError(
-                f"OUTPUT={one_line(str(target))} exists and was answered by {one_line(str(entry['by']))}, "
-                f"now {one_line(by)}; name another file"
-            )
+            who = f"{one_line(str(entry['by']))}, now {one_line(by)}"
+            raise DataError(f"{named} exists and was answered by {who}; name another file")
     if len(kept) < len(whole):
         with target.open("r+b") as file:
             file.truncate(len(kept))

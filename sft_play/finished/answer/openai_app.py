@@ -71,7 +71,8 @@ def openai_app(responder: Responder, name: str, *, hosts: Sequence[str] | None =
     own name was made to point to this machine (DNS rebinding) comes under that name.
     """
     _prepare(responder)
-    manager, state = _OneModel(responder, name), _OneState()
+    manager, state, answers = _OneModel(responder, name), GenerationState(), _Answers()
+    state.get_manager = lambda *_, **__: answers
     handlers = {
         "chat_handler": _ChatHandler(manager, state),
         "completion_handler": _CompletionHandler(manager, state),
@@ -86,7 +87,8 @@ def openai_app(responder: Responder, name: str, *, hosts: Sequence[str] | None =
     if hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     for part in ("chat_completion", "completion", "response"):
-        logging.getLogger(f"transformers.cli.serving.{part}").addFilter(_is_no_request)
+        log = logging.getLogger(f"transformers.cli.serving.{part}")
+        log.addFilter(lambda record: not record.getMessage().startswith("[Request received]"))
     # of temperature 0, which the server keeps beside do_sample=False
     logging.getLogger("transformers.generation.configuration_utils").setLevel(logging.ERROR)
     return app
@@ -102,11 +104,6 @@ async def _as_openai_error(request: Request, error: Exception) -> JSONResponse:
     said = detail if isinstance(detail, dict) else {"message": str(detail)}
     kind = "invalid_request_error" if status < 500 else "server_error"
     return JSONResponse({"error": {"param": None, "code": None, "type": kind, **said}}, status_code=status)
-
-
-def _is_no_request(record: logging.LogRecord) -> bool:
-    """Whether a line of the server's log is more than that a request came."""
-    return not record.getMessage().startswith("[Request received]")
 
 
 def _positions(model: Any) -> int | None:
@@ -209,19 +206,8 @@ def _rendered(*_: Any, **__: Any) -> BatchEncoding:
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
-class _OneState(GenerationState):
-    """The server's state of generation: one answer after the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._manager = _Answers()
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> _Answers:
-        return self._manager
-
-
 class _Answers(GenerateManager):
-    """Answers up to the first stop text."""
+    """Answers up to the first stop text, one after the other."""
 
     def generate_streaming(self, model: Any, processor: Any, inputs: Any, gen_config: Any, **options: Any) -> Any:
         queue, streamer = super().generate_streaming(model, processor, inputs, gen_config, **options)

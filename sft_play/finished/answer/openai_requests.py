@@ -42,28 +42,29 @@ _One = Annotated[int, Field(ge=1, le=1)]
 _Zero = Annotated[float, Field(ge=0, le=0)]
 
 
-class _PlainText(BaseModel):
+class _Strict(BaseModel):
+    """Types are strict: `"5"` is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class _PlainText(_Strict):
     """`{"type": "text"}`: an answer in no particular format."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     type: Literal["text"]
 
 
-class _TextOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _TextOptions(_Strict):
     format: _PlainText | None = None
 
 
-class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _StreamOptions(_Strict):
     include_usage: bool | None = None
     """Whatever is asked, the last piece of a stream has the usage."""
 
 
-class _Asked(BaseModel):
-    """Options of every endpoint. Types are strict: `"5"` is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+class _Asked(_Strict):
+    """Options of every endpoint."""
 
     model: str | None = None
     stream: bool | None = None
@@ -155,8 +156,7 @@ def _refusal(error: ValidationError, body: Mapping[str, Any]) -> HTTPException:
     option = str(first["loc"][0])
     if first["type"] == "missing" and len(first["loc"]) == 1:
         return refused(f"{option} is missing", option)
-    shown = one_line(json.dumps(body.get(option), ensure_ascii=False, default=str))
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    shown = one_line(json.dumps(body.get(option), ensure_ascii=False, default=str), limit=_SHOWN)
     if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
         return refused(f"{one_line(option)} is not supported by this server ({shown} was given); leave it out", option)
     return refused(f"{option}={shown} is not supported: {first['msg'][:1].lower()}{first['msg'][1:]}", option)

@@ -98,18 +98,13 @@ class Responder:
 
     @torch.no_grad()
     def stream(
-        self,
-        prompt: list[int],
-        show: Callable[[str], None],
-        *,
-        max_new_tokens: int,
-        temperature: float = 0.0,
+        self, prompt: list[int], show: Callable[[str], None], *, max_new_tokens: int, temperature: float = 0.0
     ) -> str:
         """One answer, of which each piece of text is shown as it comes; greedy at temperature 0. Ctrl-C ends it."""
         streamer = _Streamer(self.tokenizer, self.stop, show)
-        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
-        # what a base's generation config sets for sampling; transformers warns of it where decoding is greedy
-        unset = {} if temperature > 0 else {"temperature": None, "top_p": None, "top_k": None}
+        # greedy without what a base's generation config sets for sampling, of which transformers would warn
+        greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else greedy
         ids_BT = torch.tensor([prompt], device=self.model.device)
         with contextlib.suppress(KeyboardInterrupt), _as_trained(self.run, self.model):
             self.model.generate(
@@ -121,7 +116,6 @@ class Responder:
                 use_cache=True,
                 streamer=streamer,
                 **sampling,
-                **unset,
             )
         streamer.end()
         return streamer.text
@@ -141,16 +135,13 @@ class _Streamer:
             self._is_prompt = False
             return
         self._ids += [token for token in value.flatten().tolist() if token not in self._stop]
+        self.end(is_over=False)
+
+    def end(self, *, is_over: bool = True) -> None:
+        """Show what has come; what ends inside a character only once all of it is there."""
         # all of them again: what a token spells depends on those before it (bytes of one character, leading spaces)
         text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
-        if not text.endswith(_UNFINISHED):
-            self._show(text[len(self.text) :])
-            self.text = text
-
-    def end(self) -> None:
-        """Show what was held back because it ended inside a character."""
-        text = str(self._tokenizer.decode(self._ids, skip_special_tokens=False))
-        if text != self.text:
+        if text != self.text and (is_over or not text.endswith(_UNFINISHED)):
             self._show(text[len(self.text) :])
             self.text = text
 

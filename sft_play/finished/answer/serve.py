@@ -21,6 +21,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -156,6 +157,27 @@ def _origin(host: str, port: int) -> str:
 # --- services ---------------------------------------------------------------------------------------------------------
 
 
+def _wait(is_running: Callable[[], bool], finish: Callable[[], None], words: str) -> bool:
+    """Wait until a service ends or is stopped: Ctrl-C lets it `finish`, a second one or SIGTERM does not.
+
+    Returns whether it was asked to stop.
+    """
+    is_over, is_asked = threading.Event(), threading.Event()
+
+    def stop(number: int) -> None:
+        is_asked.set()
+        if number == signal.SIGINT:
+            logger.info("%s; Ctrl-C again stops now", words)
+            finish()
+        else:
+            is_over.set()
+
+    with StopSignals(stop, lambda _: is_over.set()):
+        while is_running() and not is_over.is_set():
+            is_over.wait(_POLL_S)
+    return is_asked.is_set()
+
+
 class TransformersService:
     """`transformers serve`'s server in a thread of this process."""
 
@@ -203,22 +225,15 @@ class TransformersService:
         return Serving(run.folder.path, ENGINES[0], name, run.weights, self._host, port, os.getpid())
 
     def wait(self) -> int:
-        """Wait until it ends or is stopped, and return the exit code: Ctrl-C lets running answers finish, a second one
-        or SIGTERM does not."""
-        is_over, is_late = threading.Event(), threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
+        """Wait until it ends or is stopped, and return the exit code."""
+        is_late = threading.Timer(FINISH_S, lambda: setattr(self, "is_busy", True))
         is_late.daemon = True
 
-        def stop(number: int) -> None:
+        def finish() -> None:
             is_late.start()
-            if number == signal.SIGINT:
-                logger.info("Stopping once the answers under way have ended; Ctrl-C again stops now")
-                self._server.should_exit = True
-            else:
-                is_over.set()
+            self._server.should_exit = True
 
-        with StopSignals(stop, lambda _: is_over.set()):
-            while self._thread.is_alive() and not is_over.is_set():
-                is_over.wait(_POLL_S)
+        _wait(self._thread.is_alive, finish, "Stopping once the answers under way have ended")
         is_late.cancel()
         self.is_busy = self.is_busy or self._thread.is_alive()
         logger.info("Stopped")
@@ -275,22 +290,9 @@ class VllmService:
 
     def wait(self) -> int:
         """Wait until it ends or is stopped; raises BackendError where it ended by itself."""
-        is_over = threading.Event()
-        asked = threading.Event()
-
-        def stop(number: int) -> None:
-            asked.set()
-            if number == signal.SIGINT:
-                logger.info("Stopping vLLM; Ctrl-C again stops now")
-                self._child.terminate()
-            else:
-                is_over.set()
-
-        with StopSignals(stop, lambda _: is_over.set()):
-            while self._child.poll() is None and not is_over.is_set():
-                is_over.wait(_POLL_S)
+        is_asked = _wait(lambda: self._child.poll() is None, self._child.terminate, "Stopping vLLM")
         self._end()
-        if not asked.is_set():
+        if not is_asked:
             raise BackendError(f"vllm ended with exit code {self._child.returncode}; see its lines above")
         logger.info("Stopped")
         return 0

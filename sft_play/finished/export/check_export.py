@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from sft_play.errors import RunFolderError
 from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
@@ -40,7 +41,7 @@ from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.prompts import PairedPrompt, Prompts
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, Outcome
 from sft_play.training.measure.exact_match import Question, answers
 from sft_play.training.prepare.quiet import quiet_libraries
 
@@ -98,7 +99,7 @@ class Answering:
 
 
 @dataclass(frozen=True)
-class ExportTest:
+class ExportTest(Outcome):
     """What the comparison found."""
 
     run: Path
@@ -141,18 +142,14 @@ class ExportTest:
         failed = [check.name.lower() for check in self.checks if check.ok is False]
         missing = [check.name.lower() for check in self.checks if check.ok is None]
         if self.ok:
-            lines += [
-                "Verdict: the exported model answers as the trained one",
-                f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}",
-            ]
-        elif failed:
-            lines.append(f"Verdict: the exported model does NOT answer as the trained one ({', '.join(failed)})")
-        else:
-            lines.append(f"Verdict: not known, since not everything could be checked here ({', '.join(missing)})")
-        return lines
+            next_step = f"Next: llama-server --jinja -m {shlex.quote(str(self.file))}"
+            return [*lines, "Verdict: the exported model answers as the trained one", next_step]
+        if failed:
+            return [*lines, f"Verdict: the exported model does NOT answer as the trained one ({', '.join(failed)})"]
+        return [*lines, f"Verdict: not known, since not everything could be checked here ({', '.join(missing)})"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Seen:
     """What one model gave: its answers, and its log-probabilities."""
 
@@ -229,10 +226,18 @@ def export_test(
     data = held_out(run)
     of_rows = prompts.of_rows(data.split, rows)
     source = data.name if of_rows else "test conversations"  # of training rows only the tokens are kept
-    material = _material(run, prompts, of_rows or prompts.of_probes()[:rows], spaced(data.split.rows, _SCORED_ROWS))
+    plan, asked = run.plan(), of_rows or prompts.of_probes()[:rows]
+    # a prompt that fills the run's rows leaves no room for an answer
+    asked = [one for one in asked if len(one.ids) < plan.max_seq_len]
+    material = _Material(
+        asked, spaced(data.split.rows, _SCORED_ROWS), prompts.stops, run.config.eval.max_new_tokens, plan.answer_tokens,
+        prompts.tokenizer,
+    )  # fmt: skip
     known = read_pre_tokenizers(find_converter(llama_cpp).vocabularies)
     types = tensor_types(file)
-    checks = [*_prompt_checks(run, prompts, material.asked, fields, known), _settings_check(file, fields, model)]
+    problems = different_settings(file, fields, AutoConfig.from_pretrained(model))
+    words = "; ".join(problems) or "layers, heads and positions are the model's"
+    checks = [*_prompt_checks(run, prompts, asked, fields, known), ExportCheck("Settings", not problems, words)]
     seen, weights, read_checks = _read_and_answer(file, model, material, types)
     checks += read_checks
     if has_llama_cpp():
@@ -246,16 +251,6 @@ def export_test(
     )  # fmt: skip
 
 
-def _material(
-    run: FinishedRun, prompts: Prompts, asked: list[PairedPrompt], rows: Sequence[dict[str, list[int]]]
-) -> _Material:
-    plan = run.plan()
-    most = run.config.eval.max_new_tokens
-    # a prompt that fills the run's rows leaves no room for an answer
-    fitting = [one for one in asked if len(one.ids) < plan.max_seq_len]
-    return _Material(fitting, rows, prompts.stops, most, plan.answer_tokens, prompts.tokenizer)
-
-
 def _prompt_checks(
     run: FinishedRun, prompts: Prompts, asked: Sequence[PairedPrompt], fields: dict[str, Any], known: Any
 ) -> list[ExportCheck]:
@@ -265,10 +260,9 @@ def _prompt_checks(
     words = f"{same} of {len(asked)} have training's token ids by the folder's template and tokenizer"
     if refused:
         words += f"; the template refuses {refused}"
-    if same < len(asked) and run.config.data.chat_template_kwargs:
-        words += (
-            f"; training passed chat_template_kwargs={run.config.data.chat_template_kwargs}, and so has every request"
-        )
+    given = run.config.data.chat_template_kwargs
+    if same < len(asked) and given:
+        words += f"; training passed chat_template_kwargs={given}, and so has every request"
     checks = [ExportCheck("Prompts", same == len(asked) > 0, words)]
     if prompts.template is not None:
         is_own = fields.get("tokenizer.chat_template") == prompts.template
@@ -277,25 +271,13 @@ def _prompt_checks(
     try:
         own = GgufTokenizer(fields, known)
     except UnreadableTokenizer as error:
-        return [*checks, ExportCheck("Tokenizer", True if has_llama_cpp() else None, str(error))]
+        return [*checks, ExportCheck("Tokenizer", has_llama_cpp() or None, str(error))]
     same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
     words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
+    checks.append(ExportCheck("Tokenizer", same == len(asked) > 0, words))
     lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stops) - own.stop_ids))
-    ends = (
-        "the file ends answers at training's stop tokens" if not lost else f"the file does not end at {', '.join(lost)}"
-    )
-    return [
-        *checks,
-        ExportCheck("Tokenizer", same == len(asked) > 0, words),
-        ExportCheck("Stop tokens", not lost, ends),
-    ]
-
-
-def _settings_check(file: Path, fields: dict[str, Any], model: Path) -> ExportCheck:
-    from transformers import AutoConfig
-
-    problems = different_settings(file, fields, AutoConfig.from_pretrained(model))
-    return ExportCheck("Settings", not problems, "; ".join(problems) or "layers, heads and positions are the model's")
+    words = f"the file does not end at {', '.join(lost)}" if lost else "the file ends answers at training's stop tokens"
+    return [*checks, ExportCheck("Stop tokens", not lost, words)]
 
 
 def _read_and_answer(
@@ -307,9 +289,9 @@ def _read_and_answer(
     try:
         read = load_gguf(file, model, dtype=whole.dtype, rows=embedding_rows(file))
     except NotReadHere as error:
-        is_covered = has_llama_cpp()
-        words = f"{error}; llama.cpp itself is asked" + ("" if is_covered else " where llama-cpp-python is installed")
-        return seen, None, [ExportCheck("Weights", True if is_covered else None, words)]
+        words, is_covered = f"{error}; llama.cpp itself is asked", has_llama_cpp()
+        words += "" if is_covered else " where llama-cpp-python is installed"
+        return seen, None, [ExportCheck("Weights", is_covered or None, words)]
     weights = compare_gguf_weights(read, whole, types, rows=embedding_rows(file))
     del whole
     free_memory()
@@ -325,16 +307,14 @@ def _read_and_answer(
 
 
 def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, ExportCheck]:
-    longest = max(len(one.ids) for one in material.asked) + material.max_new_tokens
-    longest = max([longest, *(len(row["input_ids"]) for row in material.rows)])
-    model = LlamaCppModel(file, context=longest + 1)
-    same = sum(model.prompt_ids(one.text) == one.ids for one in material.asked)
-    given = [
-        model.answer(one.ids, stop=material.stop, max_new_tokens=material.max_new_tokens) for one in material.asked
-    ]
-    words = f"{same} of {len(material.asked)} prompts have training's token ids by llama.cpp itself"
+    asked, most = material.asked, material.max_new_tokens
+    lengths = [*(len(one.ids) + most for one in asked), *(len(row["input_ids"]) for row in material.rows)]
+    model = LlamaCppModel(file, context=max(lengths) + 1)
+    same = sum(model.prompt_ids(one.text) == one.ids for one in asked)
+    given = [model.answer(one.ids, stop=material.stop, max_new_tokens=most) for one in asked]
+    words = f"{same} of {len(asked)} prompts have training's token ids by llama.cpp itself"
     seen = _Seen("llama.cpp", given, model.log_probs(material.rows), {"float16"}, is_file=True)
-    return seen, ExportCheck("Tokenizer of llama.cpp", same == len(material.asked), words)
+    return seen, ExportCheck("Tokenizer of llama.cpp", same == len(asked), words)
 
 
 def _beside_trained(
