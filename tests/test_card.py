@@ -321,7 +321,7 @@ def test_what_cannot_be_uploaded_is_refused_in_one_message(world, hub, command, 
     (world / "lora" / "merged").mkdir()
     (world / "lora" / "merged" / "config.json").write_text("{}")
     os.utime(world / "lora" / "merged" / "config.json", (0, 0))
-    refused("is no merged model of this adapter", "--repo", "me/it", "--merged", run="lora")
+    refused("holds no merged model of this adapter", "--repo", "me/it", "--merged", run="lora")
     shutil.rmtree(world / "lora" / "merged")
     monkeypatch.setattr("huggingface_hub.HfApi.whoami", lambda *_: (_ for _ in ()).throw(OSError("no network")))
     refused("the hub cannot be asked: no network", "--repo", "me/it")

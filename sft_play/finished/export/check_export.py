@@ -39,7 +39,7 @@ from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTok
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
-from sft_play.finished.export.prompts import PairedPrompt, Prompts
+from sft_play.finished.export.prompts import PairedPrompt, Prompts, shared_length
 from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun, Outcome
 from sft_play.training.measure.exact_match import Question, answers
@@ -345,7 +345,7 @@ def _beside_trained(
                 divergence,
                 same,
                 equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
-                equal_tokens=sum(_shared(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
+                equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
                 largest_gap=max(gaps, default=0.0),
                 limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
             )
@@ -355,17 +355,10 @@ def _beside_trained(
     return base_divergence, answering
 
 
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens before the first that differs."""
-    return next(
-        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
-
-
 @torch.no_grad()
 def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> float:
     """How far apart the model sees its own next token and another one, where two answers part (log-probabilities)."""
-    place = _shared(mine, theirs)
+    place = shared_length(mine, theirs)
     if place >= min(len(mine), len(theirs)):  # one is the other's beginning: no two tokens stand against each other
         return math.inf
     ids_BT = torch.tensor([[*prompt, *mine[:place]]], device=model.device)

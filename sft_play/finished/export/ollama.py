@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 
 from sft_play.data.masks.template import RenderError
 from sft_play.errors import DataError, TokenizerError
-from sft_play.finished.export.prompts import CHECKED_ROWS, Prompts, probes
+from sft_play.finished.export.prompts import CHECKED_ROWS, Prompts, probes, shared_length
 from sft_play.finished.load import held_out
 from sft_play.finished.run import FinishedRun
 
@@ -53,7 +53,7 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
             f"RUN={run.folder.quoted}"
         ) from None
     notes = _rows_rendered_differently(run, prompts, parts, bos)
-    if prompts.writes_date:
+    if "strftime_now" in (prompts.template or ""):
         notes = (*notes, f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})")
     return modelfile(file, template, stops=stops, system=parts.default_system, context=context), notes
 
@@ -257,15 +257,12 @@ def _cut(text: str, marks: Sequence[str]) -> list[str]:
     return [*pieces, rest]
 
 
-def _common_end(one: str, other: str) -> str:
-    length = 0
-    while length < min(len(one), len(other)) and one[-1 - length] == other[-1 - length]:
-        length += 1
-    return one[len(one) - length :]
-
-
 def _common_start(one: str, other: str) -> str:
-    return _common_end(one[::-1], other[::-1])[::-1]
+    return one[: shared_length(one, other)]
+
+
+def _common_end(one: str, other: str) -> str:
+    return _common_start(one[::-1], other[::-1])[::-1]
 
 
 def _whole_tokens(end: str, texts: Sequence[str], special: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ Training's are token ids of its own renderer. An engine has the folder's chat te
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -69,22 +70,14 @@ class Prompts:
         self._renderer = renderer_of(run, self._trained)
         self.is_text = run.config.task_mode == "cpt"
         self.today = self._renderer.today
+        self.end_of_turn = "" if self.is_text else self._renderer.end_of_turn
+        """The text that ends an answer; empty where nothing does."""
 
     @cached_property
     def template(self) -> str | None:
         """The folder's chat template, of several the one for rows without tools."""
         given = self.tokenizer.chat_template
         return given.get("default") if isinstance(given, dict) else given
-
-    @property
-    def writes_date(self) -> bool:
-        """Whether the chat template writes the day."""
-        return "strftime_now" in (self.template or "")
-
-    @property
-    def end_of_turn(self) -> str:
-        """The text that ends an answer; empty where nothing does."""
-        return "" if self.is_text else self._renderer.end_of_turn
 
     @cached_property
     def stops(self) -> list[int]:
@@ -158,8 +151,13 @@ class Prompts:
             return None
         bos = self.tokenizer.bos_token_id
         added = list(self.tokenizer("a")["input_ids"])[:1] == [bos]
-        trained = [asked.ids[:1] == [bos] for asked in self.of_probes()[:1]]
-        return bos is not None and added and all(trained) and bool(trained)
+        return bos is not None and added and any(asked.ids[:1] == [bos] for asked in self.of_probes()[:1])
+
+
+def shared_length(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Tokens, or characters, before the first that differs."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def probes() -> list[list[dict[str, str]]]:

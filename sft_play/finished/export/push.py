@@ -11,7 +11,7 @@ import fnmatch
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError, RunFolderError
@@ -52,9 +52,8 @@ class Upload:
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each file."""
-        return {
-            name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in self.files.items()
-        }
+        files = self.files.items()
+        return {name: len(file) if isinstance(file, bytes) else file.stat().st_size for name, file in files}
 
     def lines(self) -> list[str]:
         """Repository, files and sizes, in words."""
@@ -114,9 +113,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     name = _checked_name(repo)
     folder = _folder(run, is_merged=is_merged)
     if get_token() is None:
-        raise ConfigError(
-            "there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN in the environment"
-        )
+        raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
@@ -179,12 +176,10 @@ def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
     merged, target = merged_model(run), run.folder.path / MERGED
-    if merged is None and target.exists():
-        raise RunFolderError(
-            f"{target} is no merged model of this adapter; make merge RUN={run.folder.quoted} FORCE=1 writes it again"
-        )
     if merged is None:
-        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
+        again = " FORCE=1" if target.exists() else ""
+        merge = f"make merge RUN={run.folder.quoted}{again} writes it"
+        raise RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
     refuse_another_model(merged, run)
     return merged
 
@@ -215,11 +210,8 @@ def _asking_hub(what: str) -> Iterator[None]:
 def _chosen(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     """The files that are uploaded, by name, and the names of those that are not."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    kept = [
-        name
-        for name in names
-        if any(name.count("/") == one.count("/") and fnmatch.fnmatchcase(name, one) for one in UPLOADED)
-    ]
+    # as a path: `*` stays within a folder
+    kept = [name for name in names if any(PurePosixPath(f"/{name}").match(f"/{one}") for one in UPLOADED)]
     return {name: folder / name for name in kept}, [name for name in names if name not in kept]
 
 
@@ -258,8 +250,7 @@ def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:
         text = (file if isinstance(file, bytes) else file.read_bytes()).decode("utf-8", "replace")
         path = next((path for path in paths if path in text), None)
         if path is not None:
-            raise ConfigError(
-                f"{name} names a path of this machine, {one_line(path)}; remove it there before the upload"
-            )
+            where = f"a path of this machine, {one_line(path)}"
+            raise ConfigError(f"{name} names {where}; remove it there before the upload")
         if redact(text) != text:
             raise ConfigError(f"{name} holds what looks like a password or a token; take it out first")
