@@ -232,7 +232,7 @@ def test_a_ctrl_c_that_reached_the_command_too_is_not_passed_on(tmp_path):
     """As make does it: its handler puts the default action back, and it waits for its command."""
     command = (
         "import os, signal, sys, time\n"
-        "from sft_play import endings\n"
+        "from sft_play.process import endings\n"
         "got = []\n"
         "signal.signal(signal.SIGINT, lambda *_: (got.append(1), setattr(endings, '_heard', sys.argv[1] == 'heard')))\n"
         "os.environ[endings.MAKE_VARIABLE] = f'{os.getppid()}:{os.getpid()}'\n"

@@ -106,7 +106,7 @@ def test_the_page_shows_what_a_finished_run_recorded_and_needs_no_network(tmp_pa
         assert shown in page.text, shown
     assert page.text.count("3 rows are odd") == 1
     assert "fine" not in page.text
-    assert "make train 'CONFIG=/home/me/my run.yaml' SET=\"train.epochs=2\"" in page.text
+    assert "make train 'CONFIG=/home/me/my run.yaml' SET=train.epochs=2" in page.text
     assert "git checkout 0123456789abcdef" in page.text
 
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import BackendError, ConfigError
-from sft_play.files import atomic
+from sft_play.files import ROOT, atomic
 from sft_play.files.cache import cache_dir, locked
 from sft_play.log import one_line
 from sft_play.process import endings
@@ -123,8 +123,7 @@ def _download(folder: Path) -> Path:
         *("--require-hashes", "--no-input", "--progress-bar", "off", "--disable-pip-version-check"),
         *("-r", str(wanted), "-d", str(target)),
     ]
-    own = Path(endings.__file__).parent.parent
-    path = os.pathsep.join(filter(None, [str(build), str(own), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(build), str(ROOT), os.environ.get("PYTHONPATH")]))
     environment = endings.ends_with_me({**os.environ, "PYTHONPATH": path})
     done = subprocess.run(
         words, capture_output=True, text=True, errors="replace", env=environment, cwd=folder, check=False

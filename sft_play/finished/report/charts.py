@@ -127,8 +127,8 @@ def _spec(chart: Chart) -> dict[str, Any]:
     """The chart in Vega-Lite 6."""
     names: list[str] = []
     for curve in chart.curves:
-        plain = _plain(curve.name)
-        names.append(f"{plain} ({len(names) + 1})" if plain in names else plain)
+        named = _plain(curve.name)
+        names.append(f"{named} ({len(names) + 1})" if named in names else named)
     colours = [GREY if curve.colour is None else COLOURS[curve.colour % len(COLOURS)] for curve in chart.curves]
     legend = {"orient": "top", "title": None, "labelLimit": 380, "columns": 3}
     colour = {
@@ -219,9 +219,10 @@ def charts_of(record: Record) -> list[Chart]:
     """The curves of a run; a chart that the run cannot fill is left out."""
     stages = tuple(record.starts) if record.has_stages else ()
     curve = record.curve
-    first, *others = record.parts
-    has_gpu = any(part.on_gpu for part in (first, *others))
-    held = "memory_allocated_gib" if has_gpu else "memory_resident_gib"
+    held = "memory_allocated_gib" if any(part.on_gpu for part in record.parts) else "memory_resident_gib"
+    padding = curve("padding_share")
+    if len({value for _, value in padding}) == 1:  # rows without padding, which the summary says in a word
+        padding = []
     speeds = [
         (start + step, part.summary.get("predicted_tokens_per_s") or 0.0)
         for part, (_, start) in zip(record.parts, record.starts, strict=True)
@@ -251,7 +252,7 @@ def charts_of(record: Record) -> list[Chart]:
             ),
             from_zero=True,
         ),
-        Chart("Padding", (Curve("padding", _if_it_varies(curve("padding_share"))),), form=".3~%", from_zero=True),
+        Chart("Padding", (Curve("padding", padding),), form=".3~%", from_zero=True),
     ]  # fmt: skip
     charts = []
     for chart in listed:
@@ -262,11 +263,6 @@ def charts_of(record: Record) -> list[Chart]:
     return charts
 
 
-def _if_it_varies(points: Points) -> Points:
-    """No points where all have one value: rows without padding, which the summary says in a word."""
-    return points if len({value for _, value in points}) > 1 else []
-
-
 def _held_out(record: Record, figure: str) -> tuple[Curve, ...]:
     return tuple(
         Curve(name, record.curve(f"{prefix}_{figure}"), colour, marked=True) for prefix, name, colour in _SPLITS
@@ -274,13 +270,12 @@ def _held_out(record: Record, figure: str) -> tuple[Curve, ...]:
 
 
 def _by_source(record: Record) -> tuple[Curve, ...]:
-    names = record.names("loss_")
-    training = [Curve(name.removeprefix("loss_"), record.curve(name), place) for place, name in enumerate(names)]
-    held = [
-        Curve(f"{name.removeprefix('eval_loss_')}, validation", record.curve(name),
-              names.index(name.removeprefix("eval_")) if name.removeprefix("eval_") in names else None, marked=True)
-        for name in record.names("eval_loss_")
-    ]  # fmt: skip
+    places = {name: place for place, name in enumerate(record.names("loss_"))}
+    training = [Curve(name.removeprefix("loss_"), record.curve(name), place) for name, place in places.items()]
+    held = []
+    for name in record.names("eval_loss_"):
+        title, place = f"{name.removeprefix('eval_loss_')}, validation", places.get(name.removeprefix("eval_"))
+        held.append(Curve(title, record.curve(name), place, marked=True))
     return (*training, *held)
 
 
@@ -336,15 +331,9 @@ def plot_lines(title: str, curves: Sequence[Curve], screen: Screen, *, is_log: b
     figure.legend(False)
     if is_log:
         figure.ruler("y").scale("log")
-    _whole_steps(figure, shown)
+    first, last = min(curve.points[0][0] for curve in shown), max(curve.points[-1][0] for curve in shown)
+    ticks = sorted({round(first + (last - first) * part / 4) for part in range(5)})  # whole steps
+    figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])
     text = figure.build().string(not screen.colour)
     lines = [f"{title}{' (logarithmic)' if is_log else ''}:  {'  '.join(legend)}", *text.rstrip("\n").splitlines()]
     return [(line.translate(_ASCII) if screen.ascii else line).rstrip() for line in lines]
-
-
-def _whole_steps(figure: object, curves: Sequence[Curve]) -> None:
-    """Label the horizontal axis with whole steps."""
-    first = min(curve.points[0][0] for curve in curves)
-    last = max(curve.points[-1][0] for curve in curves)
-    ticks = sorted({round(first + (last - first) * part / 4) for part in range(5)})
-    figure.ruler("x").ticks(ticks, [f"{tick:,}" for tick in ticks])  # type: ignore[attr-defined]

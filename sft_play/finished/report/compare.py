@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from sft_play.finished.report.record import (
     size,
     tokens_per_s,
 )
-from sft_play.finished.run import next_line
+from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 
@@ -55,7 +56,7 @@ class ResultRow:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Outcome):
     """Runs beside each other. `differing`: the values of all runs by what differs; None where a run has none."""
 
     names: tuple[str, ...]
@@ -67,8 +68,6 @@ class Comparison:
     path: Path
     plot: tuple[str, ...] = ()
     """Curves for the terminal, with escape codes where it has colours."""
-
-    ok = True
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
@@ -159,10 +158,10 @@ def _facts(record: Record) -> dict[str, Any]:
 
 def _notes(records: Sequence[Record]) -> list[str]:
     """Why figures of these runs may not be compared."""
-    notes = []
-    if not _judged_alike(records):
+    notes, (is_judged_alike, is_tokenised_alike) = [], _alike(records)
+    if not is_judged_alike:
         notes.append("the held-out rows differ between these runs: their losses and exact matches are not comparable")
-    if not _tokenised_alike(records):
+    if not is_tokenised_alike:
         notes.append("the tokenizers or chat templates differ: a loss per token is not comparable between them")
     unfinished = [record.name for record in records if record.status != "finished"]
     if unfinished:
@@ -170,12 +169,10 @@ def _notes(records: Sequence[Record]) -> list[str]:
     return notes
 
 
-def _judged_alike(records: Sequence[Record]) -> bool:
-    return len({_judged_by(record) for record in records}) == 1
-
-
-def _tokenised_alike(records: Sequence[Record]) -> bool:
-    return len({_digest(record, "tokenizer") for record in records}) == 1
+def _alike(records: Sequence[Record]) -> tuple[bool, bool]:
+    """Whether runs are judged by the same rows, and whether these are tokenised alike."""
+    rows, tokenizers = {_judged_by(record) for record in records}, {_digest(one, "tokenizer") for one in records}
+    return len(rows) == 1, len(tokenizers) == 1
 
 
 def _judged_by(record: Record) -> tuple[Any, ...]:
@@ -201,8 +198,9 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
 
     The best held-out figure is marked only where the runs are judged by the same rows, a loss only of one tokenizer.
     """
-    better_match = max if _judged_alike(records) else None
-    better_loss = min if better_match is not None and _tokenised_alike(records) else None
+    is_judged_alike, is_tokenised_alike = _alike(records)
+    better_match = max if is_judged_alike else None
+    better_loss = min if is_judged_alike and is_tokenised_alike else None
 
     def row(
         key: str, title: str, value: Callable[[Record], Any], form: Callable[[Any], str], better: Any = None
@@ -223,12 +221,13 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
         row("loss_after", "held-out loss after",
             lambda record: record.held_out("after", "loss"), "{:.4f}".format, better_loss),
         row("best_val_loss", "best validation loss",
-            lambda record: _best(record, "eval_loss", min), "{:.4f}".format, better_loss),
+            lambda record: _of_curve(record, "eval_loss", min), "{:.4f}".format, better_loss),
         row("exact_match_after", "exact match after", lambda record: record.held_out("after", "exact_match"),
             "{:.1%}".format, better_match),
         row("best_val_exact_match", "best validation exact match",
-            lambda record: _best(record, "eval_exact_match", max), "{:.1%}".format, better_match),
-        row("training_loss", "last training loss", lambda record: _last(record, "loss"), "{:.4f}".format),
+            lambda record: _of_curve(record, "eval_exact_match", max), "{:.1%}".format, better_match),
+        row("training_loss", "last training loss", lambda record: _of_curve(record, "loss", operator.itemgetter(-1)),
+            "{:.4f}".format),
         row("tokens_per_s", "tokens/s", tokens_per_s, "{:,.0f}".format, max),
         ResultRow("peak_bytes_predicted", f"peak memory predicted ({kind})", peak["predicted"], size),
         ResultRow("peak_bytes_measured", f"peak memory measured ({kind})", peak["measured"], size, min),
@@ -238,14 +237,9 @@ def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
     return tuple(figure for figure in figures if any(value is not None for value in figure.values))
 
 
-def _best(record: Record, name: str, choose: Callable[[Sequence[float]], float]) -> float | None:
+def _of_curve(record: Record, name: str, choose: Callable[[Sequence[float]], float]) -> float | None:
     values = [value for _, value in record.curve(name)]
     return choose(values) if values else None
-
-
-def _last(record: Record, name: str) -> float | None:
-    points = record.curve(name)
-    return points[-1][1] if points else None
 
 
 def _training_s(record: Record) -> float | None:

@@ -5,9 +5,11 @@ Every part may be missing, since a run that was killed early has written little.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -25,13 +27,11 @@ Points = Sequence[tuple[float, float]]
 
 _OF_RANK = re.compile(r"_rank_\d+$")
 _WARNING = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:]+) (WARNING|ERROR|CRITICAL) \S+?: (.*)$")
-_CURVES = frozenset(
-    (
-        *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
-        *("tokens_per_s", "step_time_s", "padding_share", "mfu", "memory_peak_gib", "memory_allocated_gib"),
-        *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib"),
-    )
-)
+_CURVES = {
+    *("loss", "eval_loss", "test_loss", "eval_exact_match", "test_exact_match", "learning_rate", "grad_norm"),
+    *("tokens_per_s", "step_time_s", "padding_share", "mfu", "memory_peak_gib", "memory_allocated_gib"),
+    *("memory_reserved_gib", "memory_resident_gib", "memory_predicted_gib"),
+}
 """Keys of metrics.jsonl that are kept; the losses of sources (`loss_NAME`, `eval_loss_NAME`) are kept too."""
 
 
@@ -116,11 +116,8 @@ class Record:
     @property
     def starts(self) -> list[tuple[str, int]]:
         """Name and first step of each stage, counted over the whole run."""
-        starts, first = [], 0
-        for part in self.parts:
-            starts.append((part.name or "", first))
-            first += part.steps
-        return starts
+        firsts = itertools.accumulate((part.steps for part in self.parts), initial=0)
+        return [(part.name or "", first) for part, first in zip(self.parts, firsts, strict=False)]
 
     @property
     def best(self) -> tuple[str, float] | None:
@@ -161,50 +158,34 @@ def read_record(folder: RunFolder) -> Record:
     stages = [str(stage["name"]) for stage in listed if isinstance(stage, dict) and "name" in stage] if listed else []
     logged = _logged(folder.metrics_path)
     parts = [_part(folder.of_stage(name), logged) for name in stages if folder.of_stage(name).path.is_dir()]
-    return Record(
-        folder,
-        status_of(folder, manifest),
-        manifest,
-        settings,
-        read_json(folder.path / "summary.json"),
-        tuple(parts) or (_part(folder, logged),),
-        tuple(_warnings(folder.log_path)),
-    )
+    summary, warnings = read_json(folder.path / "summary.json"), tuple(_warnings(folder.log_path))
+    parts = parts or [_part(folder, logged)]
+    return Record(folder, status_of(folder, manifest), manifest, settings, summary, tuple(parts), warnings)
 
 
-@dataclass
-class _Logged:
-    """What metrics.jsonl says of one stage, or of a run without stages."""
-
-    curves: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    last: dict[str, Any] = field(default_factory=dict)
+_Logged = tuple[dict[str, list[tuple[float, float]]], dict[str, Any]]
+"""What metrics.jsonl says of one stage, or of a run without stages: the curves, and the last line with a loss."""
 
 
 def _logged(path: Path) -> dict[str | None, _Logged]:
     """The curves by stage (None without stages), read line by line: a long run has 100,000 of them."""
     by_stage: dict[str | None, _Logged] = {}
     for _, entry in metric_lines(path) if path.is_file() else ():
-        logged = by_stage.setdefault(entry.get("stage"), _Logged())
+        curves, last = by_stage.setdefault(entry.get("stage"), ({}, {}))
         for key, value in entry.items():
             # a bool is an int to Python, and no point of a curve
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if is_number and (key in _CURVES or ("loss_" in key and not _OF_RANK.search(key))):
-                logged.curves.setdefault(key, []).append((entry["step"], value))
+                curves.setdefault(key, []).append((entry["step"], value))
         if "loss" in entry:
-            logged.last = entry
+            last.clear()
+            last.update(entry)
     return by_stage
 
 
 def _part(folder: RunFolder, logged: Mapping[str | None, _Logged]) -> RunPart:
-    own = logged.get(folder.stage, _Logged())
-    return RunPart(
-        folder.stage,
-        read_json(folder.path / "plan.json"),
-        read_json(folder.path / "resolved.json"),
-        read_json(folder.path / "summary.json"),
-        own.curves,
-        own.last,
-    )
+    plan, settings, summary = (read_json(folder.path / f"{name}.json") for name in ("plan", "resolved", "summary"))
+    return RunPart(folder.stage, plan, settings, summary, *logged.get(folder.stage, ({}, {})))
 
 
 def _warnings(log: Path) -> list[str]:
@@ -224,15 +205,11 @@ def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of a resolved.json by their dotted paths, in the order of the reference; those it lacks left out."""
     settings = {}
     for path in leaves():
-        value: Any = resolved
-        for part in path.split("."):
-            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else _ABSENT
-        if value is not _ABSENT:
-            settings[path] = value
+        *sections, name = path.split(".")
+        section = functools.reduce(lambda inner, part: inner.get(part) or {}, sections, resolved)
+        if name in section:
+            settings[path] = section[name]
     return settings
-
-
-_ABSENT = object()
 
 
 # --- figures that a report and a comparison show ----------------------------------------------------------------------

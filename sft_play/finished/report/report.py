@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.memory_check import prediction_of
-from sft_play.errors import SftPlayError
 from sft_play.finished.report.charts import NotDrawn, Screen, charts_of, draw_charts, plot_lines
 from sft_play.finished.report.page import AnsweredQuestion, Section, Table, page, write_page
 from sft_play.finished.report.record import (
@@ -30,7 +29,7 @@ from sft_play.finished.report.record import (
     settings_of,
     size,
 )
-from sft_play.finished.run import next_line
+from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 from sft_play.starter.names import shown_name
@@ -44,7 +43,7 @@ REPORT = "report.html"
 
 
 @dataclass(frozen=True)
-class RunReport:
+class RunReport(Outcome):
     """A report that was written."""
 
     record: Record
@@ -53,8 +52,6 @@ class RunReport:
     charts: int
     plot: tuple[str, ...] = ()
     """Curves for the terminal, with escape codes where it has colours."""
-
-    ok = True
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
@@ -68,10 +65,9 @@ class RunReport:
         """In words."""
         figures = ", ".join(f"{name.lower()} {value}" for name, value in lead_of(self.record))
         count = len(self.record.warnings)
-        warned = [f"Warnings in the log: {count}"] if count else []
         return [
             f"Run {self.record.name}: {figures}",
-            *warned,
+            *([f"Warnings in the log: {count}"] if count else []),
             f"Written to: {self.path}",
             f"{next_line('compare', RUNS=f'{self.record.folder.path} OTHER')} shows it beside another run",
         ]
@@ -130,18 +126,11 @@ def report_at_end(folder: RunFolder) -> None:
     """
     if not folder.manifest_path.is_file():  # nothing was trained, and the folder is gone
         return
-    problem: Exception
     try:
         logger.info("Report: %s", report(read_record(folder)).path)
-        return
-    except SftPlayError as error:
-        problem = error
     except Exception as error:  # a run that was trained has not failed because of its report
-        problem = error
-    logger.warning(
-        "The report was not written: %s: %s; make report RUN=%s writes it",
-        type(problem).__name__, one_line(str(problem)), folder.path,
-    )  # fmt: skip
+        words = f"{type(error).__name__}: {one_line(str(error))}"
+        logger.warning("The report was not written: %s; make report RUN=%s writes it", words, folder.path)
 
 
 # --- the sections -----------------------------------------------------------------------------------------------------
@@ -215,8 +204,7 @@ def _memory_rows(part: RunPart) -> list[tuple[str, ...]]:
 
 def _memory_row(label: str, predicted: int | None, measured: int | None, on_gpu: bool) -> tuple[str, ...]:
     """On a CPU without the prediction, which is of tensors alone, where resident memory is measured."""
-    if not on_gpu:
-        return label, "-", size(measured), ""
+    predicted = predicted if on_gpu else None
     return label, size(predicted), size(measured), off_by(predicted, measured)
 
 
@@ -383,8 +371,4 @@ def _reproduce(record: Record) -> Section:
 
 
 def _set_words(overrides: Sequence[str]) -> str:
-    """` SET=…` for a shell, in double quotes where no character has a meaning there."""
-    if not overrides:
-        return ""
-    text = shlex.join(overrides)
-    return f" SET={shlex.quote(text)}" if set(text) & set('$`!"\\') else f' SET="{text}"'
+    return f" SET={shlex.quote(shlex.join(overrides))}" if overrides else ""
