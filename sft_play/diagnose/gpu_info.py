@@ -144,13 +144,7 @@ def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = F
         visible_setting=None if variable is None else f"CUDA_VISIBLE_DEVICES={variable}",
         hardware=hardware,
         host=_host(hardware, outputs),
-        software=Software(
-            torch=version_of("torch"),
-            torch_cuda=torch_cuda(),
-            torch_hip=torch_hip(),
-            nccl=nccl_version,
-            nccl_package=nccl_name,
-        ),
+        software=Software(version_of("torch"), torch_cuda(), torch_hip(), nccl_version, nccl_name),
         asked_torch=ask_torch(environment) if full else None,
         unused=None if hardware.gpus else unseen(read_devices(environment)),
     )

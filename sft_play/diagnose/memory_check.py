@@ -185,14 +185,13 @@ def gpu_uses(
 ) -> tuple[GpuUse, ...]:
     """Each GPU that is visible here or that the run uses, with whose its memory is."""
     taken = _gpus_of(group) if group else {}
-    visible = {gpu.index for gpu in hardware.gpus}
+    shown = {gpu.index for gpu in hardware.gpus} | taken.keys()
     pids = set(group.pids) if group else set()
-    uses = []
-    for gpu in gpus:
-        holds = any(item.pid in pids for item in gpu.all_processes)
-        if gpu.index in visible or gpu.index in taken or holds:
-            uses.append(_use(gpu, pids, tuple(taken.get(gpu.index, ())), peaks))
-    return tuple(uses)
+    return tuple(
+        _use(gpu, pids, tuple(taken.get(gpu.index, ())), peaks)
+        for gpu in gpus
+        if gpu.index in shown or any(item.pid in pids for item in gpu.all_processes)
+    )
 
 
 def _gpus_of(group: Group) -> dict[int, list[int]]:
@@ -271,21 +270,19 @@ def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
         for item in sorted(use.others, key=lambda item: -(item.used_bytes or 0))[:BIG_OTHERS]
     )
     who = f"others hold {who}" if who else f"{gib(taken, digits=2)} GiB are held by no process that is listed"
-    rest = (
-        f"{gib(left, digits=2)} of the plan's margin of {gib(prediction.margin, digits=2)} GiB are left"
-        if left > 0
-        else f"the plan's margin of {gib(prediction.margin, digits=2)} GiB is gone, and {gib(-left, digits=2)} more"
-    )
+    margin = f"the plan's margin of {gib(prediction.margin, digits=2)} GiB"
+    rest = f"{gib(left, digits=2)} of {margin} are left"
+    if left <= 0:
+        rest = f"{margin} is gone, and {gib(-left, digits=2)} more"
     yield f"GPU {use.index}: {who}: beside the predicted peak {rest}"
 
 
 def _biggest(group: Group) -> str:
     """The biggest processes beside the run, as far as they can be seen."""
-    own = set(group.pids)
-    sizes = []
-    for process in psutil.process_iter(["pid", "name", "memory_info"]):
-        memory = process.info["memory_info"]
-        if process.info["pid"] not in own and memory is not None:
-            sizes.append((int(memory.rss), int(process.info["pid"]), str(process.info["name"])))
-    listed = ", ".join(f"pid {pid} ({one_line(name)}) {gib(rss)} GiB" for rss, pid, name in sorted(sizes)[::-1][:3])
+    every = [process.info for process in psutil.process_iter(["pid", "name", "memory_info"])]
+    others = [one for one in every if one["pid"] not in group.pids and one["memory_info"] is not None]
+    biggest = sorted(others, key=lambda one: -one["memory_info"].rss)[:BIG_OTHERS]
+    listed = ", ".join(
+        f"pid {one['pid']} ({one_line(str(one['name']))}) {gib(one['memory_info'].rss)} GiB" for one in biggest
+    )
     return f"; the biggest others: {listed}" if listed else ""

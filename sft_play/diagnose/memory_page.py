@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
@@ -60,35 +61,20 @@ def _gpu_table(check: MemorySeen) -> Table | None:
     if not check.gpus:
         return None
     heads = ("GPU", "rank", "total", "this\nrun", "others", "not\nlisted", "free", "peak\nseen")
-    rows = [
-        [
-            str(use.index),
-            ",".join(map(str, use.ranks)) or "-",
-            gib(use.total_bytes),
-            gib(use.run_bytes, digits=2),
-            gib(use.others_bytes, digits=2),
-            gib(use.unlisted_bytes, digits=2),
-            gib(use.free_bytes, digits=2),
-            gib(use.peak_bytes, digits=2),
-        ]
-        for use in check.gpus
-    ]
+    rows = []
+    for use in check.gpus:
+        sizes = (use.run_bytes, use.others_bytes, use.unlisted_bytes, use.free_bytes, use.peak_bytes)
+        ranks = ",".join(map(str, use.ranks)) or "-"
+        rows.append([str(use.index), ranks, gib(use.total_bytes), *(gib(size, digits=2) for size in sizes)])
     return table_of(heads, rows)
 
 
 def _rank_table(check: MemorySeen) -> Table:
     heads = ("rank", "pid", "RSS\nGiB", "peak\nGiB", "workers", "their\nGiB")
-    rows = [
-        [
-            str(use.rank),
-            str(use.pid),
-            gib(use.rss_bytes, digits=2),
-            gib(use.peak_rss_bytes, digits=2),
-            str(use.workers),
-            gib(use.workers_rss_bytes, digits=2),
-        ]
-        for use in check.ranks
-    ]
+    rows = []
+    for use in check.ranks:
+        own, peak, theirs = (gib(size, digits=2) for size in (use.rss_bytes, use.peak_rss_bytes, use.workers_rss_bytes))
+        rows.append([str(use.rank), str(use.pid), own, peak, str(use.workers), theirs])
     return table_of(heads, rows)
 
 
@@ -124,16 +110,15 @@ def watch(
     """
     last: MemorySeen | None = None
     with contextlib.suppress(KeyboardInterrupt), _live(console) as live:
-        done = 0
-        while rounds is None or done < rounds:
+        for done in itertools.count(1):
             last = take()
-            done += 1
             if live is None:
                 write(last)
             else:
                 live.update(Text("\n".join([*memory_lines(last), f"{last.time}; Ctrl-C ends this"])), refresh=True)
-            if rounds is None or done < rounds:
-                pause(REFRESH_S if live is not None else BLOCK_S)
+            if done == rounds:
+                break
+            pause(REFRESH_S if live is not None else BLOCK_S)
     return last
 
 

@@ -43,8 +43,10 @@ LOG_NAME = RunFolder(Path()).log_path.name
 
 @dataclass(frozen=True)
 class RankProcess:
-    """A process that trains. `rank` is None where it is the only one; `peak_rss_bytes` is None where the system does
-    not keep it. `workers` are the processes that it started, such as the data loader's."""
+    """A process that trains; `workers` are the processes that it started, such as the data loader's.
+
+    `rank` is None where it is the only one, `peak_rss_bytes` where the system does not keep it.
+    """
 
     pid: int
     rank: int | None
@@ -108,16 +110,12 @@ def groups() -> list[Group]:
 
     # forked data loader workers have the command line of the process that started them: only the topmost one counts
     tops = [item for item in table.values() if _trains(item) and not is_worker(item)]
-    ranks = [item for item in tops if item.is_rank]
+    ranks, others = [item for item in tops if item.is_rank], [item for item in tops if not item.is_rank]
     launchers = {pid for item in ranks for pid in _above(item, table)}
     only_launch = ("train-distributed", "train-deepspeed")  # commands that train nothing themselves
-    singles = [
-        item
-        for item in tops
-        if not item.is_rank and item.pid not in launchers and command_of(item.words) not in only_launch
-    ]
+    singles = [[item] for item in others if item.pid not in launchers and command_of(item.words) not in only_launch]
     families = [[item for item in ranks if item.parent == parent] for parent in {item.parent for item in ranks}]
-    runs = [_group(family, table) for family in [*families, *([item] for item in singles)]]
+    runs = [_group(family, table) for family in [*families, *singles]]
     return sorted(runs, key=lambda group: group.started, reverse=True)
 
 
@@ -138,11 +136,9 @@ def _own_processes() -> Iterator[_Process]:
         with contextlib.suppress(psutil.Error, OSError):
             if process.uids().real != user or process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
                 continue
-            environment = process.environ()
+            environment, words = process.environ(), tuple(process.cmdline())
             kept = {name: environment[name] for name in _KEPT if name in environment}
-            yield _Process(
-                process.pid, process.ppid(), tuple(process.cmdline()), kept, process.create_time(), process
-            )  # fmt: skip
+            yield _Process(process.pid, process.ppid(), words, kept, process.create_time(), process)
 
 
 def command_of(words: Sequence[str]) -> str | None:
@@ -300,8 +296,7 @@ def find_run(output: Path, *, named: str | None = None) -> SeenRun:
     folders: list[RunFolder] = []
     with contextlib.suppress(OSError):  # the folder is missing, or on a network disk that does not answer
         folders += runs_in(output)
-    alive = [run for folder in folders if (run := _seen(folder, here)).running]
-    alive.sort(key=_started, reverse=True)
+    alive = sorted((run for run in (_seen(folder, here) for folder in folders) if run.running), key=_started)[::-1]
     if alive:
         others = [one_line(str(run.folder.path)) for run in alive[1:] if run.folder]
         also = (f"also running: {', '.join(others)} (RUN= chooses)",) if others else ()
@@ -310,11 +305,11 @@ def find_run(output: Path, *, named: str | None = None) -> SeenRun:
     if not here:
         return SeenRun(said=(f"{nothing}, and this user trains nothing on this machine",))
     group = next((item for item in here if item.folder is not None), here[0])
+    which = "a training has no run folder yet, or has it on another node"
     if group.folder is not None:
-        words = f"{nothing}; this one is: {one_line(str(group.folder))}: {_processes(group)}"
-        return SeenRun(RunFolder(group.folder), group, running=True, said=(words,))
-    words = f"{nothing}; a training has no run folder yet, or has it on another node: {_processes(group)}"
-    return SeenRun(None, group, running=True, said=(words,))
+        which = f"this one is: {one_line(str(group.folder))}"
+    said = (f"{nothing}; {which}: {_processes(group)}",)
+    return SeenRun(RunFolder(group.folder) if group.folder else None, group, running=True, said=said)
 
 
 def manifest_of(folder: RunFolder) -> dict[str, Any]:
@@ -341,15 +336,12 @@ def _seen(folder: RunFolder, here: list[Group]) -> SeenRun:
     if group is not None:
         return SeenRun(folder, group, running=True, said=(f"Run {shown}: {_processes(group)}",))
     if holder is not None:
-        return SeenRun(folder, None, running=True, said=(
-            f"Run {shown} is being written, by a process that cannot be seen from here (another user, container or "
-            "machine)",))  # fmt: skip
+        unseen = "by a process that cannot be seen from here (another user, container or machine)"
+        return SeenRun(folder, None, running=True, said=(f"Run {shown} is being written, {unseen}",))
     # a process that is killed cannot write its end into the manifest
     status = manifest_of(folder).get("status")
     dead = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
-    return SeenRun(
-        folder, None, running=False, said=(f"Run {shown} is not running (status: {value_text(status)}){dead}",)
-    )
+    return SeenRun(folder, said=(f"Run {shown} is not running (status: {value_text(status)}){dead}",))
 
 
 def _same(one: Path, other: Path) -> bool:

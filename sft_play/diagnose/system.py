@@ -68,18 +68,15 @@ def check_packages(
             (unused if canonicalize_name(Requirement(text).name) in optional else needed).append(problem)
     findings = []
     if needed:
-        findings.append(
-            failed("packages", "; ".join(needed), "make setup (with VENV=: install them into that environment)")
-        )
+        remedy = "make setup (with VENV=: install them into that environment)"
+        findings.append(failed("packages", "; ".join(needed), remedy))
     if unused:
-        findings.append(
-            warned("packages", f"{'; '.join(unused)} (this run does not use it)", "make setup, before a run that does")
-        )
+        words = f"{'; '.join(unused)} (this run does not use it)"
+        findings.append(warned("packages", words, "make setup, before a run that does"))
     if not findings:
         shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTING if name in versions)
-        findings.append(
-            passed("packages", shown) if requirements.get(own) else skipped("packages", f"{shown}: no ranges")
-        )
+        has_ranges = bool(requirements.get(own))
+        findings.append(passed("packages", shown) if has_ranges else skipped("packages", f"{shown}: no ranges"))
     others = sorted((name, texts) for name, texts in requirements.items() if name != own)
     problems = [
         f"{name} {versions.get(name, '?')}: {problem}"
@@ -107,18 +104,15 @@ def _problem(text: str, versions: Mapping[str, str]) -> str | None:
     """What is wrong with a requirement, in words; None if it is met, or is for another platform or an extra."""
     try:
         wanted = Requirement(text)
-        if wanted.marker is not None and not wanted.marker.evaluate(
-            {"extra": ""}
-        ):  # no extra: `; extra == "dev"` is out
+        if wanted.marker and not wanted.marker.evaluate({"extra": ""}):  # no extra: `; extra == "dev"` is out
             return None
     except (InvalidRequirement, UndefinedEnvironmentName):
         return None
     installed = versions.get(canonicalize_name(wanted.name))
     if installed is None:
         return f"{wanted.name}{wanted.specifier} is missing"
-    return (
-        None if _is_in(installed, str(wanted.specifier)) else f"{wanted.name} is {installed}, needed {wanted.specifier}"
-    )
+    is_met = _is_in(installed, str(wanted.specifier))
+    return None if is_met else f"{wanted.name} is {installed}, needed {wanted.specifier}"
 
 
 def _is_in(version: str, wanted: str) -> bool:
@@ -148,9 +142,8 @@ def check_shared_memory(
     )
     sources = (*(_SHM_SOURCES if nccl else ()), *((_WORKER_SOURCE,) if loader else ()))
     if nccl and space.total <= DOCKER_SHM_BYTES:
-        return failed(
-            "shared memory", f"{free_words}: Docker's default, with which NCCL has run out of space", remedy, *sources
-        )
+        found = f"{free_words}: Docker's default, with which NCCL has run out of space"
+        return failed("shared memory", found, remedy, *sources)
     if space.free < least:
         need = "need" if loader else "needs"
         return failed("shared memory", f"{free_words}; {who} {need} at least {size_of(least)}", remedy, *sources)
@@ -171,9 +164,8 @@ def check_locked_memory(limit: int | None, *, infiniband: bool, nodes: int) -> F
     )
     source = "https://github.com/NVIDIA/nccl-tests/issues/206"
     if limit is not None and limit < LOCKED_LEAST_BYTES:
-        return failed(
-            "locked memory", f"{shown}: NCCL cannot register its buffers with the network card", remedy, source
-        )
+        found = f"{shown}: NCCL cannot register its buffers with the network card"
+        return failed("locked memory", found, remedy, source)
     if limit is not None:
         return warned("locked memory", f"{shown}: may be too little for NCCL's buffers", remedy, source)
     return passed("locked memory", shown)
@@ -184,9 +176,9 @@ def check_open_files(limit: int | None, *, workers: int) -> Finding:
     needed = FILES_OF_WORKERS if workers else FILES_LEAST
     if limit is None or limit >= needed:
         return passed("open files", "unlimited" if limit is None else f"{limit} per process")
-    sources = ("https://github.com/pytorch/pytorch/issues/973", "https://github.com/pytorch/pytorch/issues/11201")
-    why = (
-        "torch's workers send a file descriptor with each tensor" if workers else "libraries and connections need some"
-    )
-    return warned("open files", f"{limit} per process, {needed} needed: {why}", f"ulimit -n {max(needed, 65_536)}",
-                  *(sources if workers else ()))  # fmt: skip
+    why, sources = "libraries and connections need some", tuple[str, ...]()
+    if workers:
+        why = "torch's workers send a file descriptor with each tensor"
+        sources = ("https://github.com/pytorch/pytorch/issues/973", "https://github.com/pytorch/pytorch/issues/11201")
+    found = f"{limit} per process, {needed} needed: {why}"
+    return warned("open files", found, f"ulimit -n {max(needed, 65_536)}", *sources)
