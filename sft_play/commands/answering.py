@@ -41,10 +41,8 @@ def run(request: Request) -> Answer | int:
     assert request.input is not None
     assert request.output is not None
     with stdout_to_stderr(wanted=request.json):
-        answered = infer(
-            finished, request.input, request.output, max_new_tokens=request.max_new_tokens or _INFER_TOKENS
-        )
-    return answer_of(answered)
+        most = request.max_new_tokens or _INFER_TOKENS
+        return answer_of(infer(finished, request.input, request.output, max_new_tokens=most))
 
 
 def _chat(request: Request, finished: FinishedRun) -> Answer:

@@ -41,9 +41,11 @@ def run(request: Request) -> Answer:
     """Write, compare or upload; exit code 2 where what was written is not the trained model."""
     if request.command == "consolidate":
         return _consolidate(request)
-    if request.command in ("merge", "merge-test"):
-        _check_merge(request)
-    elif request.command in ("export", "export-test"):
+    if request.command.startswith("merge"):
+        for name, given, there in (("DTYPE", request.dtype, _DTYPES), ("BASE", request.base, _BASES)):
+            if given not in (None, *there):
+                raise ConfigError(f"{name}={given} is not one of {', '.join(there)}")
+    elif request.command.startswith("export"):
         _check_export(request)
     finished = finished_run(request)
     command = {
@@ -51,13 +53,6 @@ def run(request: Request) -> Answer:
     }[request.command]  # fmt: skip
     with stdout_to_stderr(wanted=request.json):
         return command(request, finished)
-
-
-def _check_merge(request: Request) -> None:
-    if request.dtype not in (None, *_DTYPES):
-        raise ConfigError(f"DTYPE={request.dtype} is not one of {', '.join(_DTYPES)}")
-    if request.base not in (None, *_BASES):
-        raise ConfigError(f"BASE={request.base} is not one of {', '.join(_BASES)}")
 
 
 def _merge(request: Request, finished: FinishedRun) -> Answer:
@@ -80,13 +75,9 @@ def _check_export(request: Request) -> None:
         given = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
         raise ConfigError(f"{given} one of {', '.join(_FORMATS)}")
     if request.quant is not None and request.quant not in _QUANTS:
-        raise ConfigError(
-            f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}, which the converter writes"
-        )
+        raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":
-        raise ConfigError(
-            "QUANT= is how a GGUF stores weights; FORMAT=vllm writes none (make merge DTYPE= sets its dtype)"
-        )
+        raise ConfigError("QUANT= is for GGUFs, and FORMAT=vllm writes none (make merge DTYPE= sets its dtype)")
 
 
 def _export(request: Request, finished: FinishedRun) -> Answer:
@@ -138,7 +129,6 @@ def _consolidate(request: Request) -> Answer:
     from sft_play.training.checkpoints.consolidate import consolidate
 
     with stdout_to_stderr(wanted=request.json):
-        path = consolidate(
-            folder, checkpoint=checkpoint, out=request.out, trusts=functools.partial(trusts_code, request)
-        )
+        trusts = functools.partial(trusts_code, request)
+        path = consolidate(folder, checkpoint=checkpoint, out=request.out, trusts=trusts)
     return Answer({"ok": True, "run": str(folder.path), "path": str(path)}, to_out=False)

@@ -30,7 +30,6 @@ from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.whatif import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
-from sft_play.planner.row_tokens import RowTokens
 from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
@@ -58,7 +57,9 @@ def run(request: Request) -> Answer:
     loaded, configs = _with(loaded, says), [(cell, says(config)) for cell, config in configs]
     only = (strategy,) if strategy else LAYOUT_NAMES
     base = loaded.config
-    absent = [*_fallback_line(base, hardware, only), *count_if_quick(loaded)]
+    backend, absent = trained_by(base, hardware, only), count_if_quick(loaded)
+    if backend is not None and backend.fallback_from:  # another one than was asked for
+        absent = [f"Backend: {backend.reason}", *absent]
     budget = _budget(request, loaded, hardware, only)
     if budget is not None and not request.hardware and request.price is None:
         hardware = whole = cheapest_machine(budget) or hardware
@@ -114,12 +115,6 @@ def _as_deepspeed_says(
     return strategy, keeps_params(raw, strategy), says
 
 
-def _fallback_line(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> list[str]:
-    """Which backend trains the run here, where it is not the one that was asked for."""
-    backend = trained_by(config, hardware, only)
-    return [f"Backend: {backend.reason}"] if backend is not None and backend.fallback_from else []
-
-
 def _with(loaded: LoadedConfig, says: Callable[[RunConfig], RunConfig]) -> LoadedConfig:
     """The run, and each of its stages, with changed settings."""
     stages = tuple(dataclasses.replace(stage, config=says(stage.config)) for stage in loaded.stages)
@@ -170,17 +165,13 @@ def _stage_plans(
     return [(stage.name, stage.config, plan(stage.config)) for stage in stages]
 
 
-def _rows_of(cell: RunConfig, base: RunConfig) -> RowTokens | None:
-    """The lengths of the base's rows for a cell of WHATIF that has the same ones, at whatever limit."""
-    is_same = (cell.data, cell.task_mode, cell.model.name) == (base.data, base.task_mode, base.model.name)
-    return known_rows(base) if is_same else None
-
-
 def _planned_cell(
     cell: tuple[str, ...], config: RunConfig, base: RunConfig, whole: Hardware, plan: Callable[..., Plan]
 ) -> Plan:
+    # the lengths of the base's rows for a cell that has the same ones, at whatever limit
+    is_same = (config.data, config.task_mode, config.model.name) == (base.data, base.task_mode, base.model.name)
     with _in_cell(cell):
-        return plan(config, machine_of_mesh(config, whole), rows=_rows_of(config, base))
+        return plan(config, machine_of_mesh(config, whole), rows=known_rows(base) if is_same else None)
 
 
 @contextlib.contextmanager
@@ -196,10 +187,10 @@ def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Seque
     from sft_play.planner.advice.largest import largest_that_fits
 
     earlier = [] if hardware.named else calibration.load()
-    request = PlanRequest(
-        config, shape_for(config), hardware, only, has_eval(config), earlier, without=missing_kernels()
+    evaluates, without = has_eval(config), missing_kernels()
+    return largest_that_fits(
+        asked, PlanRequest(config, shape_for(config), hardware, only, evaluates, earlier, without=without)
     )
-    return largest_that_fits(asked, request)
 
 
 def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None, *, node: int = 0) -> str:
@@ -215,7 +206,10 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None,
         words += [f"NNODES={plan.hardware.nodes}", f"NODE_RANK={node}", f"MASTER_ADDR={FIRST_NODE}"]
         words.append(f"MASTER_PORT={DEFAULT_PORT}")
     if loaded.overrides:
-        words.append(f"SET={' '.join(_setting(word) for word in loaded.overrides)}")
+        # quoted only where a setting would be split
+        is_split = re.compile(r"""[\s'"\\]""").search
+        settings = (shlex.quote(word) if is_split(word) else word for word in loaded.overrides)
+        words.append(f"SET={' '.join(settings)}")
     return shlex.join(words)
 
 
@@ -229,8 +223,3 @@ def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) 
     lines += [f"  on node {node}: {launch_line(plan, loaded, deepspeed, node=node)}" for node in range(shown)]
     rest = f"{shown} to {nodes - 1}" if nodes - 1 > shown else f"{shown}"
     return lines + [f"  on node {rest}: the same with NODE_RANK={rest}"] * (nodes > shown)
-
-
-def _setting(word: str) -> str:
-    """A setting as a word of SET=, quoted only where it would be split."""
-    return shlex.quote(word) if re.search(r"""[\s'"\\]""", word) else word

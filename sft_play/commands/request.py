@@ -116,9 +116,8 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     """The request of a command line; raises ConfigError for words that are not understood."""
     named = next((word for word in words if word in (*FILES, *INTERNAL)), None)
     # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
-    given, unknown = _parser(named, with_help=bool({"-h", "--help"} & set(words))).parse_known_intermixed_args(
-        list(words)
-    )
+    parser = _parser(named, with_help=bool({"-h", "--help"} & set(words)))
+    given, unknown = parser.parse_known_intermixed_args(list(words))
     if given.command not in (*FILES, *INTERNAL):
         hint = did_you_mean(given.command, FILES) or f"there are: {', '.join(FILES)}"
         raise ConfigError(f"there is no command {escape_control(given.command)}; {hint}")
@@ -126,7 +125,10 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
     of_make = "" if given.command == "rank" else environment.get("SET", "")
-    overrides = (*split_overrides(of_make), *_short(given), *given.overrides)
+    short = {key: getattr(given, flag.strip("-").replace("-", "_")) for flag, key in SHORT_FLAGS.items()}
+    of_flags = (f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}"
+                for key, value in short.items() if value is not None)  # fmt: skip
+    overrides = (*split_overrides(of_make), *of_flags, *given.overrides)
     asked, notes = _asked(given, environment)
     _refuse_words(given.command, overrides)
     config = _text(given, environment, "CONFIG")
@@ -314,13 +316,6 @@ def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
         )
 
 
-def _short(given: argparse.Namespace) -> list[str]:
-    """The overrides that the short flags stand for."""
-    values = {key: getattr(given, flag.strip("-").replace("-", "_")) for flag, key in SHORT_FLAGS.items()}
-    return [f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}" for key, value in values.items()
-            if value is not None]  # fmt: skip
-
-
 def _refuse_words(command: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for words that are not settings, or settings where the command reads no run YAML."""
     for word in overrides:
@@ -329,9 +324,7 @@ def _refuse_words(command: str, overrides: Sequence[str]) -> None:
                               f"--config {shlex.quote(one_line(word))}")  # fmt: skip
     refuse_variables(overrides)
     if overrides and command not in flag_commands("SET"):
-        raise ConfigError(
-            f"{command} reads no run YAML, so {one_line(overrides[0])} would change nothing; leave it out"
-        )
+        raise ConfigError(f"{command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
 
 
 def refuse_variables(overrides: Sequence[str]) -> None:

@@ -46,15 +46,12 @@ def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Findin
         return machine, failed("GPUs", f"GPUS= names {each_once(missing)}, but there are {each_once(by_index)}",
                                "name GPUs that nvidia-smi shows and CUDA_VISIBLE_DEVICES leaves visible")  # fmt: skip
     if wanted > len(chosen):
-        why = ""
-        if any(gpu.mig for gpu in chosen):
-            why = "; a process sees only one of several MIG instances"
+        why = "; a process sees only one of several MIG instances" if any(gpu.mig for gpu in chosen) else ""
         return machine, failed("GPUs", f"{wanted} ranks on this node need a GPU each, but there are {len(chosen)}{why}",
                                f"NPROC={len(chosen)}, or more GPUs",
                                *(("https://github.com/NVIDIA/nccl/issues/1716",) if why else ()))  # fmt: skip
-    kinds = each_once(
-        f"{sum(gpu.name == name for gpu in machine.gpus)} x {name}" for name in [g.name for g in machine.gpus]
-    )
+    names = [gpu.name for gpu in machine.gpus]
+    kinds = each_once(f"{names.count(name)} x {name}" for name in names)
     # by memory too: an A100 comes with 40 and with 80 GB, and the plan is for identical ranks
     if len({(gpu.name, gpu.total_bytes) for gpu in machine.gpus}) > 1:
         same = ",".join(str(gpu.index) for gpu in chosen if gpu.total_bytes == chosen[0].total_bytes)
@@ -232,9 +229,8 @@ def check_compiler(around: Surroundings) -> list[Finding]:
                        *_COMPILER_SOURCES)]  # fmt: skip
     if not toolchain.triton:
         return [warned("compiler", "Triton is not installed, although torch's GPU builds bring it", WITHOUT_TRITON)]
-    return [
-        passed("compiler", "Triton's module was built here earlier" if toolchain.built else f"{toolchain.compiler}")
-    ]
+    found = "Triton's module was built here earlier" if toolchain.built else f"{toolchain.compiler}"
+    return [passed("compiler", found)]
 
 
 def check_blocks(config: RunConfig, machine: Hardware, environment: Mapping[str, str]) -> list[Finding]:

@@ -166,13 +166,8 @@ def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
         for name in ("torch", "cuda", "nccl", "device")
         if note.get(name) != first.get(name)
     ]
-    if not differing:
-        return []
-    return [
-        failed(
-            "ranks alike", "; ".join(differing[:4]), "give all nodes the same packages and GPUs (make setup on each)"
-        )
-    ]
+    remedy = "give all nodes the same packages and GPUs (make setup on each)"
+    return [failed("ranks alike", "; ".join(differing[:4]), remedy)] if differing else []
 
 
 # by the last note that a rank of `training.ranks.collective_check` wrote

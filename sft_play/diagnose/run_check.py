@@ -119,9 +119,8 @@ class _Checks:
         name = self._config.model.name
         if name == BASE_NAME:
             is_cached = any((cache_dir() / "starter").glob("base-*/model/model.safetensors"))
-            yield passed(
-                "model files", f"{name}: {'in the cache' if is_cached else 'trained once, by the first make train'}"
-            )
+            where = "in the cache" if is_cached else "trained once, by the first make train"
+            yield passed("model files", f"{name}: {where}")
             return
         try:
             problem = _weights_problem(self._config)
@@ -272,9 +271,8 @@ class _Checks:
         limit = self._maker.max_seq_len
         held_out = [min(limit, max(survey.lengths)) for name, survey in self._surveys.items()
                     if name != "train" and survey.lengths]  # fmt: skip
-        return row_tokens(
-            Counter(min(limit, length) for length in train.lengths), limit=limit, held_out=max(held_out, default=0)
-        )
+        lengths = Counter(min(limit, length) for length in train.lengths)
+        return row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
 
     def _padding(self) -> Iterator[Finding]:
         """How much padding each way to make batches needs."""

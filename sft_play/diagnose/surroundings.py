@@ -28,7 +28,7 @@ from sft_play.facts.gpus import nvml, unseen
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.host import Space, space_of
-from sft_play.facts.installed import torch_cuda
+from sft_play.facts.installed import nccl_package, torch_cuda
 
 DISTRIBUTION = "sft-play"
 SHM = Path("/dev/shm")
@@ -120,9 +120,7 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         requirements=_requirements(installed),
         python_wanted=_project().get("requires-python", ""),
         torch_cuda=torch_cuda(),
-        nccl=next(
-            (installed[name] for name in sorted(installed, reverse=True) if name.startswith("nvidia-nccl-cu")), None
-        ),
+        nccl=(nccl_package() or (None, None))[1],
         driver=driver,
         driver_cuda=driver_cuda,
         bitsandbytes_cuda=_bitsandbytes_cuda(),

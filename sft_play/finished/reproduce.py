@@ -97,9 +97,8 @@ class Reproduced:
             lines.append(f"Weights: {differ}; the first is {name}, by up to {largest:.3g}")
         if self.first_loss is not None:
             stage, step, was, now = self.first_loss
-            lines.append(
-                f"Losses differ first at step {step}{f' of stage {stage}' if stage else ''}: {was!r} then, {now!r} now"
-            )
+            of = f" of stage {stage}" if stage else ""
+            lines.append(f"Losses differ first at step {step}{of}: {was!r} then, {now!r} now")
         elif not self.ok:
             lines.append("Losses: every logged loss is the same")
         lines.append(f"Written to: {self.path}")
@@ -183,16 +182,14 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     if adapter:
         file = adapter_folder(str(loaded.config.model.adapter)) / WEIGHTS_FILE
         if content_digest_of(file) != adapter.get("sha256"):
-            raise ModelError(
-                f"{run.folder.path} cannot be trained again: {file}, which it began from, has changed since"
-            )
+            why = f"{file}, which it began from, has changed since"
+            raise ModelError(f"{run.folder.path} cannot be trained again: {why}")
 
 
 def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
     recorded, now = manifest.get("versions") or {}, versions()
-    return [
-        f"{name} {recorded[name]} then, {now.get(name)} now" for name in recorded if recorded[name] != now.get(name)
-    ]
+    other = (name for name in recorded if recorded[name] != now.get(name))
+    return [f"{name} {recorded[name]} then, {now.get(name)} now" for name in other]
 
 
 def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
@@ -280,9 +277,8 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
         words.append(f"{prefix}train.batch_by={'tokens' if by_tokens else 'rows'}")
     if config.train.gradient_checkpointing == "auto":
         layers, of = plan["checkpointed_layers"], plan["layers"]
-        words.append(
-            f"{prefix}train.gradient_checkpointing={json.dumps(bool(layers) if layers in (0, of) else layers)}"
-        )
+        value = json.dumps(bool(layers) if layers in (0, of) else layers)
+        words.append(f"{prefix}train.gradient_checkpointing={value}")
     if config.eval.batch_size == "auto" and plan.get("eval_batch"):
         words.append(f"{prefix}eval.batch_size={plan['eval_batch']}")
     return words

@@ -142,9 +142,7 @@ def base_folder(run: FinishedRun) -> Path:
     folder = local_folder(name)
     if folder is not None:
         if not any(folder.glob("*.safetensors")):
-            raise ModelError(
-                f"the base {folder}, from which {run.weights} was trained, holds no weights (*.safetensors)"
-            )
+            raise ModelError(f"the base {folder}, from which {run.weights} was trained, holds no *.safetensors")
         _require_same_base(run, recorded)
         return folder
     if name.startswith((".", "/", "~")):  # a path and no hub id, for which the hub need not be asked

@@ -67,6 +67,5 @@ def require_space(folder: Path, needed: int, what: str) -> None:
     """
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise ConfigError(
-            f"{what} {gib(needed)} GiB and {folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"
-        )
+        there = f"{folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"
+        raise ConfigError(f"{what} {gib(needed)} GiB and {there}")

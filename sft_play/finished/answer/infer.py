@@ -141,18 +141,15 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
                 chunk = prompts[start : start + _AT_ONCE]
                 ids = [responder.prompt_ids(prompt.messages, prompt.tools) for prompt in chunk]
                 for prompt, answer in zip(chunk, responder.answer_all(ids, max_new_tokens=max_new_tokens), strict=True):
-                    file.write(json.dumps(_line(prompt, answer, by), ensure_ascii=False) + "\n")
+                    tools = {"tools": list(prompt.tools)} if prompt.tools else {}
+                    reference = {} if prompt.reference is None else {"reference": prompt.reference}
+                    line = {"messages": list(prompt.messages), **tools, "answer": answer, **reference, "by": by}
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
                 # on the disk before the next ones are computed: an answer that a crash loses costs minutes of GPU
                 file.flush()
                 os.fsync(file.fileno())
                 logger.info("Answered: %d of %d", start + len(chunk), len(prompts))
     return Inferred(run.folder.path, target, len(prompts), done)
-
-
-def _line(prompt: Prompt, answer: str, by: str) -> dict[str, Any]:
-    reference = {} if prompt.reference is None else {"reference": prompt.reference}
-    tools = {"tools": list(prompt.tools)} if prompt.tools else {}
-    return {"messages": list(prompt.messages), **tools, "answer": answer, **reference, "by": by}
 
 
 def _answered(target: Path, prompts: list[Prompt], by: str) -> int:

@@ -129,9 +129,8 @@ def _prepare(responder: Responder) -> None:
         if positions is not None:
             config.max_new_tokens = max(1, min(config.max_new_tokens, positions - length))
         if stops:
-            options["stopping_criteria"] = StoppingCriteriaList(
-                [StopTexts(options["tokenizer"], stops, prompt_tokens=length)]
-            )
+            until = StopTexts(options["tokenizer"], stops, prompt_tokens=length)
+            options["stopping_criteria"] = StoppingCriteriaList([until])
         return generate(*words, generation_config=config, **options)
 
     model.generate = within_limits
@@ -180,8 +179,8 @@ class _OneModel(ModelManager):
 
     def chat_ids(self, messages: Sequence[Message], tools: Any) -> list[int]:
         """The prompt of a conversation; raises HTTPException where it is none, or too long."""
-        contents = [str(message.get("content") or "") for message in messages]
-        if self.positions is not None and len(messages) + sum(map(self._count, contents)) > 2 * self.positions:
+        lengths = [len(self.text_ids(str(message.get("content") or ""))) for message in messages]
+        if self.positions is not None and len(messages) + sum(lengths) > 2 * self.positions:
             # before it is rendered, which costs more; a template may leave out some of the text
             raise refused(f"the messages are far longer than the model's {self.positions} positions", "messages")
         try:
@@ -192,9 +191,6 @@ class _OneModel(ModelManager):
     def text_ids(self, text: str) -> list[int]:
         """The prompt that a text is."""
         return list(self.responder.tokenizer(text)["input_ids"])
-
-    def _count(self, text: str) -> int:
-        return len(self.text_ids(text))
 
 
 def _rendered(*_: Any, **__: Any) -> BatchEncoding:
@@ -318,9 +314,8 @@ def _check_bias(asked: dict[str, Any], manager: _OneModel) -> None:
     """Raises HTTPException for a bias of what is no token; takes out one of nothing, which transformers refuses."""
     for key in asked.get("logit_bias", {}):
         if not (key.isascii() and key.isdigit() and int(key) < len(manager.tokenizer)):
-            raise refused(
-                f"logit_bias: {json.dumps(key)} is not a token id below {len(manager.tokenizer)}", "logit_bias"
-            )
+            words = f"{json.dumps(key)} is not a token id below {len(manager.tokenizer)}"
+            raise refused(f"logit_bias: {words}", "logit_bias")
     if not asked.get("logit_bias", True):
         del asked["logit_bias"]
 

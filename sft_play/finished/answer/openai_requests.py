@@ -30,12 +30,9 @@ _SHOWN = 60
 """Characters of a wrong value that an error shows."""
 
 
-def _as_list(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
 _StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-_Stops = Annotated[list[_StopText], BeforeValidator(_as_list), Field(max_length=MOST_STOPS)]
+_as_list = BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+_Stops = Annotated[list[_StopText], _as_list, Field(max_length=MOST_STOPS)]
 _Tokens = Annotated[int, Field(ge=1)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _One = Annotated[int, Field(ge=1, le=1)]

@@ -115,9 +115,8 @@ def claimed(host: str, port: int) -> socket.socket:
         listener.listen()
     except OSError as error:
         listener.close()
-        raise ConfigError(
-            f"{one_line(host)} port {port} cannot be listened on: {error.strerror}; PORT=0 takes any free port"
-        ) from None
+        why = f"{error.strerror}; PORT=0 takes any free port"
+        raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {why}") from None
     return listener
 
 
@@ -213,9 +212,8 @@ class TransformersService:
         )
         self._server = uvicorn.Server(config)
         # in a thread, so that Ctrl-C is this program's to handle: uvicorn installs signal handlers in the main one only
-        self._thread = threading.Thread(
-            target=self._server.run, kwargs={"sockets": [self._listener]}, name="serve", daemon=True
-        )
+        sockets = {"sockets": [self._listener]}
+        self._thread = threading.Thread(target=self._server.run, kwargs=sockets, name="serve", daemon=True)
         port = int(self._listener.getsockname()[1])
         self._thread.start()
         while not self._server.started:  # uvicorn has no event for it
@@ -246,9 +244,8 @@ class VllmService:
     is_busy = False
 
     def __init__(self, run: FinishedRun, host: str, port: int) -> None:
-        program = shutil.which(
-            "vllm", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-        )
+        places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        program = shutil.which("vllm", path=places)
         if program is None:
             raise BackendError(
                 "ENGINE=vllm: there is no program vllm in PATH or in this environment. Install vLLM in an environment "
@@ -279,9 +276,8 @@ class VllmService:
         try:
             while not _is_healthy(self._host, self._port):
                 if self._child.poll() is not None:
-                    raise BackendError(
-                        f"vllm ended with exit code {self._child.returncode} before it answered; see its lines above"
-                    )
+                    code = self._child.returncode
+                    raise BackendError(f"vllm ended with exit code {code} before it answered; see its lines above")
                 time.sleep(_POLL_S)
         except BaseException:
             self._end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from sft_play.data.build.splits import Split
 from sft_play.data.masks.render import Renderer
@@ -19,8 +19,6 @@ from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
-
-SplitName = Literal["val", "test"]
 
 
 @dataclass(frozen=True)
@@ -74,16 +72,12 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
     return EvalRows(name, data is None, chosen.rows.select(numbers), numbers, whole, asked, seen)
 
 
-def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitName, Split]:
+def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, Split]:
     if split not in (None, "val", "test"):
         hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
         raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
     splits = splits_of(run, run.config, tokenizer)
-    there: dict[SplitName, Split] = {}
-    if splits.test is not None:
-        there["test"] = splits.test
-    if splits.val is not None:
-        there["val"] = splits.val
+    there = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
     if not there:
         raise DataError(
             f"{run.folder.path} was trained without validation or test rows, and rows that it was trained on say "
@@ -92,9 +86,8 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[SplitN
     for name, rows in there.items():
         if split in (None, name):
             return name, rows
-    raise DataError(
-        f"{run.folder.path} has no {split} rows, only {', '.join(there)}; leave SPLIT= out, or name a DATA=FILE"
-    )
+    only = f"only {', '.join(there)}; leave SPLIT= out, or name a DATA=FILE"
+    raise DataError(f"{run.folder.path} has no {split} rows, {only}")
 
 
 def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | None]:

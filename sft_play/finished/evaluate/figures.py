@@ -152,9 +152,8 @@ def _own(name: str) -> Compare:
         for part in attribute.split("."):
             function = getattr(function, part)
     except Exception as error:  # importing runs the user's own code
-        raise ConfigError(
-            f"METRICS={one_line(name)} cannot be imported from {folder}: {type(error).__name__}: {one_line(str(error))}"
-        ) from error
+        why = f"{type(error).__name__}: {one_line(str(error))}"
+        raise ConfigError(f"METRICS={one_line(name)} cannot be imported from {folder}: {why}") from error
     if not callable(function):
         raise ConfigError(f"METRICS={one_line(name)} is of type {type(function).__name__}, not a function")
     return functools.partial(_checked, name, function)
@@ -245,9 +244,8 @@ def eval_figures(
 
 def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> EvalFigure:
     interval = paired_bootstrap(base, tuned, weights=weights, level=LEVEL, resamples=RESAMPLES, seed=SEED)
-    return EvalFigure(
-        name, float(np.average(base, weights=weights)), float(np.average(tuned, weights=weights)), interval, **kind
-    )
+    before, after = (float(np.average(values, weights=weights)) for values in (base, tuned))
+    return EvalFigure(name, before, after, interval, **kind)
 
 
 def balance_loss(scores: Sequence[RowScore]) -> float | None:

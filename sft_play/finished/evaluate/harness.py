@@ -75,9 +75,8 @@ def find_tasks(tasks: Sequence[str]) -> Tasks | None:
     known = {name: [name] if Path(name).is_file() else list(manager.match_tasks([name])) for name in tasks}
     unknown = [name for name, names in known.items() if not names]
     if unknown:
-        raise ConfigError(
-            f"TASKS={one_line(','.join(unknown))}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them"
-        )
+        named = one_line(",".join(unknown))
+        raise ConfigError(f"TASKS={named}: lm-evaluation-harness has no such task; lm-eval ls tasks lists them")
     return Tasks(tuple(name for names in known.values() for name in names), manager)
 
 
@@ -114,10 +113,8 @@ def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, lim
             log_samples=True,
         )
     except Exception as error:  # of the harness, the hub, and what tasks run
-        raise ConfigError(
-            f"TASKS={one_line(','.join(tasks.names))}: lm-evaluation-harness failed: {type(error).__name__}: "
-            f"{one_line(str(error), limit=300)}"
-        ) from error
+        named, why = one_line(",".join(tasks.names)), f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        raise ConfigError(f"TASKS={named}: lm-evaluation-harness failed: {why}") from error
     return dict(results or {})
 
 

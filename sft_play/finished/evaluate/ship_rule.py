@@ -271,13 +271,11 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
         return refused(losses.broken)
     if number < thresholds.min_rows:
         without = f" (and {task.left_out} repeated ones or training rows)" if task.left_out else ""
-        return refused(
-            f"not enough evidence: {number} held-out rows{without}, at least {thresholds.min_rows} are needed; {more}"
-        )
+        few = f"{number} held-out rows{without}, at least {thresholds.min_rows} are needed"
+        return refused(f"not enough evidence: {few}; {more}")
     base, tuned, tokens, chance = losses.arrays()
-    before, after, guessed, counted = (
-        float(nats.sum() / tokens.sum()) for nats in (base, tuned, chance, np.minimum(base, chance))
-    )
+    sums = (base, tuned, chance, np.minimum(base, chance))
+    before, after, guessed, counted = (float(nats.sum() / tokens.sum()) for nats in sums)
     interval = gain(losses, thresholds)
     asked = thresholds.min_gain * counted
     figures |= {

@@ -50,9 +50,8 @@ class AdaptedModel:
     def __init__(self, run: FinishedRun, *, base: Base | None) -> None:
         self.run, self.base = run, base
         self.precision = run.plan().precision
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            run.weights, trust_remote_code=run.config.model.trust_remote_code
-        )
+        trusts = run.config.model.trust_remote_code
+        self.tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trusts)
         self.model_spec = build_model_spec(run.config, self.precision, tokenizer_size=len(self.tokenizer))
         self.plain = self._empty()
         """The model without its adapter: its names are those of the base."""
@@ -72,11 +71,9 @@ class AdaptedModel:
 
     def _empty(self) -> Any:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                self.model_spec.hf_config,
-                dtype=torch.float32,
-                trust_remote_code=self.run.config.model.trust_remote_code,
-            )
+            trusts = self.run.config.model.trust_remote_code
+            config = self.model_spec.hf_config
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts)
             if self.model_spec.resize_to is not None:
                 # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
@@ -90,9 +87,8 @@ class AdaptedModel:
         model = self._empty()
         quantizer = AutoHfQuantizer.from_config(quantization(self.precision), pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=DTYPES[self.precision.load], device_map=None)
-        return frozenset(
-            f"{name}.weight" for name, module in model.named_modules() if type(module).__name__ == "Linear4bit"
-        )
+        modules = model.named_modules()
+        return frozenset(f"{name}.weight" for name, module in modules if type(module).__name__ == "Linear4bit")
 
     def _fill(self, model: Any) -> None:
         """Give the model the run's adapter, in fp32; raises ModelError where it is another model's."""

@@ -100,9 +100,7 @@ def _require_target(target: Path, *, replace: bool) -> None:
     if not replace:
         raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
     if not (target / EXPORT_FILE).is_file():
-        raise RunFolderError(
-            f"{target} was not written by make export and is not replaced; OUT=FOLDER writes elsewhere"
-        )
+        raise RunFolderError(f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes elsewhere")
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------

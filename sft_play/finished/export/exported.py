@@ -48,9 +48,8 @@ class Exported(Outcome):
                 if self.prompts_checked else "Tokenizer: not compared"
             )  # fmt: skip
         what = f"{self.quant}, " if self.quant else ""
-        lines.append(
-            f"Written to: {self.file or self.path} ({what}{gib(self.bytes, digits=2)} GiB, {self.wall_s:.0f} s)"
-        )
+        size = f"{what}{gib(self.bytes, digits=2)} GiB"
+        lines.append(f"Written to: {self.file or self.path} ({size}, {self.wall_s:.0f} s)")
         lines += [f"Serve: {command}" for command in self.commands]
         elsewhere = {} if self.path == self.run / EXPORT / self.format else {"OUT": self.path}
         if self.file is not None:

@@ -75,9 +75,8 @@ def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
             quantization_config=GgufConfig(dequantize=True),
         )
     except (OSError, ValueError, RuntimeError, NotImplementedError, KeyError, ImportError, AttributeError) as error:
-        raise NotReadHere(
-            f"transformers does not read this GGUF ({config.model_type}): {one_line(str(error), limit=120)}"
-        ) from None
+        why = f"({config.model_type}): {one_line(str(error), limit=120)}"
+        raise NotReadHere(f"transformers does not read this GGUF {why}") from None
     return loaded.eval()
 
 

@@ -52,9 +52,7 @@ class GgufTokenizer:
         self.bos_id: int | None = entry("bos_token_id")
         # a file without the entry: llama.cpp adds BOS to SentencePiece's prompts, and to none of byte-level BPE
         self.add_bos = bool(entry("add_bos_token", self.kind == "llama"))
-        self.stop_ids = {
-            entry(f"{name}_token_id") for name in ("eos", "eot", "eom") if entry(f"{name}_token_id") is not None
-        }
+        self.stop_ids = {entry(f"{name}_token_id") for name in ("eos", "eot", "eom")} - {None}
         if self.kind == "gpt2":
             self._encode_plain = self._byte_level(entry("merges", []), known)
         elif self.kind == "llama":
@@ -62,9 +60,7 @@ class GgufTokenizer:
             self._prefixes_space = bool(entry("add_space_prefix", True))
             self._encode_plain = None
         else:
-            raise UnreadableTokenizer(
-                f"the GGUF's tokenizer is of the kind {self.kind}, which only llama.cpp itself reads"
-            )
+            raise UnreadableTokenizer(f"the GGUF's tokenizer is a {self.kind}, which only llama.cpp itself reads")
 
     def _byte_level(self, merges: list[str], known: Mapping[str, PreTokenizer]) -> Any:
         from tokenizers import Tokenizer, models

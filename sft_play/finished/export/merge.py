@@ -206,9 +206,8 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
 
 def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
     if not run.is_adapter:
-        raise RunFolderError(
-            f"{run.folder.path} trained all weights: {run.weights} is the whole model, and nothing has to be merged"
-        )
+        whole = f"{run.weights} is the whole model, and nothing has to be merged"
+        raise RunFolderError(f"{run.folder.path} trained all weights: {whole}")
     if base is not None and not run.is_quantized:
         raise ConfigError(
             f"BASE={base} is for QLoRA runs; {run.folder.path} was trained on the base's own weights "

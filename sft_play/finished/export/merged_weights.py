@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 import math
 import re
@@ -118,16 +117,18 @@ class MergedWeights:
             return key
         if target not in self._adapted.names:
             return None
-        return functools.reduce(_renamed, TEXT_TOWER_KEYS.items(), key) if is_converted else target
+        if not is_converted:
+            return target
+        for pattern, name in TEXT_TOWER_KEYS.items():
+            key = re.sub(pattern, name, key)
+        return key
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for key, (_, shape, _) in self._tensors.items():
             name, whole = self._out_name(key), self._adapted.whole.get(self._targets[key][0])
             if name is not None:  # training may have given embeddings more rows than the base has
                 yield name, shape if whole is None else tuple(whole.shape)
-        by_target = {
-            target: shape for key, (_, shape, _) in self._tensors.items() for target in [self._targets[key][0]]
-        }
+        by_target = {self._targets[key][0]: shape for key, (_, shape, _) in self._tensors.items()}
         for name, source in self._adapted.untied.items():
             whole = self._adapted.whole.get(name)
             yield name, by_target[source] if whole is None else tuple(whole.shape)
@@ -181,10 +182,6 @@ class MergedWeights:
             for name, parameter in model.named_parameters(remove_duplicate=True):
                 parameter.data = adapted.tensor(name, parameter.data).to(parameter.dtype)
         write_weights(model, folder, native_names=adapted.model_spec.is_text_tower, dtype=self.dtype)
-
-
-def _renamed(name: str, rule: tuple[str, str]) -> str:
-    return re.sub(*rule, name)
 
 
 def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tuple[str, bool]]:

@@ -264,9 +264,8 @@ def charts_of(record: Record) -> list[Chart]:
 
 
 def _held_out(record: Record, figure: str) -> tuple[Curve, ...]:
-    return tuple(
-        Curve(name, record.curve(f"{prefix}_{figure}"), colour, marked=True) for prefix, name, colour in _SPLITS
-    )
+    curves = {prefix: record.curve(f"{prefix}_{figure}") for prefix, _, _ in _SPLITS}
+    return tuple(Curve(name, curves[prefix], colour, marked=True) for prefix, name, colour in _SPLITS)
 
 
 def _by_source(record: Record) -> tuple[Curve, ...]:
