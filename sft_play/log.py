@@ -17,7 +17,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import Any, TextIO
@@ -111,11 +111,6 @@ class _Once(logging.Filter):
         return True
 
 
-def _is_for_terminals(record: logging.LogRecord) -> bool:
-    """Drops records that the terminal already shows in another form, such as a progress bar."""
-    return not getattr(record, "file_only", False)
-
-
 class _OnceOverRanks(logging.Filter):
     """Lets a warning through on the first rank of a node that has it; the others would repeat it."""
 
@@ -127,20 +122,12 @@ class _OnceOverRanks(logging.Filter):
         if record.levelno != logging.WARNING:
             return True
         digest = hashlib.sha256(record.getMessage().encode("utf-8", "surrogateescape")).hexdigest()[:24]
-        try:
-            os.close(os.open(self._folder / f"said-{digest}", os.O_CREAT | os.O_EXCL, 0o600))
-        except FileExistsError:
-            return False
-        except OSError:
-            return True
+        with contextlib.suppress(OSError):
+            try:
+                os.close(os.open(self._folder / f"said-{digest}", os.O_CREAT | os.O_EXCL, 0o600))
+            except FileExistsError:
+                return False
         return True
-
-
-def _folder_of_ranks(environment: Mapping[str, str]) -> Path | None:
-    """A folder that the ranks of this node share: torch's launcher gives each rank a folder below it."""
-    file = environment.get("TORCHELASTIC_ERROR_FILE")
-    folder = Path(file).parent.parent if file else None
-    return folder if folder is not None and folder.is_dir() else None
 
 
 class _OutputHandler(logging.StreamHandler[TextIO]):
@@ -157,10 +144,11 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
     handler.addFilter(_Once())
-    handler.addFilter(_is_for_terminals)
-    shared = _folder_of_ranks(os.environ)
-    if shared is not None:
-        handler.addFilter(_OnceOverRanks(shared))
+    # what the terminal already shows in another form, such as a progress bar
+    handler.addFilter(lambda record: not getattr(record, "file_only", False))
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and Path(file).parent.parent.is_dir():  # torch's launcher gives each rank of this node a folder below it
+        handler.addFilter(_OnceOverRanks(Path(file).parent.parent))
     root = logging.getLogger()
     for old in root.handlers[:]:  # cli.main sets up twice: under the word typed, then under the command's name
         root.removeHandler(old)

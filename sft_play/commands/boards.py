@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import webbrowser
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
@@ -17,7 +17,6 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import CURVES, parts_of, remove
 from sft_play.launch import tensorboard
 from sft_play.launch.tensorboard import Sidecar
-from sft_play.runs.folder import RunFolder
 from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import size_of
 
@@ -34,11 +33,9 @@ HELP = {
 def run(request: Request) -> Answer:
     """Start, open or stop the page, or remove the curves; each step is logged."""
     with stdout_to_stderr(wanted=request.json):
-        return {"tensorboard": _show, "tb-open": _open, "tb-stop": _stop, "tb-clean": _clean}[request.command](request)
-
-
-def _show(request: Request) -> Answer:
-    return Answer({"ok": True, **_page(_shown(request))})
+        if request.command == "tensorboard":
+            return Answer({"ok": True, **_page(_shown(request))})
+        return {"tb-open": _open, "tb-stop": _stop, "tb-clean": _clean}[request.command](request)
 
 
 def _shown(request: Request) -> Sidecar:
@@ -90,7 +87,14 @@ def _clean(request: Request) -> Answer:
     """Of all runs in the output folder, or of RUN; what is kept is logged with the reason."""
     output = output_dir_of(request)
     every = [run_named(output, request.run)] if request.run else list(runs_in(output, replaced=True))
-    chosen = {every[0]: parts_of(every[0], "curves")} if request.run else _of_finished(every)
+    chosen = {}
+    for folder in every:
+        try:
+            chosen[folder] = parts_of(folder, "curves")
+        except RunFolderError as error:
+            if request.run:
+                raise
+            logger.info("kept: %s", error)
     chosen = {folder: files for folder, files in chosen.items() if files}
     for folder, files in chosen.items():
         logger.info("%s: %s", folder.tensorboard, _files(files))
@@ -108,17 +112,6 @@ def _clean(request: Request) -> Answer:
     kept = sum(1 for folder in every for _ in folder.tensorboard.rglob(CURVES))
     data = {"removed": list(map(str, removed)), "freed_bytes": sum(removed.values()), "kept": kept}
     return Answer({"ok": True, **data})
-
-
-def _of_finished(every: Sequence[RunFolder]) -> dict[RunFolder, dict[Path, int]]:
-    """The event files of the runs that are finished; why another run's are kept is logged."""
-    chosen = {}
-    for folder in every:
-        try:
-            chosen[folder] = parts_of(folder, "curves")
-        except RunFolderError as error:
-            logger.info("kept: %s", error)
-    return chosen
 
 
 def _files(files: Mapping[Path, int]) -> str:

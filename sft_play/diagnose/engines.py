@@ -60,7 +60,9 @@ def vllm_rank(rank: int) -> int | None:
 
 def _facts(served: Served) -> Facts:
     """What the conditions are about, and the words of their texts."""
-    halves, unknown = _sglang_halves(served.targets), _sglang_unknown(served)
+    halves, unknown = _sglang_halves(served.targets), served.targets.difference(_TABLE["sglang_targets"])
+    if served.architecture in MODELS["sglang_own_sizes"]:  # there it knows the sizes of all
+        unknown = frozenset()
     alpha = served.alpha * math.sqrt(served.r)
     same = f", or train the same with use_rslora=false alpha={alpha:.0f}" if alpha == round(alpha) else ""
     architecture = served.architecture
@@ -83,7 +85,7 @@ def _facts(served: Served) -> Facts:
         "sglang_halves": bool(halves),
         "halves": ", ".join(halves),
         "sglang_unknown": bool(unknown),
-        "unknown": ", ".join(unknown),
+        "unknown": ", ".join(sorted(unknown)),
     }
 
 
@@ -100,13 +102,6 @@ def _sglang_halves(targets: frozenset[str]) -> list[str]:
     if "gate_proj" not in targets:
         lost |= targets & {"up_proj"}
     return sorted(lost)
-
-
-def _sglang_unknown(served: Served) -> list[str]:
-    """Targets whose sizes SGLang does not know in this model."""
-    if served.architecture in MODELS["sglang_own_sizes"]:
-        return []
-    return sorted(served.targets.difference(_TABLE["sglang_targets"]))
 
 
 def architecture_of(values: Mapping[str, Any]) -> str | None:

@@ -151,13 +151,12 @@ class CheckReport:
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `elapsed_s` and the checks."""
-        return {"ok": self.ok, "elapsed_s": self.elapsed_s, "checks": [_as_json(item) for item in self.findings]}
+        checks = []
+        for item in self.findings:
+            shown = {"name": item.name, "state": STATES[item.verdict], "what": item.found, "do": item.remedy}
+            checks.append(shown | ({"see": list(item.sources)} if item.sources else {}))
+        return {"ok": self.ok, "elapsed_s": self.elapsed_s, "checks": checks}
 
 
 def _of(findings: Sequence[Finding], verdict: str) -> tuple[Finding, ...]:
     return tuple(finding for finding in findings if finding.verdict == verdict)
-
-
-def _as_json(finding: Finding) -> dict[str, Any]:
-    data = {"name": finding.name, "state": STATES[finding.verdict], "what": finding.found, "do": finding.remedy}
-    return data | ({"see": list(finding.sources)} if finding.sources else {})

@@ -328,7 +328,8 @@ def _started(run: SeenRun) -> tuple[str, str]:
 
 def _seen(folder: RunFolder, here: list[Group]) -> SeenRun:
     """A folder with its processes: those that name it, else the holder of its lock."""
-    group = next((group for group in here if group.folder is not None and _same(group.folder, folder.path)), None)
+    place = folder.path.resolve()
+    group = next((one for one in here if one.folder is not None and one.folder.resolve() == place), None)
     holder = lock_holder(folder) if group is None else None
     if holder:
         group = group_of(holder)
@@ -342,13 +343,6 @@ def _seen(folder: RunFolder, here: list[Group]) -> SeenRun:
     status = manifest_of(folder).get("status")
     dead = "; its manifest says running, and nothing writes it: it was ended" if status == "running" else ""
     return SeenRun(folder, said=(f"Run {shown} is not running (status: {value_text(status)}){dead}",))
-
-
-def _same(one: Path, other: Path) -> bool:
-    try:
-        return one.samefile(other)
-    except OSError:
-        return one.absolute() == other.absolute()
 
 
 def _processes(group: Group) -> str:

@@ -5,6 +5,7 @@ Only folders with this toolkit's manifest are looked at or removed. A run that i
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 from collections.abc import Mapping, Sequence
@@ -163,10 +164,8 @@ def _bytes(folder: Path) -> int:
     """Bytes of all files below a folder; links count as links, and files that vanish meanwhile not at all."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with contextlib.suppress(OSError):
             total += path.lstat().st_size if not path.is_dir() else 0
-        except OSError:
-            continue
     return total
 
 

@@ -124,7 +124,7 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     with contextlib.chdir(place):
         loaded = load_config(old.absolute() / "resolved.json")
         _require_inputs(run, loaded)
-    told = [*_other_versions(run.manifest), *_other_machine(run.manifest), *_other_settings(run, loaded)]
+    told = [*_other_machine(run.manifest), *_other_settings(run, loaded)]
     with code_of(run.manifest, by_this_code=by_this_code) as (package, code), _deepspeed_file(run.folder) as file:
         logger.info("Code: %s", code)
         for line in told:
@@ -186,25 +186,22 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
             raise ModelError(f"{run.folder.path} cannot be trained again: {why}")
 
 
-def _other_versions(manifest: Mapping[str, Any]) -> list[str]:
-    recorded, now = manifest.get("versions") or {}, versions()
-    other = (name for name in recorded if recorded[name] != now.get(name))
-    return [f"{name} {recorded[name]} then, {now.get(name)} now" for name in other]
-
-
 def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
-    """How this machine differs from the recorded one in what changes numbers."""
+    """How versions and machine differ from the recorded ones in what changes numbers."""
     from sft_play.training.prepare.run_folder import cpu_facts
 
-    recorded, now = manifest.get("hardware") or {}, detect().as_json()
-    told = []
-    gpus = [[gpu.get("name") for gpu in one.get("gpus") or ()] for one in (recorded, now)]
+    was, now = manifest.get("versions") or {}, versions()
+    told = [f"{name} {was[name]} then, {now.get(name)} now" for name in was if was[name] != now.get(name)]
+    recorded, here = manifest.get("hardware") or {}, detect().as_json()
+    gpus = [[gpu.get("name") for gpu in one.get("gpus") or ()] for one in (recorded, here)]
     if gpus[0] and gpus[0] != gpus[1][: len(gpus[0])]:
         told.append(f"GPUs {', '.join(map(str, gpus[0]))} then, {', '.join(map(str, gpus[1])) or 'none'} now")
-    if recorded.get("cpu_name") != now["cpu_name"]:
-        told.append(f"CPU {recorded.get('cpu_name')} then, {now['cpu_name']} now")
-    was, is_now = (manifest.get("cpu") or {}).get("capability"), cpu_facts()["capability"]
-    return [*told, *([f"CPU instructions {was} then, {is_now} now"] if was != is_now else [])]
+    if recorded.get("cpu_name") != here["cpu_name"]:
+        told.append(f"CPU {recorded.get('cpu_name')} then, {here['cpu_name']} now")
+    instructions, present = (manifest.get("cpu") or {}).get("capability"), cpu_facts()["capability"]
+    if instructions != present:
+        told.append(f"CPU instructions {instructions} then, {present} now")
+    return told
 
 
 def _other_settings(run: FinishedRun, loaded: LoadedConfig) -> list[str]:

@@ -128,7 +128,9 @@ def write_down(
     if not path:
         return
     with _writing:
-        if _written is not None and not _is_worded(error, _written[0]):
+        # one of our errors may rephrase an earlier exception that it was raised from
+        cause = error.__cause__ if isinstance(error, SftPlayError) else None
+        if _written is not None and (cause is None or cause is not _written[0]):
             return
         if under_agent() and threading.current_thread() is threading.main_thread():
             # The agent ends the other ranks at the first failure, but they finish writing theirs.
@@ -151,12 +153,6 @@ def write_down(
         answer = {"message": {"message": shown, "extraInfo": extra}, "sft_play": asdict(failure)}
         with contextlib.suppress(OSError):  # a full disk must not hide the error being reported
             atomic.write(Path(path), json.dumps(answer))
-
-
-def _is_worded(error: BaseException | None, earlier: BaseException | None) -> bool:
-    """Whether one of our errors rephrases an earlier exception that it was raised from."""
-    cause = error.__cause__ if isinstance(error, SftPlayError) else None
-    return cause is not None and cause is earlier
 
 
 def _safe(text: str) -> str:
@@ -255,10 +251,7 @@ def end_at_once(agent: int) -> None:
     tree: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(agent)
-        tree = [
-            root,
-            *root.children(recursive=True),
-        ]  # listed first: orphans get another parent
+        tree = [root, *root.children(recursive=True)]  # listed first: orphans get another parent
     for process in [*tree, *ranks_of_agent(agent)]:
         with contextlib.suppress(psutil.Error):
             process.kill()

@@ -217,34 +217,25 @@ def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
 
 def lead_of(record: Record) -> list[tuple[str, str]]:
     """The few figures that matter, those that are known."""
-    lead = [("Status", record.status), ("Steps", f"{record.steps:,}{_of_steps(record)}")]
+    planned = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
+    total = sum(steps for steps in planned if isinstance(steps, (int, float)))
+    of = f" of {total:,}" if total and total != record.steps and not record.has_stages else ""
+    lead = [("Status", record.status), ("Steps", f"{record.steps:,}{of}")]
     for name, label, form in (("loss", "Held-out loss", "{:.4f}"), ("exact_match", "Exact match", "{:.1%}")):
-        shown = before_and_after(record, name, form)
+        before, after = (record.held_out(when, name) for when in ("before", "after"))
+        shown = [form.format(value) for value in (before, after) if value is not None]
         if shown:
-            lead.append((label, shown))
+            lead.append((label, " → ".join(shown) if after is not None else f"{shown[0]} before"))
     best = record.best
     if best is not None and not isinstance(record.summary.get("after"), dict):
         lead.append((f"Best held-out {best[0].replace('_', ' ')}", f"{best[1]:.4g}"))
     speed = tokens_per_s(record)
     lead += [("Tokens/s", f"{speed:,.0f}")] if speed else []
-    peak = measured_peak(record)
+    peak = max((peak for part in record.parts if (peak := predicted_and_measured(part)[2])), default=None)
     lead += [("Peak memory", size(peak))] if peak else []
     wall = record.summary.get("wall_s")
     lead += [("Time", duration(wall))] if wall else []
     return lead
-
-
-def _of_steps(record: Record) -> str:
-    planned = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
-    total = sum(steps for steps in planned if isinstance(steps, (int, float)))
-    return f" of {total:,}" if total and total != record.steps and not record.has_stages else ""
-
-
-def before_and_after(record: Record, name: str, form: str) -> str:
-    """A held-out figure before and after training, such as `9.44 → 0.13`; empty where none was measured."""
-    before, after = (record.held_out(when, name) for when in ("before", "after"))
-    shown = [form.format(value) for value in (before, after) if value is not None]
-    return " → ".join(shown) if after is not None else f"{shown[0]} before" if shown else ""
 
 
 def tokens_per_s(record: Record) -> float | None:
@@ -274,11 +265,6 @@ def predicted_and_measured(part: RunPart) -> tuple[str, int | None, int | None]:
             measured = int(logged * GIB)
             kind, predicted = ("allocated", planned.get("allocated")) if part.on_gpu else (kind, predicted)
     return kind, predicted, measured
-
-
-def measured_peak(record: Record) -> int | None:
-    """The highest measured peak of the training steps, over all parts."""
-    return max((peak for part in record.parts if (peak := predicted_and_measured(part)[2])), default=None)
 
 
 def size(count: float | None) -> str:

@@ -140,7 +140,8 @@ def sections_of(record: Record, charts: Sequence[tuple[str, str]], problem: str 
     """The parts of the page, in their order; some may be empty."""
     error = record.manifest.get("error")
     yield Section("How it ended", items=[str(error)] if error and record.status == "failed" else [])
-    yield Section("Warnings", items=_first_warnings(record.warnings))
+    first, more = record.warnings[:MOST_WARNINGS], len(record.warnings) - MOST_WARNINGS
+    yield Section("Warnings", items=[*first, *([f"and {more} more in train.log"] if more > 0 else [])])
     yield Section("Curves", charts=charts, items=[problem] if problem else [])
     yield _against_plan(record)
     yield Section("Answers before and after", samples=samples_of(record.summary.get("samples")))
@@ -148,11 +149,6 @@ def sections_of(record: Record, charts: Sequence[tuple[str, str]], problem: str 
     yield Section("On what", pairs=[pair for pair in _machine(record.manifest) if pair[1]])
     yield _data(record.manifest)
     yield _reproduce(record)
-
-
-def _first_warnings(warnings: Sequence[str]) -> list[str]:
-    more = len(warnings) - MOST_WARNINGS
-    return [*warnings[:MOST_WARNINGS], *([f"and {more} more in train.log"] if more > 0 else [])]
 
 
 def _against_plan(record: Record) -> Section:
@@ -360,7 +356,8 @@ def _reproduce(record: Record) -> Section:
     # without the name, which is taken by this run
     overrides = [str(word) for word in manifest.get("overrides") or () if not str(word).startswith("output.name=")]
     commit = (manifest.get("git") or {}).get("commit")
-    commands = [*([f"git checkout {commit}"] if commit else []), shlex.join(words) + _set_words(overrides)]
+    settings = f" SET={shlex.quote(shlex.join(overrides))}" if overrides else ""
+    commands = [*([f"git checkout {commit}"] if commit else []), shlex.join(words) + settings]
     path = record.folder.path / "config.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return Section(
@@ -368,7 +365,3 @@ def _reproduce(record: Record) -> Section:
         commands="\n".join([*commands, f"make reproduce RUN={record.folder.quoted}"]),
         folded=[("config.yaml, as given", text)] if text else [],
     )
-
-
-def _set_words(overrides: Sequence[str]) -> str:
-    return f" SET={shlex.quote(shlex.join(overrides))}" if overrides else ""
