@@ -13,7 +13,7 @@ import pytest
 from safetensors import SafetensorError
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.writing import built_folder, writing
+from sft_play.finished.run import built_folder, writing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LOCK, lock
 from tests.finished_runs import finished_run

@@ -91,7 +91,6 @@ def _doctor(request: Request) -> Answer:
 
 
 def _gpu_info(request: Request) -> Answer:
-    """This machine as detected, or the named one as a plan assumes it."""
     if request.hardware:
         assumed = asked_machine(request)
         data, lines = gpu_page.assumed_json(assumed), gpu_page.assumed_lines(assumed, request.hardware)

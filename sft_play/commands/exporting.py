@@ -103,7 +103,6 @@ def _export_test(request: Request, finished: FinishedRun) -> Answer:
 
 
 def _push(request: Request, finished: FinishedRun) -> Answer:
-    """Upload what is listed; without a terminal to ask on, YES=1 is needed."""
     from sft_play.finished.export.push import push, upload_of
 
     upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)

@@ -53,7 +53,6 @@ def tool(name: str, *, command: str) -> ModuleType:
 
 
 def _bench(request: Request) -> Answer:
-    """Figures of every round, medians and ratios."""
     refuse_hardware(request)
     bench = tool("steps.bench", command=request.command)
     compared = bench.compare(
@@ -94,7 +93,6 @@ def _verify_layouts(request: Request) -> Answer:
 
 
 def _gpu_selftest(request: Request) -> Answer:
-    """Every part of the selftest; OUT is written after each."""
     refuse_hardware(request)
     book = tool("gpu_selftest.selftest", command=request.command).selftest(request.out)
     lines = tool("gpu_selftest.report", command=request.command).result_lines(book)
@@ -102,7 +100,6 @@ def _gpu_selftest(request: Request) -> Answer:
 
 
 def _mask_score(request: Request) -> Answer:
-    """The verdict on each template."""
     if request.templates is None or request.tokenizer is None:
         raise ConfigError(
             "mask-score needs both: make mask-score TEMPLATES=FOLDER TOKENIZER=FOLDER OUT=score.json (a folder of "

@@ -116,13 +116,11 @@ def _as_deepspeed_says(
 
 
 def _with(loaded: LoadedConfig, says: Callable[[RunConfig], RunConfig]) -> LoadedConfig:
-    """The run, and each of its stages, with changed settings."""
     stages = tuple(dataclasses.replace(stage, config=says(stage.config)) for stage in loaded.stages)
     return dataclasses.replace(loaded, config=says(loaded.config), stages=stages)
 
 
 def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tuple[LayoutName, ...]) -> Budget | None:
-    """The answer to BUDGET; None where it was not asked."""
     if request.budget is None:
         return None
     if loaded.stages:
@@ -176,7 +174,6 @@ def _planned_cell(
 
 @contextlib.contextmanager
 def _in_cell(cell: tuple[str, ...]) -> Iterator[None]:
-    """Adds the settings of a cell of WHATIF to errors about it."""
     try:
         yield
     except SftPlayError as error:
@@ -214,7 +211,6 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None,
 
 
 def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) -> list[str]:
-    """The command for each of several nodes; empty for one node."""
     nodes, shown = plan.hardware.nodes, min(plan.hardware.nodes, MOST_NODES_SHOWN)
     if nodes == 1:
         return []

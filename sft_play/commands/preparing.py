@@ -132,7 +132,6 @@ def _steps(loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force
 
 
 def _which_files(data: DataConfig, folder: Path) -> Finding:
-    """Whether the config trains on what was written."""
     written, trained = folder / "train.jsonl", data.train_path
     if trained is not None and Path(trained).expanduser().absolute() == written.expanduser().absolute():
         return passed("training files", f"data.train_path={written}, which was written just now")

@@ -100,7 +100,6 @@ class RenderedFile:
 
     @property
     def _tokens(self) -> tuple[int, int]:
-        """Tokens of the rows as they were written, and trained ones among them."""
         return self.stats.tokens + self.stats.tokens_cut, self.stats.trained + self.stats.lost_by_cut
 
     def bad_lines(self) -> list[str]:

@@ -88,7 +88,6 @@ def examine(
 
 
 def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned | None, list[Finding]]:
-    """The plan, and whether it fits."""
     if chosen.verdict == "FAIL":
         return None, [skipped("plan", "planning needs identical GPUs that exist; see above")]
     try:
@@ -105,7 +104,6 @@ def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned
 def _machine_findings(
     around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding, *, on_cpu: bool
 ) -> list[Finding]:
-    """Checks of this machine alone: packages, GPUs, limits, known bad pairs."""
     machine, nodes = around.hardware, options.nodes.count
     config, plan = (planned.config, planned.plan) if planned else (None, None)
     workers = config.train.dataloader_num_workers if config else 0
@@ -171,7 +169,6 @@ def _together(
     meeting_s: float,
     all_reduce_s: Callable[[], float],
 ) -> list[Finding]:
-    """Checks that need all nodes and ranks."""
     findings: list[Finding] = []
     given = dict(environment)
     if options.nodes.count > 1 and "torch" in around.versions:

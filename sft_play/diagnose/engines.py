@@ -59,7 +59,6 @@ def vllm_rank(rank: int) -> int | None:
 
 
 def _facts(served: Served) -> Facts:
-    """What the conditions are about, and the words of their texts."""
     halves, unknown = _sglang_halves(served.targets), served.targets.difference(_TABLE["sglang_targets"])
     if served.architecture in MODELS["sglang_own_sizes"]:  # there it knows the sizes of all
         unknown = frozenset()

@@ -178,7 +178,6 @@ def _host_lines(host: Host) -> list[str]:
 
 
 def _torch_lines(report: Mapping[str, Any]) -> list[str]:
-    """The slower section: torch's own report."""
     if "version" not in report:
         return ["", f"torch, asked: {one_line(str(report.get('trouble')))}"]
     page = ["", f"torch, asked: {report['version']}, built for {_built_for(report.get('cuda'), report.get('hip'))}"]

@@ -86,7 +86,6 @@ def explained(error: str) -> tuple[str, ...]:
 def _facts(
     around: Surroundings, packages: Collection[str], *, ranks: int, nodes: int, layout: str, quantised: bool
 ) -> Facts:
-    """What the conditions are about; None: not known."""
     gpus = around.hardware.gpus
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
     built, newest = _numbers(around.torch_cuda), around.driver_cuda

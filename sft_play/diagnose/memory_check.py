@@ -278,7 +278,6 @@ def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
 
 
 def _biggest(group: Group) -> str:
-    """The biggest processes beside the run, as far as they can be seen."""
     every = [process.info for process in psutil.process_iter(["pid", "name", "memory_info"])]
     others = [one for one in every if one["pid"] not in group.pids and one["memory_info"] is not None]
     biggest = sorted(others, key=lambda one: -one["memory_info"].rss)[:BIG_OTHERS]

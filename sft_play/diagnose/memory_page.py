@@ -79,7 +79,6 @@ def _rank_table(check: MemorySeen) -> Table:
 
 
 def _prediction_table(prediction: Prediction) -> Table:
-    """The terms of the prediction, of one rank."""
     terms = [(name.replace("_", " "), size) for name, size in prediction.terms.items() if size > 0]
     word = "reserved" if prediction.on_gpu else "resident"
     sums = [

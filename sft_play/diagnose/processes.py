@@ -166,7 +166,6 @@ def _trains(process: _Process) -> bool:
 
 
 def _above(process: _Process, table: Mapping[int, _Process]) -> Iterator[int]:
-    """Its parents, the nearest first."""
     pid, seen = process.parent, {process.pid}
     while pid in table and pid not in seen:
         seen.add(pid)

@@ -157,7 +157,6 @@ def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundi
 
 
 def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    """What differs between ranks in the libraries that they actually loaded."""
     first = ranks[0]
     differing = [
         f"{name} is {one_line(str(first.get(name)))} on rank {first['rank']} ({one_line(str(first.get('host')))}) and "

@@ -227,7 +227,6 @@ class _Checks:
         return self._config.task_mode == "cpt" or survey.split == "text"
 
     def _example(self, survey: Survey) -> Iterator[Finding]:
-        """One row with its trained part marked."""
         if survey.first is None:
             return
         number, whole = survey.first
@@ -264,7 +263,6 @@ class _Checks:
             )
 
     def _row_tokens(self) -> RowTokens | None:
-        """The lengths of the rows as training would have them; None where they could not be counted."""
         train = self._surveys.get("train")
         if train is None or self._maker is None:
             return None
@@ -275,7 +273,6 @@ class _Checks:
         return row_tokens(lengths, limit=limit, held_out=max(held_out, default=0))
 
     def _padding(self) -> Iterator[Finding]:
-        """How much padding each way to make batches needs."""
         from sft_play.data.build.packing import padding_shares
 
         train, config = self._surveys.get("train"), self._config
@@ -332,7 +329,6 @@ class _Checks:
         yield passed("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
 
     def _serving(self) -> Iterator[Finding]:
-        """What the engines that were named do not load of what this config trains."""
         if not self._serve:
             return
         if self._no_files:
@@ -388,7 +384,6 @@ def _weights_problem(config: RunConfig) -> str:
 
 
 def _existing_files(data: DataConfig) -> list[tuple[str, AnySource]]:
-    """The files of a config that exist, where others are missing."""
     existing: list[tuple[str, AnySource]] = []
     named = [(split, getattr(data, f"{split}_path")) for split in (*SPLITS, "text")]
     for source, name in zip(data.sources, data.source_names, strict=True):

@@ -147,7 +147,6 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
 
 
 def _free_name(folder: RunFolder) -> str:
-    """The name of the new run: the old one's with a suffix, and a number where that exists."""
     name, number = f"{folder.path.name}{SUFFIX}", 2
     while folder.path.with_name(name).exists():
         name, number = f"{folder.path.name}{SUFFIX}-{number}", number + 1
@@ -399,7 +398,6 @@ def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:
 
 
 def _difference(one: Any, other: Any) -> float | None:
-    """The largest difference of two tensors; None where they are equal bit for bit."""
     import torch
 
     if one.shape != other.shape or one.dtype != other.dtype:

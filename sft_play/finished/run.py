@@ -1,21 +1,31 @@
-"""A finished run: found by its name, with its settings, its weights and the base that they were trained from."""
+"""A finished run: found by its name, with its settings, its weights and the base that they were trained from; what a
+command on it answers with; and what it writes, whole or as it was before."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shlex
+import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from sft_play.config.adapter import LAST
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ModelError, RunFolderError
+from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
 from sft_play.facts.models.architecture import config_json, local_folder, text_only
+from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
+from sft_play.runs.disk import refusal
 from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.lookup import run_named, runs_in
+from sft_play.units import gib
 
 
 def next_line(command: str, *more: str, **variables: str | Path) -> str:
@@ -208,3 +218,60 @@ def weight_files(folder: Path) -> list[Path]:
         return sorted({folder / place for place in places.values()})
     whole = folder / "model.safetensors"
     return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+# --- files and folders that a command writes --------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within it, what the operating system refuses of writing `path`, or beside it, is one message.
+
+    Raises:
+        ConfigError: the disk is full, or `path` cannot be written. Errors of reading elsewhere go through as they are.
+    """
+    try:
+        yield
+    except SftPlayError:
+        raise
+    except (OSError, SafetensorError) as error:
+        reason = refusal(error)
+        if reason is None and isinstance(error, OSError) and _is_of(path, error.filename):
+            reason = error.strerror
+        if reason is None:
+            raise
+        raise ConfigError(f"{one_line(str(path))} cannot be written: {reason}") from None
+
+
+def _is_of(path: Path, named: str | bytes | None) -> bool:
+    """Whether an error names `path`, a folder above it, or what is written aside for it."""
+    if named is None:
+        return False
+    other, whole = Path(os.fsdecode(named)).absolute(), path.absolute()
+    if whole.is_relative_to(other):
+        return True
+    first = other.relative_to(whole.parent).parts[0] if other.is_relative_to(whole.parent) else ""
+    return first == whole.name or first.startswith(f".{whole.name}.")
+
+
+@contextlib.contextmanager
+def built_folder(target: Path) -> Iterator[Path]:
+    """A new folder beside `target`, which takes its place once it is whole; else what was there stays.
+
+    Raises:
+        ConfigError: the disk is full, or nothing can be written there.
+    """
+    with writing(target), atomic.replacing(target) as building:
+        building.mkdir()
+        yield building
+
+
+def require_space(folder: Path, needed: int, what: str) -> None:
+    """Raises ConfigError where the disk of a folder that is being built has fewer than `needed` bytes free.
+
+    `what` begins the message, such as "the merged model needs".
+    """
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        there = f"{folder.parent} has {gib(free)} GiB free; name another disk: OUT=FOLDER"
+        raise ConfigError(f"{what} {gib(needed)} GiB and {there}")

@@ -16,8 +16,7 @@ from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow, require_file
 from sft_play.errors import DataError
 from sft_play.finished.answer.respond import Responder
-from sft_play.finished.run import FinishedRun, Outcome, next_line
-from sft_play.finished.writing import writing
+from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.training.model.model_loading import weights_facts
 

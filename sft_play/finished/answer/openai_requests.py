@@ -242,7 +242,6 @@ class UntilStop:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The most characters at the end of a text with which a stop text begins."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 

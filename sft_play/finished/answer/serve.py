@@ -121,7 +121,6 @@ def claimed(host: str, port: int) -> socket.socket:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
     with contextlib.suppress(ValueError):
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     return False
@@ -148,7 +147,6 @@ def warning_of(host: str) -> str | None:
 
 
 def _origin(host: str, port: int) -> str:
-    """The address of a server for clients on this machine."""
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
 
@@ -345,7 +343,6 @@ def vllm_command(
 
 
 def _is_healthy(host: str, port: int) -> bool:
-    """Whether vLLM answers there that it is ready (without a proxy)."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with contextlib.suppress(OSError), opener.open(f"{_origin(host, port)}/health", timeout=5) as answer:
         return int(answer.status) == 200

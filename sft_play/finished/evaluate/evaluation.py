@@ -28,8 +28,7 @@ from sft_play.finished.evaluate.figures import (
 from sft_play.finished.evaluate.harness import TaskFigures, Tasks, find_tasks, run_tasks, task_figures
 from sft_play.finished.evaluate.score import batch_tokens, compute_dtype, score_rows
 from sft_play.finished.load import continued_by, of_each_model
-from sft_play.finished.run import FinishedRun, Outcome, next_line
-from sft_play.finished.writing import writing
+from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.files import read_json, write_json, write_text
 from sft_play.training.model.model_loading import weights_facts
@@ -230,8 +229,6 @@ def _both(
     limit: int | None,
     max_new_tokens: int,
 ) -> tuple[ModelFigures, ModelFigures]:
-    """Base and trained model."""
-
     def measured(whose: str, model: Any) -> ModelFigures:
         scores, given, responder = [], [], Responder(run, model)
         if rows is not None:

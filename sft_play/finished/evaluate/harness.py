@@ -146,7 +146,6 @@ def task_figures(base: dict[str, Any], tuned: dict[str, Any]) -> tuple[TaskFigur
 
 
 def _pairs(base: dict[str, Any], tuned: dict[str, Any], task: str, metric: str) -> Iterator[tuple[float, float]]:
-    """Both models' values of each example."""
     name, _, kind = metric.partition(",")
     values: list[dict[Any, float]] = [
         {

@@ -40,8 +40,7 @@ from sft_play.finished.evaluate.ship_rule import (
 from sft_play.finished.export.check_merge import merge_test
 from sft_play.finished.export.merge import merged_model, whole_model
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
-from sft_play.finished.run import FinishedRun, next_line
-from sft_play.finished.writing import writing
+from sft_play.finished.run import FinishedRun, next_line, writing
 from sft_play.log import one_line
 from sft_play.runs.locking import lock
 from sft_play.runs.manifest import versions
@@ -146,8 +145,6 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
 
 
 class _ShipRows:
-    """Rows as tokens, and their losses with the base and with the trained model."""
-
     def __init__(self, run: FinishedRun, rows: int) -> None:
         config = run.config
         self.run = run
@@ -182,7 +179,6 @@ class _ShipRows:
         return Evidence(task, GeneralEvidence(text, chats, self.refused), MergeEvidence("not needed"))
 
     def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
-        """Scores of all rows, and whether each answer is the reference."""
         logger.info("Measuring the %s", whose)
         parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
@@ -212,7 +208,6 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
 def _losses(
     base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row], kinds: Sequence[str] = ()
 ) -> Losses:
-    """The losses of rows that have trained tokens."""
     counts = [at for at, score in enumerate(base) if score.tokens]
     trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
     chance = chance_losses(trained) if counts else []

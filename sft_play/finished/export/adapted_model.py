@@ -123,7 +123,6 @@ class AdaptedModel:
                     self.whole[f"{path}.{name}"] = parameter.detach()
 
     def _are_apart(self, name: str, source: str) -> bool:
-        """Whether two tensors that the base ties are different after training."""
         if (name in self.whole) != (source in self.whole):
             return True
         return name in self.whole and not torch.equal(self.whole[name], self.whole[source])

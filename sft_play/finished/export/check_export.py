@@ -163,8 +163,6 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _Material:
-    """What every model is given."""
-
     asked: Sequence[PairedPrompt]
     rows: Sequence[dict[str, list[int]]]
     stop: Sequence[int]
@@ -254,7 +252,6 @@ def export_test(
 def _prompt_checks(
     run: FinishedRun, prompts: Prompts, asked: Sequence[PairedPrompt], fields: dict[str, Any], known: Any
 ) -> list[ExportCheck]:
-    """The folder's template and tokenizer, the file's, and the tokens that end an answer."""
     refused = sum(one.rendered is None for one in asked)
     same = sum(one.rendered is not None and prompts.ids_of(one.text) == one.ids for one in asked)
     words = f"{same} of {len(asked)} have training's token ids by the folder's template and tokenizer"

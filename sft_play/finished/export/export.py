@@ -36,8 +36,15 @@ from sft_play.finished.export.ollama import modelfile_of
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, shared_length, write_generation_config
 from sft_play.finished.load import held_out
-from sft_play.finished.run import FinishedRun, base_folder, tensor_shapes, text_only_of, weight_files
-from sft_play.finished.writing import built_folder, require_space
+from sft_play.finished.run import (
+    FinishedRun,
+    base_folder,
+    built_folder,
+    require_space,
+    tensor_shapes,
+    text_only_of,
+    weight_files,
+)
 from sft_play.runs.files import write_json
 from sft_play.training.prepare.quiet import quiet_libraries
 
@@ -325,7 +332,6 @@ def _engine_notes(prompts: Prompts) -> list[str]:
 
 
 def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[PairedPrompt]:
-    """Prompts of the run's own rows, where its data is still there, and of probe conversations."""
     probing = prompts.of_probes()
     try:
         return [*prompts.of_rows(held_out(run).split, CHECKED_ROWS), *probing]

@@ -26,8 +26,15 @@ from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.adapted_model import AdaptedModel, Base
 from sft_play.finished.export.merged_weights import MergedWeights
 from sft_play.finished.export.prompts import write_generation_config
-from sft_play.finished.run import FinishedRun, Outcome, base_folder, next_line, text_only_of
-from sft_play.finished.writing import built_folder, require_space
+from sft_play.finished.run import (
+    FinishedRun,
+    Outcome,
+    base_folder,
+    built_folder,
+    next_line,
+    require_space,
+    text_only_of,
+)
 from sft_play.planner.memory.saving import FILE_BYTES
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.locking import lock

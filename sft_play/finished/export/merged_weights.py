@@ -47,7 +47,6 @@ class MergedWeights:
         """Whether no more than an output file was ever in RAM."""
 
     def _dtype_of_files(self) -> torch.dtype:
-        """The floating-point dtype that most of the base's numbers have."""
         counts: dict[torch.dtype, int] = {}
         for _, shape, name in self._tensors.values():
             if name in _FROM_FILES:
@@ -149,11 +148,9 @@ class MergedWeights:
                         yield other, self._as_in_files(self._adapted.whole.get(other, base), base)
 
     def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        """In the base's own dtype unless another was given."""
         return tensor.to(base.dtype) if self._given is None else tensor
 
     def _saved_dtype(self, name: str, tensor: torch.Tensor) -> torch.dtype:
-        """A tensor's dtype in the file, once its values are seen to fit it."""
         dtype = saved_dtypes(self._adapted.plain, self._given)(name, tensor)
         if dtype == torch.float16 and float(tensor.float().abs().max()) > torch.finfo(dtype).max:
             raise ConfigError(f"DTYPE=fp16 cannot hold {name}, which has values above 65,504; take DTYPE=bf16")

@@ -215,7 +215,6 @@ def learn(render: Render, special: Sequence[str]) -> Parts:
 def _with_system(
     parts: Parts, render: Render, turns: Sequence[Mapping[str, str]], between: Sequence[str], tail: str
 ) -> Parts:
-    """The parts with those of the system prompt."""
     try:
         text = render([_turn("system", _SYSTEM), *turns])
     except RenderError:

@@ -208,7 +208,6 @@ def _asking_hub(what: str) -> Iterator[None]:
 
 
 def _chosen(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
-    """The files that are uploaded, by name, and the names of those that are not."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     # as a path: `*` stays within a folder
     kept = [name for name in names if any(PurePosixPath(f"/{name}").match(f"/{one}") for one in UPLOADED)]

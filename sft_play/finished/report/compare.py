@@ -157,7 +157,6 @@ def _facts(record: Record) -> dict[str, Any]:
 
 
 def _notes(records: Sequence[Record]) -> list[str]:
-    """Why figures of these runs may not be compared."""
     notes, (is_judged_alike, is_tokenised_alike) = [], _alike(records)
     if not is_judged_alike:
         notes.append("the held-out rows differ between these runs: their losses and exact matches are not comparable")
@@ -251,7 +250,6 @@ def _training_s(record: Record) -> float | None:
 
 
 def _charts(names: Sequence[str], records: Sequence[Record]) -> list[Chart]:
-    """The curves of all runs over one another, each run in a colour of its own."""
     listed = (
         ("Training loss", "loss", "~g", True, False),
         ("Validation loss", "eval_loss", "~g", True, True),

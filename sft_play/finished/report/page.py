@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ConfigError
-from sft_play.finished.writing import writing
+from sft_play.finished.run import writing
 from sft_play.log import escape_control, one_line, redact, secret_values
 from sft_play.runs.files import write_text
 

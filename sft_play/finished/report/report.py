@@ -231,7 +231,6 @@ def _speed_rows(part: RunPart) -> list[tuple[str, ...]]:
 
 
 def _terms(part: RunPart, record: Record) -> list[tuple[str, str]]:
-    """What the plan's peak is made of."""
     prediction = prediction_of(record.folder.of_stage(part.name) if part.name else record.folder)
     if prediction is None:
         return []
@@ -344,7 +343,6 @@ def _data(manifest: Mapping[str, Any]) -> Section:
 
 
 def _reproduce(record: Record) -> Section:
-    """The command that started the run, and the files that it read."""
     manifest = record.manifest
     config = manifest.get("config_path")
     if not config:
