@@ -73,22 +73,17 @@ def disk_findings(
     config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions, environment: Mapping[str, str]
 ) -> list[Finding]:
     """Whether the weights to download and the checkpoints fit on their disks."""
-    findings = []
-    if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
-        findings.append(skipped("disk", "node 0 writes checkpoints and the final weights"))
-    else:
-        try:
-            folder = output_dir(config.output)
-        except SftPlayError as error:
-            findings.append(failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"))
-        else:
-            existing, space = free_at(folder)
-            use = disk_use(config, shape, plan)
-            may_write = os.access(existing, os.W_OK | os.X_OK)
-            findings.append(check_disk(use, folder=folder, there=existing, space=space, may_write=may_write))
     existing, space = free_at(hub_cache(environment))
-    cached = has_weights(config, environment)
-    return [*findings, check_fetch(shape, cached=cached, there=existing, space=space)]
+    fetch = check_fetch(shape, cached=has_weights(config, environment), there=existing, space=space)
+    if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
+        return [skipped("disk", "node 0 writes checkpoints and the final weights"), fetch]
+    try:
+        folder = output_dir(config.output)
+    except SftPlayError as error:
+        return [failed("disk", one_line(str(error), limit=300), "set output.dir to a folder"), fetch]
+    existing, space = free_at(folder)
+    use, may_write = disk_use(config, shape, plan), os.access(existing, os.W_OK | os.X_OK)
+    return [check_disk(use, folder=folder, there=existing, space=space, may_write=may_write), fetch]
 
 
 def has_weights(config: RunConfig, environment: Mapping[str, str]) -> bool:
@@ -113,22 +108,16 @@ def check_disk(use: DiskUse, *, folder: Path, there: Path, space: Space | None, 
                       "set output.dir to a folder that you can write, or give this user the folder")  # fmt: skip
     if space is None:
         return skipped("disk", f"the free space at {there} cannot be read")
-    several = (
-        f"{use.count} checkpoints of {size_of(use.checkpoint)} at once (a new one is complete before the oldest "
-        "is deleted)"
-    )
-    one = f"a checkpoint of {size_of(use.checkpoint)}"
-    needed = (
-        f"{one if use.count == 1 else several} and {size_of(use.weights)} at the end: {size_of(use.total)}; "
-        f"{size_of(space.free)} are free at {there}"
-    )
-    remedy = "free space, set output.dir to a larger disk, train.save_total_limit=1, or a larger train.save_steps"
+    one, free = f"checkpoint of {size_of(use.checkpoint)}", f"{size_of(space.free)} are free at {there}"
     if use.count is None:
-        kept = f"every checkpoint of {size_of(use.checkpoint)} is kept, and {size_of(space.free)} are free at {there}"
         verdict = failed if space.free < use.total else warned
-        return verdict("disk", kept, "set train.save_total_limit=2")
+        return verdict("disk", f"every {one} is kept, and {free}", "set train.save_total_limit=2")
+    several = f"{use.count} checkpoints of {size_of(use.checkpoint)} at once (the oldest is deleted after a new one)"
+    written = f"a {one}" if use.count == 1 else several
+    needed = f"{written} and {size_of(use.weights)} at the end: {size_of(use.total)}; {free}"
     if space.free < use.total:
-        return failed("disk", needed, remedy)
+        return failed("disk", needed, "free space, set output.dir to a larger disk, train.save_total_limit=1, or a "
+                      "larger train.save_steps")  # fmt: skip
     return passed("disk", needed)
 
 

@@ -94,11 +94,10 @@ def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned
         planned = planner(machine)
     except SftPlayError as error:
         return None, [failed("plan", one_line(str(error), limit=600), "fix it; make plan says more")]
-    plan = planned.plan
-    choice = f"{plan.layout} on {machine.ranks} rank{'s' if machine.ranks > 1 else ''}: {plan.choice.verdict}"
-    if plan.fits:
-        return planned, [passed("plan", choice)]
-    return planned, [failed("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")]
+    plan, ranks_here = planned.plan, f"{machine.ranks} rank{'s' if machine.ranks > 1 else ''}"
+    choice = f"{plan.layout} on {ranks_here}: {plan.choice.verdict}"
+    nothing = failed("plan", f"nothing fits; the closest: {choice}", "make plan lists suggestions")
+    return planned, [passed("plan", choice) if plan.fits else nothing]
 
 
 def _machine_findings(
@@ -201,8 +200,8 @@ def meet_nodes(
     except SftPlayError as error:
         # The doctor's time limit is fixed: distributed.timeout_s does not change it.
         words = str(error).replace(" (distributed.timeout_s)", "").replace("distributed.timeout_s; ", "")
-        return None, failed("nodes", one_line(words, limit=800),
-                            "fix it there, then start make doctor on all nodes within half a minute")  # fmt: skip
+        remedy = "fix it there, then start make doctor on all nodes within half a minute"
+        return None, failed("nodes", one_line(words, limit=800), remedy)
     hosts = each_once(one_line(str(card.get("host"))) for card in met.cards)
     address = f"{one_line(str(nodes.address))}:{nodes.port}"
     same = "the same packages, driver, GPUs and number of ranks"

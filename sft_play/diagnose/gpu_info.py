@@ -138,12 +138,24 @@ def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = F
     seen = all_gpus()
     variable = environment.get("CUDA_VISIBLE_DEVICES")
     nccl_name, nccl_version = nccl_package() or (None, None)
+    folder, space = free_at(outputs)
     return Machine(
         seen=seen,
         visible=tuple(dict.fromkeys(gpu.index for gpu in hardware.gpus)),
         visible_setting=None if variable is None else f"CUDA_VISIBLE_DEVICES={variable}",
         hardware=hardware,
-        host=_host(hardware, outputs),
+        host=Host(
+            cpu=hardware.cpu_name,
+            physical_cores=psutil.cpu_count(logical=False),
+            logical_cores=psutil.cpu_count(),
+            usable_cores=hardware.cpu_cores,
+            ram_bytes=hardware.ram_bytes,
+            ram_free_bytes=hardware.ram_free_bytes,
+            outputs=str(outputs),
+            disk_folder=str(folder),
+            disk_bytes=space.total if space else None,
+            disk_free_bytes=space.free if space else None,
+        ),
         software=Software(version_of("torch"), torch_cuda(), torch_hip(), nccl_version, nccl_name),
         asked_torch=ask_torch(environment) if full else None,
         unused=None if hardware.gpus else unseen(read_devices(environment)),
@@ -153,22 +165,6 @@ def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = F
 def all_gpus(*, topology: bool = True) -> Seen:
     """Every GPU of this machine, visible to this process or not."""
     return nvml.see(topology=topology) or Seen()
-
-
-def _host(hardware: Hardware, outputs: Path) -> Host:
-    folder, space = free_at(outputs)
-    return Host(
-        cpu=hardware.cpu_name,
-        physical_cores=psutil.cpu_count(logical=False),
-        logical_cores=psutil.cpu_count(),
-        usable_cores=hardware.cpu_cores,
-        ram_bytes=hardware.ram_bytes,
-        ram_free_bytes=hardware.ram_free_bytes,
-        outputs=str(outputs),
-        disk_folder=str(folder),
-        disk_bytes=space.total if space else None,
-        disk_free_bytes=space.free if space else None,
-    )
 
 
 def ask_torch(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> dict[str, Any]:

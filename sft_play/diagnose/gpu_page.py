@@ -116,10 +116,8 @@ def _process_lines(seen: Seen) -> list[str]:
 def _topology_lines(topology: Topology | None) -> list[str]:
     if topology is None:
         return []
-    cells = [
-        [f"{link}!" if peer is False else link for link, peer in zip(links, peers, strict=True)]
-        for links, peers in zip(topology.links, topology.peer, strict=True)
-    ]
+    rows = zip(topology.links, topology.peer, strict=True)
+    cells = [[f"{link}!" if peer is False else link for link, peer in zip(*row, strict=True)] for row in rows]
     names = [f"GPU{index}" for index in topology.indices]
     each = max(len(text) for text in [*names, *(cell for row in cells for cell in row)]) + 2
     columns = max(1, (WIDTH - each) // each)  # a matrix of 16 GPUs is wider than a terminal: in blocks of columns
@@ -255,21 +253,18 @@ def assumed_lines(hardware: Hardware, text: str) -> list[str]:
     ]
     if count:
         gpu = hardware.gpus[0]
-        rates = ", ".join(
-            f"{name} {_rate(rate)}"
-            for name, rate in (("bf16", gpu.bf16_flops), ("fp16", gpu.fp16_flops), ("fp8", gpu.fp8_flops),
-                               ("fp32", gpu.fp32_flops))
-        )  # fmt: skip
+        formats = ("bf16", "fp16", "fp8", "fp32")
+        rates = ", ".join(f"{name} {_rate(getattr(gpu, f'{name}_flops'), 'TFLOPS', 1e12)}" for name in formats)
         capability = NOT_KNOWN if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}"
         page += [
             f"Each GPU: {one_line(gpu.name)}, compute capability {capability}, {value_text(gpu.tdp_watts, 'W')}",
             f"  memory that a process can use: {gib(gpu.total_bytes, digits=2)} GiB",
-            f"  memory bandwidth: {_bytes_rate(gpu.bandwidth)}",
+            f"  memory bandwidth: {_rate(gpu.bandwidth)}",
             f"  dense matrix rates: {rates}",
-            f"Link between GPUs, per GPU and one way: {_bytes_rate(hardware.link_bytes_per_s)}",
+            f"Link between GPUs, per GPU and one way: {_rate(hardware.link_bytes_per_s)}",
         ]
         if hardware.nodes > 1 or hardware.network_bytes_per_s is not None:
-            page.append(f"Network between nodes, per node and one way: {_bytes_rate(hardware.network_bytes_per_s)}")
+            page.append(f"Network between nodes, per node and one way: {_rate(hardware.network_bytes_per_s)}")
         if hardware.price_per_gpu_hour is not None:
             page.append(f"Price: {hardware.price_per_gpu_hour:g} per GPU-hour")
     here = "" if hardware.ram_given else " (this machine's; ram= sets another)"
@@ -277,9 +272,5 @@ def assumed_lines(hardware: Hardware, text: str) -> list[str]:
     return [escape_control(line) for line in [*page, *hardware.notes]]
 
 
-def _rate(rate: float | None) -> str:
-    return NOT_KNOWN if rate is None else f"{rate / 1e12:,.4g} TFLOPS"
-
-
-def _bytes_rate(rate: float | None) -> str:
-    return NOT_KNOWN if rate is None else f"{rate / 1e9:,.4g} GB/s"
+def _rate(rate: float | None, unit: str = "GB/s", size: float = 1e9) -> str:
+    return NOT_KNOWN if rate is None else f"{rate / size:,.4g} {unit}"

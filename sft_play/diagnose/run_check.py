@@ -65,12 +65,11 @@ def check(
         unread = failed("config", str(error), "fix the run YAML; configs/reference.yaml lists every option")
         return CheckReport(config_path, (*also, unread), time.monotonic() - started)
     checks = [*also]
-    for number, stage in enumerate(loaded.stages, start=1):
-        checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {stage.name}"))
-        is_last = number == len(loaded.stages)
-        checks += _Checks(loaded.of(stage), hardware, planner, serve=serve if is_last else ()).findings()
-    if not loaded.stages:
-        checks += _Checks(loaded, hardware, planner, serve=serve).findings()
+    *others, last = [*map(loaded.of, loaded.stages)] or [loaded]
+    for number, part in enumerate([*others, last], start=1):
+        if loaded.stages:
+            checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
+        checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
     return CheckReport(config_path, tuple(checks), time.monotonic() - started)
 
 
@@ -98,11 +97,10 @@ class _Checks:
 
     def findings(self) -> Iterator[Finding]:
         """Every check, in the order of the page."""
-        config = self._config
-        words = len(self._loaded.overrides)
-        with_words = f" with {words} setting{'s' if words > 1 else ''}" if words else ""
-        yield passed("config", f"{self._loaded.path}{with_words}: {config.model.name}, {config.task_mode}, "
-                           f"{config.tuning.mode}")  # fmt: skip
+        config, words = self._config, len(self._loaded.overrides)
+        settings = f" with {words} setting{'s' if words > 1 else ''}" if words else ""
+        what = f"{config.model.name}, {config.task_mode}, {config.tuning.mode}"
+        yield passed("config", f"{self._loaded.path}{settings}: {what}")
         prepare_hub(config)
         yield from self._model_files()
         yield from self._tokenizer_and_template()
@@ -182,8 +180,8 @@ class _Checks:
         self._surveys = surveys
         has_val = any(split_of(part) == "val" for part in surveys)
         if config.train.load_best_model_at_end and not has_val and not config.data.val_fraction:
-            yield failed("evaluation", "train.load_best_model_at_end=true needs validation rows, and there are none",
-                          "give data.val_path or data.val_fraction")  # fmt: skip
+            needs = "train.load_best_model_at_end=true needs validation rows, and there are none"
+            yield failed("evaluation", needs, "give data.val_path or data.val_fraction")
         if self._maker is not None:
             yield from self._masks(surveys)
         elif surveys:
@@ -251,16 +249,13 @@ class _Checks:
         if plan.fits:
             yield passed("memory plan", summary)
         else:
-            yield warned("memory plan", f"{summary}\nthe run tries it, because the batch was given",
-                          "make plan shows the ways out")  # fmt: skip
-        train = self._surveys.get("train")
-        if train is not None and train.kept and train.kept < plan.batch.effective_batch and not self._is_text(train):
-            yield warned(
-                "batch",
-                f"{train.kept:,} training rows are fewer than one effective batch of {plan.batch.effective_batch:,}: "
-                "each step sees all of them",
-                f"lower {self._config.train.effective_words}",
-            )
+            tried = f"{summary}\nthe run tries it, because the batch was given"
+            yield warned("memory plan", tried, "make plan shows the ways out")
+        train, batch = self._surveys.get("train"), plan.batch.effective_batch
+        if train is not None and train.kept and train.kept < batch and not self._is_text(train):
+            few = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
+            remedy = f"lower {self._config.train.effective_words}"
+            yield warned("batch", f"{few}: each step sees all of them", remedy)
 
     def _row_tokens(self) -> RowTokens | None:
         train = self._surveys.get("train")
