@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from sft_play.commands.answer import Answer, answer_of, stdout_to_stderr, write_json_line, write_out
+from sft_play.commands.answer import Answer, answer_of, give, stdout_to_stderr
 from sft_play.commands.machine import finished_run
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
@@ -27,25 +27,23 @@ def run(request: Request) -> Answer | int:
     """Converse, answer a file, or serve."""
     if request.command == "serve":
         return _serve(request)
-    if request.command == "infer":
+    if request.command == "chat":
+        return _chat(request, finished_run(request))
+    if request.input is None or request.output is None:
         examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
         missing = [example for example, given in examples.items() if given is None]
-        if missing:
-            raise ConfigError(f"make infer needs {' and '.join(missing)}")
+        raise ConfigError(f"make infer needs {' and '.join(missing)}")
     finished = finished_run(request)
     quiet_libraries()
-    if request.command == "chat":
-        return _chat(request, finished)
     from sft_play.finished.answer.infer import infer
 
-    assert request.input is not None
-    assert request.output is not None
     with stdout_to_stderr(wanted=request.json):
         most = request.max_new_tokens or _INFER_TOKENS
         return answer_of(infer(finished, request.input, request.output, max_new_tokens=most))
 
 
 def _chat(request: Request, finished: FinishedRun) -> Answer:
+    quiet_libraries()
     from sft_play.finished.answer.respond import KEYS, Conversation, Responder
 
     with stdout_to_stderr(wanted=request.json):
@@ -90,12 +88,7 @@ def _serve(request: Request) -> int:
         logger.warning("%s", warning)
     with stdout_to_stderr(wanted=request.json):
         serving = service.start()
-    if request.out is not None:
-        write_out(request.out, serving.as_json())
-    if request.json:
-        write_json_line(serving.as_json())
-    else:
-        logger.info("%s", "\n".join(serving.lines()))
+    give(answer_of(serving), request)
     with stdout_to_stderr(wanted=request.json):
         code = service.wait()
     if service.is_busy:

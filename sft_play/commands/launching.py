@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import logging
 import os
 import subprocess
@@ -28,7 +27,7 @@ from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_t
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.files import read_json
 from sft_play.starting import notebook
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
@@ -127,15 +126,7 @@ def _answer(started: Started) -> Answer:
     if started.code:
         error = folder.manifest().get("error") if folder is not None else None
         return Answer({"run": run, **({"error": str(error)} if error else {})}, exit_code=started.code)
-    return Answer({"run": run, "exit": 0} if folder is None else {"run": run, **_summary(folder)})
-
-
-def _summary(folder: RunFolder) -> dict[str, object]:
-    try:
-        summary: dict[str, object] = json.loads((folder.path / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return summary
+    return Answer({"run": run, **(read_json(folder.path / "summary.json") if folder else {"exit": 0})})
 
 
 def _command(started: Started) -> Answer:
@@ -151,10 +142,8 @@ def accelerate_names_machines() -> bool:
     One that cannot be read is only a warning: a single process needs nothing from it.
     """
     file = find_accelerate_file(os.environ)
-    if file is None:
-        return False
     try:
-        return read_accelerate_file(file).num_machines > 1
+        return file is not None and read_accelerate_file(file).num_machines > 1
     except ConfigError as error:
         logger.warning("%s; it is not needed for one process", error)
         return False
@@ -171,10 +160,11 @@ def launched_ranks(request: Request) -> Ranks | None:
     ranks, options = ranks_of(os.environ), request.options
     if ranks is None or request.command == "launch-command":
         return None
-    if options.processes not in (None, ranks.local_world_size):
+    wanted, started = options.processes, ranks.local_world_size
+    if wanted not in (None, started):
         raise ConfigError(
-            f"NPROC={options.processes} asks for {options.processes} processes on this node, and the launcher started "
-            f"{ranks.local_world_size}: leave out NPROC=, or give the launcher the same number"
+            f"NPROC={wanted} asks for {wanted} processes on this node, and the launcher started {started}: leave out "
+            "NPROC=, or give the launcher the same number"
         )
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
     if ranks.world_size == 1 and ranks.folder is None and not wants_engine:

@@ -106,11 +106,8 @@ def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: P
     target = page or DEFAULT_PAGE
     refuse_source(target, [("train", path)])
     others = [source.name for source in paths.sources[1:]]
-    notes = (
-        *of_stage,
-        *tools.notes,
-        *([f"The first of data.sources; not shown: {', '.join(others)}"] if others else []),
-    )
+    unseen = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
+    notes = (*of_stage, *tools.notes, *unseen)
     about = [
         f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
         f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "

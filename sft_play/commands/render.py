@@ -65,20 +65,19 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
     paths = data_paths(config.data)
     prepare_hub(config)
     tools = tools_of(config)
-    whole_folder = out is None or out.is_dir()
-    folder = out if out is not None and out.is_dir() else DEFAULT_RENDERED if out is None else out.parent
-    if not whole_folder and len(paths.sources) > 1:
+    out = out or DEFAULT_RENDERED
+    if out == DEFAULT_RENDERED or out.is_dir():
+        folder, names = out, {}
+        for part, _ in paths.files():
+            source = part.removeprefix("source ").removesuffix(" (val)")
+            names[part] = f"{split_of(part)}-{source}.jsonl" if source != part else f"{split_of(part)}.jsonl"
+        # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
+        announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *names.values()]))
+    elif len(paths.sources) > 1:
         raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
-    files = list(paths.files()) if whole_folder else [("train", paths.train)]
-    names: dict[str, str] = {}
-    for part, _ in files:
-        source = part.removeprefix("source ").removesuffix(" (val)")
-        name = f"{split_of(part)}-{source}.jsonl" if source != part else f"{split_of(part)}.jsonl"
-        names[part] = name if whole_folder or out is None else out.name
-    # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
-    announced = tuple(names.values())
-    if whole_folder:
-        announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *announced]))
+    else:
+        folder, names, announced = out.parent, {"train": out.name}, (out.name,)
+    files = [(part, path) for part, path in paths.files() if part in names] or [("train", paths.train)]
     for name in names.values():
         refuse_source(folder / name, files)
     with OutputFolder(folder, announced, force=force, command="render") as written:
