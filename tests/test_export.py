@@ -554,7 +554,7 @@ def test_what_is_wrong_is_refused_and_nothing_is_left_behind(tmp_path, failing):
     (tmp_path / "mine").mkdir()
     with pytest.raises(RunFolderError, match="FORCE=1"):
         export_run(run, "gguf", out=tmp_path / "mine", llama_cpp=failing)
-    with pytest.raises(RunFolderError, match="not written by make export"):
+    with pytest.raises(RunFolderError, match="is no export of this toolkit"):
         export_run(run, "gguf", out=tmp_path / "mine", llama_cpp=failing, replace=True)
     (tmp_path / "no.gguf").write_bytes(b"GGU")
     with pytest.raises(ModelError, match="cannot be read as a GGUF"):

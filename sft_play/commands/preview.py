@@ -82,12 +82,8 @@ class Preview:
 
 
 def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: Path | None, force: bool) -> Preview:
-    """Examples of the training file with their exact tokens, as a page too.
-
-    Args:
-        count: how many, evenly over the file; 5 where it is None.
-        row: only this one, counted from 1.
-        page: where the page is written; data/preview.html where it is None.
+    """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly over the file, or
+    one row, counted from 1.
 
     Raises:
         DataError: the file cannot be read, has no such row, or the page was edited since.

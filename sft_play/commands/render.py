@@ -50,10 +50,8 @@ class Renderings:
 
 
 def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings:
-    """The text that the model will see with its mask as spans, one JSON row per example.
-
-    Args:
-        out: a file for the training rows alone, or a folder for all; data/rendered where it is None.
+    """The text that the model will see with its mask as spans, one JSON row per example; `out`: a file for the training
+    rows alone, or a folder for all.
 
     Raises:
         DataError: rows that cannot be used (unless data.on_bad_row=skip), or a file that was edited since; nothing is

@@ -128,11 +128,9 @@ class Machine:
 
 
 def see_machine(outputs: Path, environment: Mapping[str, str], *, full: bool = False) -> Machine:
-    """This machine, as a run with `environment` would see it.
+    """This machine, as a run with `environment` would see it, with the disk of the run folders (`outputs`).
 
-    Args:
-        outputs: the folder of the run folders, for its disk.
-        full: also start torch in a separate process and ask what it sees, which takes seconds.
+    `full`: also start torch in a separate process and ask what it sees, which takes seconds.
     """
     hardware = detect(environment)
     seen = all_gpus()

@@ -140,12 +140,9 @@ def prediction_of(folder: RunFolder) -> Prediction | None:
 def see_memory(
     output: Path, environment: Mapping[str, str], *, named: str | None = None, peaks: HighestSeen | None = None
 ) -> MemorySeen:
-    """Memory of this machine and of the run on it, now.
+    """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running.
 
-    Args:
-        output: the folder of the run folders.
-        named: a run by its name or folder; without it the newest that is running.
-        peaks: what was seen before; updated.
+    `peaks` is what was seen before, and is updated.
 
     Raises:
         RunFolderError: a name was given, and it is not a run of this toolkit.

@@ -102,10 +102,7 @@ def watch(
 ) -> MemorySeen | None:
     """Look again and again until Ctrl-C (or for so many rounds); the last look.
 
-    Args:
-        take: one look.
-        write: what is done with a look where `console` is None: a block of lines, or an object of JSON.
-        console: a terminal, in which one table is renewed in place.
+    On a terminal (`console`) one table is renewed in place; elsewhere `write` gets each look.
     """
     last: MemorySeen | None = None
     with contextlib.suppress(KeyboardInterrupt), _live(console) as live:

@@ -50,13 +50,9 @@ def check(
     also: Sequence[Finding] = (),
     serve: Sequence[str] = (),
 ) -> CheckReport:
-    """Everything that can be checked before training; one part that fails hides no other. Nothing is written.
+    """Everything that can be checked before training, after the caller's own findings (`also`). Nothing is written.
 
-    Args:
-        hardware: the machine that the memory plan is for.
-        planner: makes that plan.
-        also: findings of the caller's, shown first.
-        serve: engines that are to load the result; of stages that is what the last one trains.
+    `serve`: engines that are to load the result; of stages that is what the last one trains.
     """
     started = time.monotonic()
     try:

@@ -140,14 +140,7 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate base and trained model on the same rows, and write `eval.jsonl` and `eval.json`.
 
-    Args:
-        split: `val` or `test`; None for test where there is one, else val.
-        data: a file instead, in any format that training reads.
-        limit: how many rows, evenly spaced, and how many examples of each task.
-        metrics: names of metrics; none for all built-in ones that are installed.
-        tasks: names of lm-evaluation-harness.
-        out: the JSONL, beside which the summary is written as .json; None for the run folder.
-        max_new_tokens: the longest answer; None for the run's `eval.max_new_tokens`.
+    The options, and what each is where it is not given, are those of docs/trained.md (eval).
 
     Raises:
         ConfigError: a name is wrong, a package is missing, or a place cannot be written.

@@ -108,9 +108,7 @@ class Shipped:
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:
     """Measure, judge, and write ship.json into the run folder.
 
-    Args:
-        rows: held-out rows that are read, evenly spaced.
-        tolerance: nats a token by which the loss on general text and chats may rise, in place of the defaults.
+    `tolerance`: nats a token by which the loss on general text and chats may rise, in place of the defaults.
 
     Raises:
         DataError: the run's data is gone.

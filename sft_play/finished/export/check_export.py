@@ -205,12 +205,7 @@ def find_gguf(run: FinishedRun, path: Path | None) -> Path:
 def export_test(
     run: FinishedRun, *, path: Path | None = None, rows: int = ROWS, llama_cpp: Path | None = None
 ) -> ExportTest:
-    """Compare an exported GGUF with the run.
-
-    Args:
-        path: the GGUF, or its folder; that in the run folder where None.
-        rows: how many prompts of the held-out data are answered.
-        llama_cpp: as for `export_run`; its table of pre-tokenizers is read.
+    """Compare an exported GGUF (`path`: it, or its folder) with the run, over answers to so many held-out rows.
 
     Raises:
         RunFolderError: there is no GGUF.

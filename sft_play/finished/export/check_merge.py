@@ -78,11 +78,7 @@ class MergeTest(Outcome):
 
 
 def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) -> MergeTest:
-    """Compare a merged model with the run's adapter.
-
-    Args:
-        path: the merged model; `merged/` in the run folder where None.
-        rows: how many rows of the held-out data are read, evenly spaced.
+    """Compare a merged model (`path`; None: `merged/`) with the run's adapter, on so many held-out rows.
 
     Raises:
         RunFolderError: there is no merged model, or the run has no adapter.

@@ -64,13 +64,7 @@ def export_run(
     replace: bool = False,
     llama_cpp: Path | None = None,
 ) -> Exported:
-    """Write a finished run for an engine.
-
-    Args:
-        quant: how the GGUF stores weights; None: losslessly.
-        out: the folder; `export/<format>/` in the run folder where None.
-        replace: an existing folder is replaced, once the new one is whole.
-        llama_cpp: a checkout of llama.cpp, or llama-cpp-python's source package.
+    """Write a finished run for an engine, with the options of docs/trained.md (export).
 
     Raises:
         ConfigError: `quant` does not fit, there is no converter, or the target cannot be written.

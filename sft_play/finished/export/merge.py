@@ -109,14 +109,8 @@ def merge_run(
     replace: bool = False,
     file_bytes: int = FILE_BYTES,
 ) -> Merged:
-    """Write the base with the run's adapter merged into it, as a folder that loads as any model.
-
-    Args:
-        dtype: bf16, fp16 or fp32; None: as the base's files are.
-        base: of a QLoRA run, which weights to merge into; None: dequantized, which is what was trained.
-        out: where to; `merged/` in the run folder where None.
-        replace: an existing folder is replaced, once the new one is whole.
-        file_bytes: the size of one output file, which is held in RAM.
+    """Write the base with the run's adapter merged into it, as a folder that loads as any model, with the options of
+    docs/trained.md (merge). `file_bytes` is the size of one output file, which is held in RAM.
 
     Raises:
         RunFolderError: the run was trained whole and needs no merge, or the target exists.

@@ -74,11 +74,7 @@ class RunReport(Outcome):
 
 
 def report(record: Record, *, path: Path | None = None, screen: Screen | None = None) -> RunReport:
-    """Write the report of a run.
-
-    Args:
-        path: where to; `report.html` in the run folder where None.
-        screen: how curves are drawn for the terminal; None draws none.
+    """Write the report of a run; `screen`: how curves are drawn for the terminal, None draws none.
 
     Raises:
         ConfigError: the page cannot be written there.
