@@ -21,17 +21,7 @@ TRAINING = ("train", *LAUNCHING, "resume")
 DESCRIBING = ("plan", "doctor", "render", "preview", "check", "full-pipeline")
 """Commands about the run that `train` with the same words would start."""
 _FINISHED = (
-    "chat",
-    "infer",
-    "eval",
-    "merge",
-    "merge-test",
-    "report",
-    "reproduce",
-    "ship",
-    "export",
-    "export-test",
-    "serve",
+    *("chat", "infer", "eval", "merge", "merge-test", "report", "reproduce", "ship", "export", "export-test", "serve"),
     "push",
 )
 """Commands that work on a finished run."""
@@ -90,12 +80,12 @@ class Variable(NamedTuple):
 _TO_RANKS = ("train", "rank")
 """Commands that run as a rank, with the layout that the parent, or a person with torchrun, gave."""
 VARIABLES: Dict[str, Variable] = {
-    "CONFIG": Variable(_CONFIGURED, "the run YAML", "FILE", kind="path", ranks=("rank",)),
+    "CONFIG": Variable(_CONFIGURED, "the run YAML", "FILE", "path", ranks=("rank",)),
     "SET": Variable(
         _CONFIGURED,
         "settings that replace those of CONFIG",
         "'a.b=1 c.d=[x, y]'",
-        kind="list",
+        "list",
         has_flag=False,
         ranks=("rank",),
     ),
@@ -107,49 +97,45 @@ VARIABLES: Dict[str, Variable] = {
         "name or folder of a run (resume, consolidate and whatever works on runs); last: the newest finished one",
         "NAME",
     ),
-    "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", kind="switch"),
+    "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", "switch"),
     "OUT": Variable(
         (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS),
         "write the answer to this file too",
         "FILE",
-        kind="path",
+        "path",
     ),
-    "TRACE": Variable(("plan",), "confirm the choice by tracing the step (no GPU needed)", "1", kind="switch"),
+    "TRACE": Variable(("plan",), "confirm the choice by tracing the step (no GPU needed)", "1", "switch"),
     "WHATIF": Variable(("plan",), "the plan of every combination", "'a.b=1,2 c=x,y'"),
     "MAX": Variable(("plan",), "the largest that fits (seq_len, batch or model)", "seq_len"),
-    "PRICE": Variable(("plan", "gpu-info"), "money per GPU-hour", "2.5", kind="number", of="the money of a GPU-hour"),
+    "PRICE": Variable(("plan", "gpu-info"), "money per GPU-hour", "2.5", "number", of="the money of a GPU-hour"),
     "BUDGET": Variable(
         ("plan",),
         "money for the run in USD: finds the cheapest and the fastest machine within it, by a dated price list",
         "20",
-        kind="number",
+        "number",
         of="an amount of money",
     ),
-    "PEAKS": Variable(("memory-model-score", "benchmark-speed"), "CSV of measured peaks", "FILE", kind="path"),
-    "LAYOUTS": Variable(("verify-layouts",), "the layouts to compare", "ddp,fsdp", kind="names"),
-    "MODES": Variable(("verify-layouts",), "full, lora, qlora", "lora", kind="names"),
-    "STEPS": Variable(
-        ("verify-layouts", "bench"), "optimizer steps of each run", "4", kind="count", of="optimizer steps"
-    ),
-    "WARMUP": Variable(("bench",), "steps before those that are measured", "3", kind="count", of="optimizer steps"),
-    "ROUNDS": Variable(("bench",), "how often each side runs, in turns", "3", kind="count", of="rounds"),
+    "PEAKS": Variable(("memory-model-score", "benchmark-speed"), "CSV of measured peaks", "FILE", "path"),
+    "LAYOUTS": Variable(("verify-layouts",), "the layouts to compare", "ddp,fsdp", "names"),
+    "MODES": Variable(("verify-layouts",), "full, lora, qlora", "lora", "names"),
+    "STEPS": Variable(("verify-layouts", "bench"), "optimizer steps of each run", "4", "count", of="optimizer steps"),
+    "WARMUP": Variable(("bench",), "steps before those that are measured", "3", "count", of="optimizer steps"),
+    "ROUNDS": Variable(("bench",), "how often each side runs, in turns", "3", "count", of="rounds"),
     "PEER": Variable(
-        ("bench",),
-        "what to compare with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory",
-        "trl",
+        ("bench",), "what to compare with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory", "trl"
     ),
-    "PEER_PYTHON": Variable(("bench",), "the Python that has the peer's package", "PATH", kind="path"),
-    "FULL": Variable(("gpu-info",), "start torch too and ask it what it sees", "1", kind="switch"),
-    "WATCH": Variable(("memory-check",), "refresh until Ctrl-C", "1", kind="switch"),
-    "RUNS": Variable(("compare", "prune"), "names of the runs to compare or to remove", "'first second'", kind="names"),
-    "CHECKPOINTS": Variable(("prune",), "remove only the checkpoints of finished runs", "1", kind="switch"),
+    "PEER_PYTHON": Variable(("bench",), "the Python that has the peer's package", "PATH", "path"),
+    "FULL": Variable(("gpu-info",), "start torch too and ask it what it sees", "1", "switch"),
+    "WATCH": Variable(("memory-check",), "refresh until Ctrl-C", "1", "switch"),
+    "RUNS": Variable(("compare", "prune"), "names of the runs to compare or to remove", "'first second'", "names"),
+    "CHECKPOINTS": Variable(("prune",), "remove only the checkpoints of finished runs", "1", "switch"),
     "TRUST": Variable(
         ("resume", "consolidate"),
         "read what DeepSpeed stored in a checkpoint even if it could run code (only from people you trust)",
         "1",
-        kind="switch",
+        "switch",
     ),
-    "YES": Variable(("tb-clean", "prune", "push"), "remove or upload without asking", "1", kind="switch"),
+    "YES": Variable(("tb-clean", "prune", "push"), "remove or upload without asking", "1", "switch"),
     "FORCE": Variable(
         (
             *("process", "style", "dapt-docx", "render", "preview", "full-pipeline", "setup-accelerate", "merge"),
@@ -158,25 +144,21 @@ VARIABLES: Dict[str, Variable] = {
         "overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export); "
         "reproduce: train with the present code if the run's own cannot be found",
         "1",
-        kind="switch",
+        "switch",
     ),
     "STYLE": Variable(("style", "full-pipeline"), "the system prompt", "'You are terse.'"),
-    "N": Variable(("preview",), "how many examples", "5", kind="count", of="examples"),
-    "ROW": Variable(("preview",), "this row of the training file", "12", kind="count", of="a row, counted from 1"),
-    "TEMPLATES": Variable(("mask-score",), "folder of chat templates", "FOLDER", kind="path"),
+    "N": Variable(("preview",), "how many examples", "5", "count", of="examples"),
+    "ROW": Variable(("preview",), "this row of the training file", "12", "count", of="a row, counted from 1"),
+    "TEMPLATES": Variable(("mask-score",), "folder of chat templates", "FOLDER", "path"),
     "TOKENIZER": Variable(("mask-score", "bench-data"), "folder or hub id of a tokenizer", "FOLDER"),
     "NOTEBOOK": Variable(
-        ("run-notebook",), "the notebook (.ipynb) to run on several ranks, from its own folder", "FILE", kind="path"
+        ("run-notebook",), "the notebook (.ipynb) to run on several ranks, from its own folder", "FILE", "path"
     ),
-    "INPUT": Variable(("infer",), "prompts: one per line (.txt), or rows as training reads them", "FILE", kind="path"),
-    "OUTPUT": Variable(("infer",), "where the answers go, as JSONL", "FILE", kind="path", has_flag=False),
-    "MAX_NEW_TOKENS": Variable(("chat", "infer", "eval"), "longest answer", "512", kind="count", of="tokens"),
+    "INPUT": Variable(("infer",), "prompts: one per line (.txt), or rows as training reads them", "FILE", "path"),
+    "OUTPUT": Variable(("infer",), "where the answers go, as JSONL", "FILE", "path", has_flag=False),
+    "MAX_NEW_TOKENS": Variable(("chat", "infer", "eval"), "longest answer", "512", "count", of="tokens"),
     "TEMPERATURE": Variable(
-        ("chat",),
-        "temperature of sampling; 0 always takes the likeliest token",
-        "0.7",
-        kind="number",
-        of="a temperature",
+        ("chat",), "temperature of sampling; 0 always takes the likeliest token", "0.7", "number", of="a temperature"
     ),
     "SYSTEM": Variable(("chat",), "the system prompt", "'You are terse.'"),
     "ENGINE": Variable(("serve",), "what serves: transformers (default), or vllm where it is installed", "vllm"),
@@ -185,56 +167,48 @@ VARIABLES: Dict[str, Variable] = {
     "DTYPE": Variable(("merge",), "dtype of the merged weights: bf16, fp16, fp32", "bf16"),
     "BASE": Variable(("merge",), "for a QLoRA run, the weights to merge into: dequantized, original", "original"),
     "LIMIT": Variable(
-        ("eval", "export-test", "merge-test", "ship"), "how many rows, evenly spaced", "16", kind="count", of="rows"
+        ("eval", "export-test", "merge-test", "ship"), "how many rows, evenly spaced", "16", "count", of="rows"
     ),
     "SPLIT": Variable(("eval",), "which held-out rows: val, test", "val"),
     "DATA": Variable(("eval",), "rows of this file instead, in any format that training reads", "FILE"),
     "METRICS": Variable(
-        ("eval",),
-        "metrics of answers: exact_match, rouge_l, chrf, your module:function, or none",
-        "rouge_l",
-        kind="names",
+        ("eval",), "metrics of answers: exact_match, rouge_l, chrf, your module:function, or none", "rouge_l", "names"
     ),
-    "TASKS": Variable(("eval",), "tasks of lm-evaluation-harness, in addition", "gsm8k,mmlu", kind="names"),
+    "TASKS": Variable(("eval",), "tasks of lm-evaluation-harness, in addition", "gsm8k,mmlu", "names"),
     "TOLERANCE": Variable(
         ("ship",),
         "nats per token by which the loss on general text and chats may rise",
         "0.3",
-        kind="number",
+        "number",
         of="nats a token",
     ),
-    "REPLAY": Variable(
-        ("ship",), "compute the verdict of this ship.json again, without the model", "FILE", kind="path"
-    ),
+    "REPLAY": Variable(("ship",), "compute the verdict of this ship.json again, without the model", "FILE", "path"),
     "SERVE": Variable(
-        ("check",), "engines that are to load the result: vllm, sglang, llama.cpp", "vllm,sglang", kind="names"
+        ("check",), "engines that are to load the result: vllm, sglang, llama.cpp", "vllm,sglang", "names"
     ),
     "FORMAT": Variable(("export",), "what to export for: gguf, ollama, vllm", "gguf"),
     "QUANT": Variable(("export",), "how a GGUF stores weights: f32, f16, bf16, q8_0 (default: losslessly)", "q8_0"),
     "LLAMA_CPP": Variable(
-        ("export", "export-test"),
-        "a checkout of llama.cpp, in place of the downloaded converter",
-        "FOLDER",
-        kind="path",
+        ("export", "export-test"), "a checkout of llama.cpp, in place of the downloaded converter", "FOLDER", "path"
     ),
     "REPO": Variable(("push",), "the repository on the Hugging Face hub", "user/name"),
-    "MERGED": Variable(("push",), "upload the merged model in place of the adapter", "1", kind="switch"),
-    "PUBLIC": Variable(("push",), "make the repository public; a new one is private without it", "1", kind="switch"),
+    "MERGED": Variable(("push",), "upload the merged model in place of the adapter", "1", "switch"),
+    "PUBLIC": Variable(("push",), "make the repository public; a new one is private without it", "1", "switch"),
     "STRATEGY": Variable(
         (*_LAUNCHED, "plan"),
         "layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload, …",
         "zero2",
-        kind="launch",
+        "launch",
         ranks=_TO_RANKS,
     ),
-    "NPROC": Variable((*_LAUNCHED, "setup-accelerate", "run-notebook"), "processes on this node", "2", kind="launch"),
-    "GPUS": Variable((*_LAUNCHED, "setup-accelerate", "run-notebook"), "the GPUs to use", "0,1", kind="launch"),
-    "NNODES": Variable(_LAUNCHED, "several nodes, the command once on each (with the next three)", "2", kind="launch"),
-    "NODE_RANK": Variable(_LAUNCHED, "which of them this one is, from 0", "0", kind="launch", has_flag=False),
-    "MASTER_ADDR": Variable(_LAUNCHED, "the address of node 0", "HOST", kind="launch", has_flag=False),
-    "MASTER_PORT": Variable(_LAUNCHED, "a free port there", "29500", kind="launch", has_flag=False),
+    "NPROC": Variable((*_LAUNCHED, "setup-accelerate", "run-notebook"), "processes on this node", "2", "launch"),
+    "GPUS": Variable((*_LAUNCHED, "setup-accelerate", "run-notebook"), "the GPUs to use", "0,1", "launch"),
+    "NNODES": Variable(_LAUNCHED, "several nodes, the command once on each (with the next three)", "2", "launch"),
+    "NODE_RANK": Variable(_LAUNCHED, "which of them this one is, from 0", "0", "launch", has_flag=False),
+    "MASTER_ADDR": Variable(_LAUNCHED, "the address of node 0", "HOST", "launch", has_flag=False),
+    "MASTER_PORT": Variable(_LAUNCHED, "a free port there", "29500", "launch", has_flag=False),
     "DEEPSPEED_CONFIG": Variable(
-        (*_LAUNCHED, "plan"), "your DeepSpeed file (JSON or YAML)", "FILE", kind="launch", ranks=_TO_RANKS
+        (*_LAUNCHED, "plan"), "your DeepSpeed file (JSON or YAML)", "FILE", "launch", ranks=_TO_RANKS
     ),
     "ACCELERATE_CONFIG": Variable(
         (*_LAUNCHED, "setup-accelerate"), "your accelerate configuration", "FILE", has_flag=False
@@ -246,13 +220,13 @@ VARIABLES: Dict[str, Variable] = {
     "INTERACTIVE": Variable(("setup-accelerate",), "answer accelerate's own questions", "1", "switch", has_flag=False),
     "TB_PORT": Variable(_WATCHED, "TensorBoard's port", "6006", has_flag=False),
     "TB_HOST": Variable(_WATCHED, "TensorBoard's address", "127.0.0.1", has_flag=False),
-    "TB_KEEP": Variable(_WATCHED, "keep TensorBoard running after the run", "1", kind="switch", has_flag=False),
+    "TB_KEEP": Variable(_WATCHED, "keep TensorBoard running after the run", "1", "switch", has_flag=False),
     "SMALL": Variable(("benchmark", "benchmark-engines"), "small runs, on a CPU too", "1", "switch", has_flag=False),
     "ROWS": Variable(("bench-data",), "how many rows", "10000,1000000", has_flag=False),
     "TRL_ROWS": Variable(("bench-data",), "how many of them TRL prepares", "10000", has_flag=False),
     "MUTANTS": Variable(("mutation-score",), "how many changes", "200", has_flag=False),
     "SEED": Variable(("mutation-score",), "which sample of them", "0", has_flag=False),
-    "TESTS": Variable(("test", "coverage"), "arguments for pytest", "'ARGUMENTS'", kind="list", has_flag=False),
+    "TESTS": Variable(("test", "coverage"), "arguments for pytest", "'ARGUMENTS'", "list", has_flag=False),
     "TORCH": Variable(
         ("lock", "setup", "setup-unsloth"),
         "the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); for lock its version, X.Y.Z",
