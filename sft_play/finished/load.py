@@ -170,11 +170,7 @@ def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
         DataError: the data is gone, or no longer has trained tokens.
     """
     return build_splits(
-        config,
-        data_paths(config.data),
-        tokenizer,
-        max_seq_len=run.plan().max_seq_len,
-        today=first_day(run.folder),
+        config, data_paths(config.data), tokenizer, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder)
     )
 
 
