@@ -21,7 +21,7 @@ from typing import Any, Literal
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import detect
-from sft_play.facts.models.architecture import parse_config
+from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
@@ -249,7 +249,7 @@ def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
 
 def traced(setting: Setting, model: Mapping[str, Any]) -> TracedPeak:
     """The trace's answer."""
-    from sft_play.trace.remembered import cached_trace
+    from sft_play.trace.confirm import cached_trace
 
     return cached_trace(trace_settings(setting, model))
 

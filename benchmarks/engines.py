@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.facts.hardware import detect
-from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.process.endings import ends_with_me
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions

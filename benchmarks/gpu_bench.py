@@ -27,7 +27,7 @@ from benchmarks.steps import material
 from benchmarks.steps.bench import compare
 from sft_play.errors import DoesNotFit, HardwareError
 from sft_play.facts.hardware import detect
-from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.units import GIB

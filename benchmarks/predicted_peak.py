@@ -33,8 +33,7 @@ import psutil
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.process.endings import leave_with
 from sft_play.runs.files import write_json
@@ -120,15 +119,14 @@ def planned(row: Row, scratch: Path, hardware: Hardware) -> tuple[RunConfig, Pla
 def predict(row: Row, scratch: Path, hardware: Hardware) -> dict[str, Any]:
     """What estimate and trace say of the row, in bytes."""
     from sft_play.facts.models.architecture import config_json
-    from sft_play.trace.confirm import settings_of
-    from sft_play.trace.remembered import cached_trace
+    from sft_play.trace.confirm import cached_trace, settings_of
     from sft_play.trace.settings import TraceUnavailable
 
     config, plan = planned(row, scratch, hardware)
     found: dict[str, Any] = {
         "micro_batch": plan.batch.micro_batch,
         "grad_accum": plan.batch.grad_accum,
-        "checkpointed_layers": plan.checkpointed_layers,
+        "checkpointed_layers": plan.choice.checkpointed,
         "fits": plan.fits,
         "allocated": plan.memory.allocated,
         "reserved": plan.memory.reserved,
@@ -282,7 +280,7 @@ def plain_loop(config: RunConfig, plan: Plan, model_spec: Any, model: Any) -> tu
     device = next(model.parameters()).device
     if config.train.gradient_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-        checkpoint_first_layers(model, plan.checkpointed_layers)
+        checkpoint_first_layers(model, plan.choice.checkpointed)
     if model_spec.peft_config is not None:
         model.enable_input_require_grads()
         model = get_peft_model(model, model_spec.peft_config)

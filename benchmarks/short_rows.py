@@ -22,8 +22,8 @@ from sft_play.config.load import config_from_text
 from sft_play.facts.gpus.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
+from sft_play.planner.micro_batches import RowTokens, row_tokens
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
-from sft_play.planner.row_tokens import RowTokens, row_tokens
 from sft_play.runs.files import write_json
 
 MODELS = (

@@ -25,8 +25,7 @@ from benchmarks.scaling import scaling
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import detect, named
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision

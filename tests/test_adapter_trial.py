@@ -17,7 +17,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.models.families import FAMILIES, REFUSED_NAMES
 from sft_play.facts.models.model_shape import AdapterPlaces
-from sft_play.planner.lora_targets import check_targets
+from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.confirm import _adapter

@@ -11,11 +11,16 @@ import pytest
 import yaml
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import UnknownArchitecture, parse_config, shape_of
-from sft_play.facts.models.class_defaults import CLASS_DEFAULTS, FILE, as_text
-from sft_play.facts.models.config_fields import ALIASES
+from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
+from sft_play.facts.models.config_fields import (
+    ALIASES,
+    CLASS_DEFAULTS,
+    DEFAULTS_FILE,
+    UnknownArchitecture,
+    defaults_text,
+)
+from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS
-from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.facts.models.model_shape import ModelShape
 from tests.bundled import SHARED_SLOWLY, model_configs
 from tests.conftest import ROOT
@@ -229,7 +234,7 @@ def test_the_table_of_class_defaults_is_transformers_own():
     changed = {kind: dict.fromkeys(fields, 1) for kind, fields in CLASS_DEFAULTS.items()}
     for kind, fields in class_defaults(changed).items():
         assert {key: CLASS_DEFAULTS[kind][key] if key != "partial_rotary_factor" else 1 for key in fields} == fields
-    assert FILE.read_text(encoding="utf-8") == as_text(CLASS_DEFAULTS), "run make -C benchmarks generate"
+    assert DEFAULTS_FILE.read_text(encoding="utf-8") == defaults_text(CLASS_DEFAULTS), "run make -C benchmarks generate"
 
 
 def test_sizes_by_another_name_are_read_as_transformers_reads_them():

@@ -17,7 +17,7 @@ from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.deepspeed.run_settings import with_batch
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import suggestions
 from sft_play.planner.batching import BatchPlan, arithmetic, effective_batch, splits
 from sft_play.planner.layout import Stopped

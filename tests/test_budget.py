@@ -13,8 +13,7 @@ import pytest
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpus.gpu_catalog import ENTRIES
-from sft_play.facts.gpus.gpu_prices import PRICES, Price, PriceList, cheapest
+from sft_play.facts.gpus.gpu_catalog import ENTRIES, Price, PriceList, all_prices, cheapest
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.advice.budget import Budget, NoLength, Offer, budget_of
@@ -46,7 +45,7 @@ def planned(*, steps: int | None):
 
 def test_every_price_is_of_a_gpu_of_the_catalogue_with_date_and_address():
     names = {entry.name for entry in ENTRIES}
-    for price in PRICES:
+    for price in all_prices():
         assert price.gpu in names, price
         assert 0.05 < price.usd < 15
         assert price.counts
@@ -54,8 +53,8 @@ def test_every_price_is_of_a_gpu_of_the_catalogue_with_date_and_address():
         assert price.of.address.startswith("https://")
         assert price.of.kept_at
         assert date(2026, 1, 1) < price.of.read <= TODAY
-    assert len({price.of.provider for price in PRICES}) >= 5
-    assert len({price.gpu for price in PRICES}) >= 15
+    assert len({price.of.provider for price in all_prices()}) >= 5
+    assert len({price.gpu for price in all_prices()}) >= 15
 
 
 def test_of_each_machine_the_lowest_price_is_taken_on_random_lists():
@@ -199,7 +198,7 @@ def test_a_price_of_the_users_wins_and_is_for_the_machine_that_is_named(command:
     _, listed, _ = answered(command, *words, "--hardware", "1xH100")
     _, given, _ = answered(command, *words, "--hardware", "1xH100", "--price", "100")
     _, inside, _ = answered(command, *words, "--hardware", "1xH100,price=100")
-    lowest = min(price.usd for price in PRICES if price.gpu == "H100" and 1 in price.counts)
+    lowest = min(price.usd for price in all_prices() if price.gpu == "H100" and 1 in price.counts)
     assert listed["budget"]["machines"][0]["usd_per_gpu_hour"] == lowest
     assert given["budget"] == inside["budget"]
     only = given["budget"]["machines"]

@@ -198,7 +198,7 @@ def test_of_closed_form_and_trace_the_larger_counts(allocated, reserved):
     traced = make_plan(PlanRequest(run, shape, hardware), confirm=confirm)
     first, last = asked[0].memory, asked[-1].memory
     assert first.allocated == plain.memory.allocated
-    assert traced.confirmed_by_trace
+    assert traced.choice.traced
     assert traced.memory.allocated == pytest.approx(last.allocated * max(1.0, allocated), abs=2)
     assert traced.memory.reserved == pytest.approx(last.reserved * max(1.0, reserved), abs=2)
     assert traced.memory.margin == pytest.approx(last.margin * max(1.0, reserved), abs=2)

@@ -287,13 +287,11 @@ NO_HEADERS = "trial.c:1:10: fatal error: Python.h: No such file or directory"
 @pytest.mark.parametrize(
     ("there", "missing", "remedy"),
     [
-        (replace(THERE, compiler=None, distribution="ubuntu debian"),
+        (replace(THERE, compiler=None),
          "no C compiler (neither CC, gcc nor clang) and no Python headers (/nowhere/python3.11/Python.h)",
          "apt-get install -y gcc libc6-dev python3.11-dev"),
-        (replace(THERE, failed=NO_HEADERS, distribution="rocky rhel centos fedora"),
-         "no Python headers (/nowhere/python3.11/Python.h)", "dnf install -y gcc python3.11-devel"),
-        (replace(THERE, failed=NO_HEADERS, distribution="opensuse-leap suse opensuse", python="3.13.1"),
-         "no Python headers", "zypper install -y gcc python313-devel"),
+        (replace(THERE, failed=NO_HEADERS, python="3.13.1"),
+         "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc libc6-dev python3.13-dev"),
         (replace(THERE, failed="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
          "install a C compiler (gcc or clang; CC= names one) and the headers of Python 3.11"),
         (replace(THERE, ldconfig=False), "no /sbin/ldconfig", "TRITON_LIBCUDA_PATH"),
@@ -345,7 +343,7 @@ def test_the_toolchain_is_tried(compilers, tmp_path):
 
 
 def test_a_run_on_a_gpu_looks_for_a_compiler_before_anything_loads(monkeypatch, caplog):
-    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, compiler=None, distribution="debian"))
+    monkeypatch.setattr(compiler, "find_toolchain", lambda _: replace(THERE, compiler=None))
     with pytest.raises(HardwareError, match=r"Triton builds the loss kernel.*no C compiler.*apt-get install -y gcc"):
         require_compiler(named("1xL4"), {})
     require_compiler(CPU, {})

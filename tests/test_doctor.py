@@ -720,7 +720,7 @@ def test_an_address_that_means_nothing_fails_at_once():
 
 def of_model(fields: dict[str, Any], machine_name: str, *overrides: str) -> tuple[Planned, Hardware]:
     """A plan of a model on a machine, with its shapes from a config.json."""
-    from sft_play.facts.models.architecture import parse_config
+    from sft_play.facts.models.decoder import parse_config
 
     config = config_from_text("model: {name: m}\ntuning: {mode: lora}", name="r", overrides=overrides)
     shape, hardware = parse_config(fields, name="m"), named(machine_name)

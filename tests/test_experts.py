@@ -278,7 +278,7 @@ def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozen
 
 def test_eager_experts_cost_what_was_published():
     """Qwen1.5-MoE-A2.7B, 24 blocks of 60 experts: 523 - 80 ms more in each pass."""
-    from sft_play.facts.models.architecture import parse_config
+    from sft_play.facts.models.decoder import parse_config
     from sft_play.planner.speed.throughput import EXPERTS_PART
 
     fields = {
@@ -294,7 +294,7 @@ def test_eager_experts_cost_what_was_published():
         )
         assert EXPERTS_PART not in fast.speed.parts
         assert not any("experts" in line for line in fast.reasons)
-        share = slow.checkpointed_layers / 24
+        share = slow.choice.checkpointed / 24
         published = 0.443 * (2 + share) * slow.batch.grad_accum
         assert slow.speed.parts[EXPERTS_PART] == pytest.approx(published, rel=0.05)
         (line,) = [line for line in slow.reasons if line.startswith("experts: ")]
@@ -358,7 +358,7 @@ def test_qwen3_next_has_both(monkeypatch):
 def test_the_trace_and_the_closed_form_follow_what_runs(kind, choice):
     """The trace steps the class with the implementation of the run; the estimate is within 4% of it."""
 
-    from sft_play.facts.models.architecture import parse_config
+    from sft_play.facts.models.decoder import parse_config
     from sft_play.planner.memory.estimate import estimate
     from sft_play.planner.memory.step_memory import Step
     from sft_play.trace.confirm import settings_of

@@ -11,14 +11,8 @@ from importlib.util import find_spec
 import pytest
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import (
-    config_json,
-    hub_answers,
-    local_folder,
-    parse_config,
-    refuse_remote_code,
-    shape_of,
-)
+from sft_play.facts.models.architecture import config_json, hub_answers, local_folder, refuse_remote_code, shape_of
+from sft_play.facts.models.decoder import parse_config
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
 

@@ -22,10 +22,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, TrainingError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.fp16 import OVERFLOWS, fault, overflow_of
-from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.planner.precision import choose_precision
+from sft_play.planner.precision import OVERFLOWS, choose_precision, fault, overflow_of
 from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck, MetricsFile
 from sft_play.training.model.model_loading import quantization
 from tests.bundled import ORIGINS, model_configs
@@ -109,7 +108,7 @@ def test_fp16_by_name_is_refused_and_names_the_ways_out(kind, gpu):
     assert OVERFLOWS[kind].source in said
     assert "another model" in said
     bf16, fp32 = (said.index(f"train.fp16=false train.bf16={value}") for value in ("true", "false"))
-    assert (bf16 < fp32) is (gpu in NEW)
+    assert bf16 < fp32
     assert "attn_implementation" not in said
 
 

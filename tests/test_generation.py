@@ -10,7 +10,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.planner.generation import cache_bytes
+from sft_play.planner.memory.estimate import cache_bytes
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.training.measure import exact_match
 from sft_play.training.measure.exact_match import batches

@@ -14,7 +14,7 @@ import pytest
 
 from sft_play.diagnose import gpu_info, gpu_page
 from sft_play.facts import host
-from sft_play.facts.gpus.seen import Pcie
+from sft_play.facts.gpus.gpu import Pcie
 from sft_play.facts.gpus.unseen import Devices
 from sft_play.facts.hardware import named
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of

@@ -16,8 +16,7 @@ from sft_play.diagnose.known_bad import find_known_bad
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
 from sft_play.facts import compiler
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.seen import Seen, SeenGpu
+from sft_play.facts.gpus.gpu import Gpu, Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import device
 from sft_play.units import GIB

@@ -17,19 +17,20 @@ from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import DoesNotFit
 from sft_play.facts.hardware import named
-from sft_play.facts.liger import PACKAGE, REPLACED
-from sft_play.facts.models.architecture import parse_config, shape_of
+from sft_play.facts.installed import LIGER
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.decoder import parse_config
 from sft_play.planner import calibration
 from sft_play.planner.advice.suggestions import suggestions
-from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_kernels
+from sft_play.planner.kernels import REPLACED, CountedKernels, counted_kernels, planned_kernels
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory import fused
 from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.operations import liger_gate, liger_norm, liger_rotation
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.tape import OWN_SEGMENT, Tape
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.speed.other_code import STILL_MOVED, saved_bytes, saved_starts_s
 from sft_play.planner.speed.throughput import predict_speed, rates_of
 from sft_play.starting.train_here import remember
 from sft_play.trace.settings import StepSettings
@@ -74,7 +75,7 @@ def test_a_norm_holds_its_input_and_a_number_a_row_and_its_gradient_takes_the_pl
     assert size < OWN_SEGMENT  # no rest of a segment
     tape = Tape()
     x = tape.leaf(rows * width, e)
-    out = fused.norm(tape, x, rows, in_place=in_place, trains=trains)
+    out = liger_norm(tape, x, rows, in_place=in_place, trains=trains)
     assert tape.meter.peak == tape.meter.live == 2 * size + 4 * rows
     node = out.node
     del x, out
@@ -95,7 +96,7 @@ def test_a_gate_holds_both_its_inputs_and_writes_their_gradients_over_them(seed:
     count, e, copies = draw.randint(1, 300_000), draw.choice((2, 4)), draw.random() < 0.5
     tape = Tape()
     gate, up = tape.leaf(count, e), tape.leaf(count, e)
-    out = fused.gated(tape, gate, up, copies=copies)
+    out = liger_gate(tape, gate, up, copies=copies)
     assert tape.meter.live == (5 if copies else 3) * count * e
     node = out.node
     del gate, up, out
@@ -116,7 +117,7 @@ def test_a_rotation_holds_nothing_and_copies_only_what_does_not_lie_token_by_tok
 ) -> None:
     tape = Tape()
     x = tape.leaf(1000, 2)
-    out = fused.rotated(tape, x, copies=copies, copies_gradient=copies_gradient)
+    out = liger_rotation(tape, x, copies=copies, copies_gradient=copies_gradient)
     node = out.node
     del x
     assert tape.meter.live == 2000
@@ -231,7 +232,7 @@ def test_what_is_counted_follows_the_wish_the_machine_and_the_class(seed: int) -
     model = draw.choice(("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-4B", "gpt2", "mistralai/Mixtral-8x7B-v0.1"))
     layout = draw.choice((SINGLE, SINGLE, Layout("ddp", 2), Layout("tp", 2, tensor_parallel=2)))
     run, shape = config(wish, **{"tuning.backend": backend}), shape_of(model)
-    without = frozenset() if installed else frozenset({PACKAGE})
+    without = frozenset() if installed else frozenset({LIGER})
     found = planned_kernels(run, shape, layout, on_gpu=on_gpu, without=without)
     can = on_gpu and backend == "bnb" and layout.tensor_parallel == 1 and model != "gpt2"
     if wish == "none":
@@ -253,7 +254,7 @@ def test_auto_keeps_the_plain_bytes_and_liger_counts_its_own() -> None:
     batch = {"train.batch_size": 4, "train.grad_accum": 1, "model.max_seq_len": 1024,
              "train.gradient_checkpointing": "false"}  # fmt: skip
     none, auto, liger = (plan_of(kernels, **batch) for kernels in ("none", "auto", "liger"))
-    missing = plan_of("auto", without=frozenset({PACKAGE}), **batch)
+    missing = plan_of("auto", without=frozenset({LIGER}), **batch)
     assert "kernels" not in none.as_json()
     assert auto.memory == missing.memory == none.memory
     assert missing.speed == none.speed
@@ -399,7 +400,7 @@ def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_
     assert "the plain ones ran (they differ); the predicted memory and speed are those of Liger's" in fell.words(plan)
     assert "the predicted speed is that of Liger's" in fell.words(plan_of("auto"))
     assert "the predicted memory is that of the plain ones" in took.words(plan_of("auto"))
-    nowhere = plan_of("auto", without=frozenset({PACKAGE}))
+    nowhere = plan_of("auto", without=frozenset({LIGER}))
     assert fell.words(nowhere) is None
     assert Taken().words(plan_of("none")) is None
     assert fell.as_json(plan) == {
@@ -433,7 +434,7 @@ def test_a_plan_that_does_not_fit_names_the_kernels_where_they_are_installed_and
     wish: str, installed: bool
 ) -> None:
     run = config(wish, **{"train.gradient_checkpointing": "false", "train.batch_size": 4, "train.grad_accum": 1})
-    without = frozenset() if installed else frozenset({PACKAGE})
+    without = frozenset() if installed else frozenset({LIGER})
     found = list(suggestions(PlanRequest(run, shape_of(run.model.name), named("1xRTX4090"), without=without)))
     named_ways = [way for way in found if way.setting and "train.kernels=liger" in way.setting]
     assert bool(named_ways) == (wish == "auto" and installed)

@@ -12,11 +12,11 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import parse_config
+from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.families import FAMILIES
+from sft_play.planner.memory.block import LayerBytes
 from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.measured import LayerBytes, MeasuredPass, between
-from sft_play.planner.memory.measured_walk import walk_of
+from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.trace import block_meter, blocks

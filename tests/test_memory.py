@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks.closed_form import predicted, setting_of, settings, trace_settings
 from sft_play.config.load import config_from_text
-from sft_play.facts.models.architecture import parse_config, shape_of
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import block_bytes, forward_peak
 from sft_play.planner.memory.estimate import estimate
@@ -43,7 +44,7 @@ def kept_per_token(mode, *, casts=False, **lora):
     found = block_bytes(walk.specs[0], batch=1, length=2048, width=2)
     is_wide = mode != "full" and lora.get("dtype") != "bfloat16"
     weights = 2 * R * (2 * (H + Q) + 2 * (H + KV) + 3 * (H + F)) if is_wide else 0  # autocast's bf16 copies
-    return (found.kept - weights) / 2048
+    return (found.layer.kept - weights) / 2048
 
 
 def test_a_block_that_trains_whole_keeps_its_inputs_norms_attention_and_mlp():
@@ -297,7 +298,7 @@ def test_what_is_not_held_is_less_than_what_is():
     walk = Walk(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 2048))
     spec = walk.specs[0]
     alone = forward_peak(spec, batch=1, length=2048, width=2, training=True)
-    assert alone < block_bytes(spec, batch=1, length=2048, width=2).forward
+    assert alone < block_bytes(spec, batch=1, length=2048, width=2).layer.forward
 
 
 def test_the_kept_sample_is_within_three_percent_of_its_traces():

@@ -21,8 +21,7 @@ from sft_play.diagnose.memory_check import HighestSeen, MemorySeen, see_memory
 from sft_play.diagnose.memory_page import memory_lines, watch
 from sft_play.diagnose.processes import Group, RankProcess, command_of, find_run, lock_holder
 from sft_play.errors import RunFolderError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.seen import GpuProcess, Seen, SeenGpu
+from sft_play.facts.gpus.gpu import Gpu, GpuProcess, Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock

@@ -26,7 +26,7 @@ from sft_play.launch import resolve_options
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
 from sft_play.launch.accelerate.reading import mesh_in, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import UnknownArchitecture, config_json, parse_config
+from sft_play.facts.models.architecture import config_json
+from sft_play.facts.models.config_fields import UnknownArchitecture
+from sft_play.facts.models.decoder import parse_config
 from sft_play.trace.build import config_of as trace_config_of
+from sft_play.trace.confirm import cached_shape
 from sft_play.trace.meta_shape import shape_on_meta
-from sft_play.trace.remembered import cached_shape
 from sft_play.trace.settings import StepSettings
 
 SMALL = {
@@ -60,7 +62,7 @@ def test_a_measured_shape_is_remembered_by_config_and_versions(kind, tmp_path, m
             cached_shape({**config, **changed}, name="m", folder=tmp_path, measure=again, **options)
     file.write_text('{"name": "m"}')
     assert cached_shape(config, name="m", folder=tmp_path) == first
-    monkeypatch.setattr("sft_play.facts.remembered.version_of", lambda library: "99")
+    monkeypatch.setattr("sft_play.facts.installed.version_of", lambda library: "99")
     with pytest.raises(pytest.fail.Exception, match="measured again"):
         cached_shape(config, name="m", folder=tmp_path, measure=again)
 
@@ -102,7 +104,10 @@ def test_a_config_that_transformers_wrote_is_read(kind, tmp_path):
     assert trace_config_of(StepSettings(model=read)).time_step_limit[1] == float("inf")
     (tmp_path / "cache").mkdir()
     first = cached_shape(read, name="m", folder=tmp_path / "cache")
-    assert cached_shape(read, name="m", folder=tmp_path / "cache", measure=None) == first
+    assert (
+        cached_shape(read, name="m", folder=tmp_path / "cache", measure=lambda *_, **__: pytest.fail("measured again"))
+        == first
+    )
 
 
 def test_a_hybrid_says_which_blocks_have_no_attention():

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from sft_play.planner.micro_batches import Cut, MicroBatches
-from sft_play.planner.row_tokens import average_passes, row_tokens
+from sft_play.planner.micro_batches import Cut, MicroBatches, average_passes, row_tokens
 from tests.ranks import found_by_ranks
 
 CASES = range(60)

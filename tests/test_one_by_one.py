@@ -19,11 +19,10 @@ from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.models.model_shape import Mla
 from sft_play.planner import candidates
+from sft_play.planner.attention import why_one_by_one
 from sft_play.planner.candidates import micro_batches
-from sft_play.planner.micro_batches import MicroBatches
-from sft_play.planner.padding import why_one_by_one
+from sft_play.planner.micro_batches import MicroBatches, average_passes, row_tokens
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
-from sft_play.planner.row_tokens import average_passes, row_tokens
 from sft_play.planner.speed.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
 
 GIB = 2**30

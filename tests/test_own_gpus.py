@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.errors import ConfigError, HardwareError
-from sft_play.facts.gpus.gpu import Gpu
-from sft_play.facts.gpus.seen import Seen, SeenGpu
+from sft_play.facts.gpus.gpu import Gpu, Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
 from sft_play.launch import machine
 from sft_play.launch.exported import Ranks, ranks_of, refuse_tasks

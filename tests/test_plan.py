@@ -13,9 +13,8 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner import calibration
-from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.questions import grid, largest, largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.whatif import grid, largest
 from sft_play.planner.batching import divisors, splits
 from sft_play.planner.layout import LAYOUT_NAMES, Layout
 from sft_play.planner.plan import PlanRequest, Traced, Work, make_plan, require_fit
@@ -189,7 +188,7 @@ def test_the_smallest_micro_batch_within_three_percent_of_the_best_is_taken():
 def test_checkpointing_is_left_out_where_all_fits_and_kept_for_some_layers_where_some_do():
     def chosen(gib):
         plan = plan_of(machine=gpus(1, gib), text="train: {batch_size: 4}")
-        return plan.checkpointed_layers
+        return plan.choice.checkpointed
 
     counts = [chosen(gib) for gib in (12, 20, 24, 30, 40, 80)]
     assert counts[0] == 36
@@ -201,7 +200,7 @@ def test_checkpointing_is_left_out_where_all_fits_and_kept_for_some_layers_where
 @pytest.mark.parametrize(("given", "count"), [("true", 36), ("false", 0), ("10", 10), ("99", 36)])
 def test_checkpointing_that_is_given_is_kept(given, count):
     plan = plan_of(machine=gpus(1, 200), text=f"train: {{gradient_checkpointing: {given}}}")
-    assert plan.checkpointed_layers == count
+    assert plan.choice.checkpointed == count
     assert {candidate.checkpointed for candidate in plan.candidates} == {count}
 
 
@@ -265,8 +264,8 @@ def test_a_trace_that_finds_more_counts_and_says_so():
         return Traced(int(candidate.memory.allocated * 1.1), int(candidate.memory.reserved * 1.1))
 
     plain, confirmed = plan_of(machine=gpus(1, 80)), plan_of(machine=gpus(1, 80), confirm=traced)
-    assert confirmed.confirmed_by_trace
-    assert not plain.confirmed_by_trace
+    assert confirmed.choice.traced
+    assert not plain.choice.traced
     assert confirmed.memory.allocated == pytest.approx(1.1 * plain.memory.allocated, rel=1e-6)
     assert sum(confirmed.memory.terms.values()) == confirmed.memory.allocated
     assert any("+10.0% apart: the larger one is used" in reason for reason in confirmed.reasons)
@@ -290,7 +289,7 @@ def test_a_choice_that_its_trace_does_not_let_fit_is_given_up_for_the_next():
 
 def test_a_trace_that_cannot_be_had_is_said_and_changes_nothing():
     plan = plan_of(confirm=lambda candidate: Traced(unavailable="no such class"))
-    assert not plan.confirmed_by_trace
+    assert not plan.choice.traced
     assert plan.choice == plan_of().choice
     assert "not confirmed by a trace: no such class" in plan.reasons
 

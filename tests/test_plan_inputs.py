@@ -17,12 +17,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.gpus.gpu_catalog import ENTRIES
 from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.known_models import KNOWN_MODELS
-from sft_play.planner.advice import largest
-from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
+from sft_play.planner.advice import questions
+from sft_play.planner.advice.questions import grid, largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.whatif import grid
 from sft_play.planner.candidates import thriftiest, weigh
 from sft_play.planner.layout import layouts_for
 from sft_play.planner.plan import Plan, PlanRequest, job_of
@@ -316,7 +314,7 @@ def test_a_known_model_with_quantised_weights_is_refused_and_never_proposed(name
     for mode in ("lora", "qlora"):
         code, printed = command(*words, "--hardware", "8xH200", f"model.name={name}", f"tuning.mode={mode}")
         assert (code, "already quantised" in printed, "Launch" in printed) == (2, True, False)
-    monkeypatch.setattr(largest, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
+    monkeypatch.setattr(questions, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
     request = PlanRequest(config("model.max_seq_len=512"), shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
     assert largest_that_fits("model", request).value == "Qwen/Qwen2.5-0.5B"
 

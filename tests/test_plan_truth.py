@@ -18,13 +18,12 @@ from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner import calibration
-from sft_play.planner.advice.largest import largest_that_fits
+from sft_play.planner.advice.questions import QUESTIONS, largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
-from sft_play.planner.advice.whatif import QUESTIONS
 from sft_play.planner.candidates import choose
 from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
 from sft_play.planner.plan import Plan, PlanRequest, Traced, Work, make_plan, plan_from_json, require_fit
-from sft_play.planner.rejections import speed_words
+from sft_play.planner.reasons import speed_words
 from sft_play.planner.show import choice_line, detected_lines, grid_lines, largest_line, plan_lines
 from sft_play.starting.train_here import remember
 from tests.conftest import Command
@@ -270,7 +269,7 @@ def test_a_plan_is_equal_to_what_its_json_says(random_plans):
         assert again == plan
         assert json.dumps(again.as_json()) == text
     made = [plan for _, plan in random_plans]
-    assert len({(plan.fits, plan.confirmed_by_trace, plan.speed_known, plan.hardware.named) for plan in made}) >= 7
+    assert len({(plan.fits, plan.choice.traced, plan.speed_known, plan.hardware.named) for plan in made}) >= 7
     assert any(plan.choice.raw.tokens_per_s != plan.speed.tokens_per_s for plan in made)
     assert any(plan.not_enough for plan in made)
 

@@ -103,7 +103,7 @@ def numbers(model: str, machine: str, words: list[str], has_eval: bool) -> dict[
         "layout": plan.layout,
         "micro_batch": plan.batch.micro_batch,
         "grad_accum": plan.batch.grad_accum,
-        "checkpointed_layers": plan.checkpointed_layers,
+        "checkpointed_layers": plan.choice.checkpointed,
         "fits": plan.fits,
         "allocated": plan.memory.allocated,
         "required": plan.memory.required,

@@ -16,7 +16,8 @@ from transformers.integrations import sdpa_attention
 
 from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import parse_config, shape_of
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.memory.structure import kernel_of, repeats_kv
@@ -149,10 +150,7 @@ def test_answers_are_generated_and_nothing_of_it_is_saved(tiny_llama, tmp_path):
 def test_no_run_of_this_toolkit_meets_the_math_kernel(name, attention, masked, half, capability):
     shape = shape_of(name)
     asked: dict[str, Any] = {"attention": attention, "half": half, "capability": capability}
-    mine, stock = (
-        kernel_of(shape.layers[0], shape, masked=masked, on_gpu=True, repeats=repeats, **asked)
-        for repeats in (True, False)
-    )
+    mine, stock = (kernel_of(shape, masked=masked, on_gpu=True, repeats=repeats, **asked) for repeats in (True, False))
     assert mine != "math"
     repeats = repeats_kv(shape, **asked)
     if stock == "math":

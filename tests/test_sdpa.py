@@ -23,7 +23,8 @@ from sft_play.config.load import config_from_text
 from sft_play.facts import installed
 from sft_play.facts.hardware import named
 from sft_play.facts.installed import CudaLibraries
-from sft_play.facts.models.architecture import parse_config, shape_of
+from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.attention import SdpaCall, prefers_cudnn, sdpa_kernel
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step

@@ -23,7 +23,7 @@ from benchmarks.gpu_selftest.report import page_lines
 from benchmarks.gpu_selftest.trials import Bench
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.planner import calibration
 from sft_play.units import GIB
 from tests import warm

@@ -17,7 +17,7 @@ from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
 from sft_play.planner.precision import Precision
-from sft_play.planner.rejections import because, speed_words
+from sft_play.planner.reasons import because, speed_words
 from sft_play.planner.show import speed_lines
 from sft_play.planner.speed import throughput
 from sft_play.planner.speed.speed_error import CLASSES, LONG, PLAIN, SMALL, WORKSTATION, SpeedError, speed_error

@@ -14,7 +14,7 @@ from sft_play.config.load import config_from_text
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import shape_of
-from sft_play.planner.padding import why_masked
+from sft_play.planner.attention import why_masked
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from tests.conftest import chat
 

@@ -16,7 +16,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.candidates import weigh
 from sft_play.planner.layout import Layout, layouts_for
 from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.loading import copied_in_ram, loading_terms, read_in_ram
+from sft_play.planner.memory.loading_and_saving import copied_in_ram, loading_terms, read_in_ram
 from sft_play.planner.memory.model_states import large_tensors, nf4_bytes, weight_bytes
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json

@@ -142,7 +142,7 @@ def kernels_of(hardware: Hardware) -> dict[str, str]:
             for mask, (rows, repeat) in itertools.product(MASKS, ROWS.items()):
                 kernels[f"{dtype}, {heads}, {mask}{rows}"] = str(
                     kernel_of(
-                        one.layers[0], one, attention="sdpa", masked=mask != "causal", half=dtype != "fp32",
+                        one, attention="sdpa", masked=mask != "causal", half=dtype != "fp32",
                         capability=capability, on_gpu=True, cudnn=preferred and repeat,
                     )
                 )  # fmt: skip

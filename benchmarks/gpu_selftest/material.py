@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.starter import language
 
 LARGE = "Qwen/Qwen2.5-0.5B"

@@ -13,7 +13,7 @@ from typing import Any
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import parse_config
+from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
 from sft_play.planner.memory.step_memory import Step

@@ -7,8 +7,7 @@ from functools import cache
 from typing import Any
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import config_json, hub_answers
-from sft_play.facts.models.known_models import KNOWN_MODELS
+from sft_play.facts.models.architecture import KNOWN_MODELS, config_json, hub_answers
 
 Config = Mapping[str, Any]
 ConfigOf = Callable[[str], Config]

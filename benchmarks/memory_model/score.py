@@ -416,7 +416,7 @@ def _answers(distinct: Mapping[str, StepSettings], trace: Trace | None) -> Itera
 
 
 def _tracer() -> Trace:
-    from sft_play.trace.remembered import cached_trace
+    from sft_play.trace.confirm import cached_trace
 
     return cached_trace
 

@@ -85,7 +85,7 @@ def watched(trainer: Any, order: Order, job: Any) -> None:
 
     plan = job.plan
     settings = {"micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum,
-                "gradient_checkpointing": plan.gradient_checkpointing, "packing": job.loaded.config.data.packing,
+                "gradient_checkpointing": plan.choice.checkpointing, "packing": job.loaded.config.data.packing,
                 "group_by_length": job.loaded.config.train.group_by_length}  # fmt: skip
     recorder = Recorder(
         Path(order.result), warmup=order.warmup, steps=order.steps,
@@ -147,10 +147,10 @@ def bare_loop(trainer: Any, recorder: Any, *, plan: Any, **_: Any) -> None:
     args, model = trainer.args, trainer.model
     if args.fp16:
         raise ConfigError("PEER=bare has no loss scaling, and this run computes in fp16; use bf16, or another PEER")
-    if plan.checkpointed_layers:
+    if plan.choice.checkpointed:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-        if plan.gradient_checkpointing == "selective":
-            checkpoint_first_layers(model, plan.checkpointed_layers)
+        if plan.choice.checkpointing == "selective":
+            checkpoint_first_layers(model, plan.choice.checkpointed)
     wanted = recorder.wanted_steps
     optimizer = trainer.create_optimizer()
     schedule = trainer.create_scheduler(args.max_steps, optimizer)
@@ -231,7 +231,7 @@ def write_facts(folder: Path, job: Any, prepared: Any) -> None:
         },
         "micro_batch": plan.batch.micro_batch, "grad_accum": plan.batch.grad_accum,
         "effective_batch": plan.batch.effective_batch, "seq_len": plan.max_seq_len,
-        "packing": config.data.packing != "none", "gradient_checkpointing": plan.checkpointed_layers > 0,
+        "packing": config.data.packing != "none", "gradient_checkpointing": plan.choice.checkpointed > 0,
         "trainer": training_facts(config),
         "max_steps": config.train.max_steps, "logging_steps": config.train.logging_steps,
         "train_path": str(config.data.train_path),

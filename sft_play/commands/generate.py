@@ -9,7 +9,7 @@ from pathlib import Path
 from sft_play.commands.answer import Answer
 from sft_play.commands.request import Request
 from sft_play.config.reference import write_generated
-from sft_play.facts.models import class_defaults
+from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
 from sft_play.process.variables import help_lines
 from sft_play.starter import files
 
@@ -23,10 +23,10 @@ _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line
 def run(request: Request) -> Answer:
     """Write each of them below this folder."""
     written = [*write_generated(Path.cwd()), *files.write(Path.cwd())]
-    table = Path("sft_play/facts/models") / class_defaults.FILE.name
+    table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
     if (Path.cwd() / table).is_file():
-        renewed = import_module("sft_play.trace.meta_shape").class_defaults(class_defaults.CLASS_DEFAULTS)
-        (Path.cwd() / table).write_text(class_defaults.as_text(renewed), encoding="utf-8")
+        renewed = import_module("sft_play.trace.meta_shape").class_defaults(CLASS_DEFAULTS)
+        (Path.cwd() / table).write_text(defaults_text(renewed), encoding="utf-8")
         written.append(table)
     for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
         if makefile.is_file():

@@ -27,8 +27,9 @@ from sft_play.launch.resolve_options import machine_of_mesh
 from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
-from sft_play.planner.advice.whatif import Largest, Question, grid, question
+from sft_play.planner.advice.questions import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
+from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
@@ -181,7 +182,7 @@ def _in_cell(cell: tuple[str, ...]) -> Iterator[None]:
 
 
 def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:
-    from sft_play.planner.advice.largest import largest_that_fits
+    from sft_play.planner.advice.questions import largest_that_fits
 
     earlier = [] if hardware.named else calibration.load()
     evaluates, without = has_eval(config), missing_kernels()

@@ -111,7 +111,7 @@ class ModelConfig(Section):
     exact for the model. `kernels-community/flash-attn2@` and a commit: that kernel of the hub, through the package
     kernels."""
 
-    experts_implementation: Literal["auto", "grouped_mm", "eager"] = leaf("auto", owner="planner.experts")
+    experts_implementation: Literal["auto", "grouped_mm", "eager"] = leaf("auto", owner="planner.kernels")
     """How a mixture of experts is computed. grouped_mm: all experts of a block at once; eager: one after another,
     several times slower. auto uses grouped_mm if the model's class and sizes allow it."""
 

@@ -22,7 +22,7 @@ from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
-from sft_play.planner.speed.slow_code import eager_words, missing_words
+from sft_play.planner.reasons import eager_words, missing_words
 
 MEETING_S = 30.0
 """How long nodes wait for each other: time to start the command by hand on the next one."""

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.seen import Seen
+from sft_play.facts.gpus.gpu import Seen
 from sft_play.facts.gpus.unseen import Unseen, read_devices, unseen
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.host import free_at

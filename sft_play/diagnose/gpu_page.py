@@ -10,7 +10,7 @@ from typing import Any
 
 from sft_play.diagnose.gpu_info import Host, Machine, without_gpu
 from sft_play.diagnose.pages import NOT_KNOWN, WIDTH, gib, lines_of, table_of, value_text, yes_no
-from sft_play.facts.gpus.seen import Seen, SeenGpu, Topology
+from sft_play.facts.gpus.gpu import Seen, SeenGpu, Topology
 from sft_play.facts.hardware import Hardware
 from sft_play.log import escape_control, one_line
 from sft_play.planner.plan import budget_bytes

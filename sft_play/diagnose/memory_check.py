@@ -15,7 +15,7 @@ import psutil
 from sft_play.diagnose.gpu_info import all_gpus
 from sft_play.diagnose.pages import gib, value_text
 from sft_play.diagnose.processes import Group, RankProcess, find_run, manifest_of
-from sft_play.facts.gpus.seen import GpuProcess, SeenGpu
+from sft_play.facts.gpus.gpu import GpuProcess, SeenGpu
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder

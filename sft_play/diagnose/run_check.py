@@ -30,8 +30,8 @@ from sft_play.files.cache import cache_dir
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line
+from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
 from sft_play.planner.plan import require_fit
-from sft_play.planner.row_tokens import RowTokens, average_passes, row_tokens
 from sft_play.process.heap import importing
 from sft_play.starter.names import BASE_NAME
 

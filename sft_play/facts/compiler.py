@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import platform
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -22,7 +21,6 @@ from pathlib import Path
 
 from sft_play.errors import HardwareError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.host import text_of
 from sft_play.log import one_line
 
 logger = logging.getLogger(__name__)
@@ -35,14 +33,6 @@ _MODULE = "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n#inclu
 """The headers that Triton's own module includes, without those that Triton ships."""
 _BUILT = "cuda_utils"
 _LDCONFIG = Path("/sbin/ldconfig")
-_OS_RELEASE = Path("/etc/os-release")
-_PACKAGES = (
-    ("debian ubuntu", "apt-get install -y gcc libc6-dev python{version}-dev"),
-    ("fedora rhel centos rocky almalinux amzn ol", "dnf install -y gcc python{version}-devel"),
-    ("suse opensuse sles", "zypper install -y gcc python{digits}-devel"),
-    ("arch", "pacman -S gcc"),
-)
-"""A distribution's install command, by `ID` and `ID_LIKE` of its os-release."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +46,6 @@ class Toolchain:
     failed: str | None = None
     built: bool = False
     ldconfig: bool = True
-    distribution: str = ""
-    """`ubuntu debian`: the distribution's own name and those it is derived from."""
     python: str = platform.python_version()
 
 
@@ -67,7 +55,6 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
     # as Triton does it: Debian's posix_local has no Python.h (triton 3.7.1, runtime/build.py)
     scheme = sysconfig.get_default_scheme()
     headers = Path(sysconfig.get_paths("posix_prefix" if scheme == "posix_local" else scheme)["include"])
-    names = re.findall(r"^(?:ID|ID_LIKE)=\"?([^\"\n]*)\"?$", text_of(_OS_RELEASE), re.MULTILINE)
     home = Path(environment.get("TRITON_HOME") or "~").expanduser()
     cache = Path(environment.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
@@ -78,7 +65,6 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
         failed=_trial(compiler, headers) if compiler else None,
         built=next(cache.glob(f"*/{_BUILT}{suffix}"), None) is not None,
         ldconfig=_LDCONFIG.exists() or "TRITON_LIBCUDA_PATH" in environment,
-        distribution=" ".join(names).lower(),
     )
 
 
@@ -148,13 +134,11 @@ def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None
 
 def _install(tools: Toolchain) -> str:
     version = ".".join(tools.python.split(".")[:2])
-    names = set(tools.distribution.split())
-    command = next((text for known, text in _PACKAGES if names & set(known.split())), None)
-    by_hand = f"a C compiler (gcc or clang; CC= names one) and the headers of Python {version}"
-    if command is None:
-        return f"install {by_hand}"
-    install = command.format(version=version, digits=version.replace(".", ""))
-    return f"{install} (without root: {by_hand} from conda, or a Python of uv's, which has its headers)"
+    return (
+        f"install a C compiler (gcc or clang; CC= names one) and the headers of Python {version}: on Debian and Ubuntu "
+        f"apt-get install -y gcc libc6-dev python{version}-dev; without root both from conda, or a Python of uv's, "
+        "which has its headers"
+    )
 
 
 def _trial(compiler: str, headers: Path) -> str | None:

@@ -177,6 +177,16 @@ def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str
     )
 
 
+_RATES = {
+    "bandwidth": "bandwidth",
+    "bf16_flops": "bf16",
+    "fp16_flops": "fp16",
+    "fp8_flops": "fp8",
+    "fp32_flops": "fp32",
+}
+"""A GPU's rates, and what the catalogue and a description call them."""
+
+
 def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
     if entry is None:
         # 16-bit units are the same for both formats where there is bfloat16: one rate that was given says both
@@ -184,28 +194,18 @@ def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
     else:
         gpu = _rated(Gpu(0, f"{entry.vendor} {entry.name}", entry.memory_bytes, None, entry.capability), entry)
     return replace(
-        gpu,
+        _rated(gpu, spec),
         total_bytes=spec.mem or gpu.total_bytes,
         capability=spec.cc or gpu.capability,
-        bandwidth=spec.bandwidth or gpu.bandwidth,
-        bf16_flops=spec.bf16 or gpu.bf16_flops,
-        fp16_flops=spec.fp16 or gpu.fp16_flops,
-        fp8_flops=spec.fp8 or gpu.fp8_flops,
-        fp32_flops=spec.fp32 or gpu.fp32_flops,
         tdp_watts=spec.tdp or gpu.tdp_watts,
     )
 
 
-def _rated(gpu: Gpu, entry: CatalogEntry) -> Gpu:
-    return replace(
-        gpu,
-        bandwidth=entry.bandwidth,
-        bf16_flops=entry.bf16,
-        fp16_flops=entry.fp16,
-        fp8_flops=entry.fp8,
-        fp32_flops=entry.fp32,
-        tdp_watts=entry.tdp_watts,
-    )
+def _rated(gpu: Gpu, of: CatalogEntry | MachineSpec) -> Gpu:
+    """The GPU with the rates that are given there."""
+    rates: dict[str, Any] = {own: getattr(of, name) or getattr(gpu, own) for own, name in _RATES.items()}
+    watts = of.tdp_watts if isinstance(of, CatalogEntry) else gpu.tdp_watts
+    return replace(gpu, **rates, tdp_watts=watts)
 
 
 # --- this machine ----------------------------------------------------------------------------------------------------
@@ -229,7 +229,6 @@ def detect(environment: Mapping[str, str] | None = None) -> Hardware:
 
 
 def _mixed(hardware: Hardware) -> list[str]:
-    """What a person should know of GPUs that differ: which a plan goes by, and which can train together."""
     sizes = sorted({round(gpu.total_bytes / GIB, 1) for gpu in hardware.gpus})
     if len(hardware.alike) > 1:
         kinds = ", ".join(f"{len(group)} x {group[0].name}" for group in hardware.alike)

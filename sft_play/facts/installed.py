@@ -1,22 +1,32 @@
-"""Versions of installed packages, read from their files without importing them."""
+"""Versions of installed packages, read from their files without importing them, and what was measured with them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import importlib.util
+import json
+import logging
+import platform
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any, TypeVar
 
-from sft_play.facts.liger import PACKAGE
+from pydantic import TypeAdapter, ValidationError
+
+from sft_play.files import atomic
+from sft_play.files.cache import cache_dir
 
 COMPUTING = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 """Packages that compute on every rank: with two versions of one, two models would be trained."""
 LINEAR_ATTENTION = "flash-linear-attention"
 """The package with kernels for gated delta rules (Qwen3-Next, Qwen3.5); transformers looks for its module `fla`."""
-KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm", PACKAGE)
+LIGER = "liger-kernel"
+KERNEL_PACKAGES = (LINEAR_ATTENTION, "causal-conv1d", "mamba-ssm", LIGER)
 """Packages whose kernels run where they are installed, and slower code where not: in transformers' classes, and Liger's
 where `train.kernels` asks for them."""
 _CUDNN_PACKAGES = ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12")
@@ -104,3 +114,40 @@ def nccl_package() -> tuple[str, str] | None:
         if (version := version_of(name)) is not None:
             return name, version
     return None
+
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate")
+Found = TypeVar("Found")
+
+
+def remembered(
+    kind: str,
+    decides: Mapping[str, Any],
+    form: TypeAdapter[Found],
+    measure: Callable[[], Found],
+    *,
+    folder: Path | None = None,
+    keeps: bool = True,
+) -> Found:
+    """What was measured with the libraries' versions and these values before, read from the cache; else measured now.
+
+    Args:
+        decides: all that the answer depends on, but for the libraries.
+        folder: where it is kept (None: in the cache's own folder of that kind).
+        keeps: whether it may be kept; else it is always measured.
+    """
+    if not keeps:
+        return measure()
+    versions = {name: version_of(name) or "none" for name in LIBRARIES} | {"python": platform.python_version()}
+    text = json.dumps({**decides, "versions": versions}, sort_keys=True)
+    path = (folder or cache_dir() / kind) / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+    with contextlib.suppress(OSError, ValidationError):  # absent, or broken
+        return form.validate_json(path.read_bytes())
+    found = measure()
+    try:
+        atomic.write(path, form.dump_json(found).decode())
+    except OSError as error:  # a full disk costs the next start its time
+        logger.debug("%s cannot be kept: %s", path, error)
+    return found

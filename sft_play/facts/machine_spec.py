@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -75,32 +75,39 @@ class _Unreadable(Exception):
     """A value that its option does not accept; the text says what it accepts."""
 
 
-def _memory(text: str) -> int:
-    match = re.fullmatch(rf"{_NUMBER}\s*([KMGT]?)(I?)(B?)", text.upper())
-    if match is None or not (match[4] or match[3]):
-        value = 0
-    else:
-        value = round(float(match[1]) * (_BINARY[match[2] + "i"] if match[3] else _PREFIXES[match[2]]))
-    if not 2**20 <= value <= 2**50:
-        raise _Unreadable("a size with its unit, MiB, GiB, TiB, MB, GB or TB, such as 24GiB")
-    return value
+def _reader(
+    pattern: str, factor: Callable[[re.Match[str]], float], least: float, most: float, takes: str
+) -> Callable[[str], float]:
+    """What reads a number with its unit, between two limits; `takes` says what it accepts."""
+
+    def read(text: str) -> float:
+        match = re.fullmatch(pattern, text)
+        value = float(match[1]) * factor(match) if match else math.nan
+        if not least <= value <= most:
+            raise _Unreadable(takes)
+        return value
+
+    return read
 
 
-def _speed(text: str) -> float:
-    # case matters: B is a byte, b a bit
-    match = re.fullmatch(rf"{_NUMBER}\s*([KMGT]i?)(B|b|bit)(?:/s|ps|s)?", text)
-    value = float(match[1]) * {**_PREFIXES, **_BINARY}[match[2]] / (1 if match[3] == "B" else 8) if match else 0.0
-    if not 1e3 <= value <= 1e17:
-        raise _Unreadable("a rate with its unit, GB/s or TB/s (bytes), or Gbps (bits), such as 900GB/s or 400Gbps")
-    return value
-
-
-def _rate(text: str) -> float:
-    match = re.fullmatch(rf"{_NUMBER}\s*([GTP])(?:FLOPS?(?:/s)?|OPS?(?:/s)?)?", text, re.IGNORECASE)
-    value = float(match[1]) * _PREFIXES[match[2].upper()] if match else 0.0
-    if not 1e9 <= value <= 1e18:
-        raise _Unreadable("a dense rate with its unit, TFLOPS or PFLOPS, such as 165TFLOPS")
-    return value
+_memory = _reader(
+    rf"(?i){_NUMBER}\s*([KMGT]?)(i?b|i)",
+    lambda match: (_BINARY[match[2].upper() + "i"] if "i" in match[3].lower() else _PREFIXES[match[2].upper()]),
+    2**20, 2**50, "a size with its unit, MiB, GiB, TiB, MB, GB or TB, such as 24GiB",
+)  # fmt: skip
+_speed = _reader(
+    rf"{_NUMBER}\s*([KMGT]i?)(B|b|bit)(?:/s|ps|s)?",  # case matters: B is a byte, b a bit
+    lambda match: {**_PREFIXES, **_BINARY}[match[2]] / (1 if match[3] == "B" else 8),
+    1e3, 1e17, "a rate with its unit, GB/s or TB/s (bytes), or Gbps (bits), such as 900GB/s or 400Gbps",
+)  # fmt: skip
+_rate = _reader(
+    rf"(?i){_NUMBER}\s*([GTP])(?:FLOPS?(?:/s)?|OPS?(?:/s)?)?",
+    lambda match: _PREFIXES[match[2].upper()],
+    1e9, 1e18, "a dense rate with its unit, TFLOPS or PFLOPS, such as 165TFLOPS",
+)  # fmt: skip
+_watts = _reader(rf"{_NUMBER}\s*(k?)W?", lambda match: 1000 if match[2] else 1, 1, 100_000, "watts, such as 350W")
+_cores = _reader(r"([0-9]{1,6})", lambda match: 1, 1, math.inf, "a whole number from 1, such as 64")
+_price = _reader(_NUMBER, lambda match: 1, 0, math.inf, "a number without currency, per GPU and hour, such as 2.5")
 
 
 def _capability(text: str) -> tuple[int, int]:
@@ -110,40 +117,16 @@ def _capability(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _watts(text: str) -> int:
-    match = re.fullmatch(rf"{_NUMBER}\s*(k?)W?", text)
-    value = round(float(match[1]) * (1000 if match[2] else 1)) if match else 0
-    if not 1 <= value <= 100_000:
-        raise _Unreadable("watts, such as 350W")
-    return value
-
-
-def _cores(text: str) -> int:
-    value = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
-    if value < 1:
-        raise _Unreadable("a whole number from 1, such as 64")
-    return value
-
-
-def _price(text: str) -> float:
-    if re.fullmatch(_NUMBER, text) is None:
-        raise _Unreadable("a number without currency, per GPU and hour, such as 2.5")
-    return float(text)
-
-
-_READERS: dict[str, Callable[[str], object]] = {
-    "mem": _memory,
+_READERS: dict[str, Callable[[str], Any]] = {
+    "mem": lambda text: round(_memory(text)),
     "bandwidth": _speed,
-    "bf16": _rate,
-    "fp16": _rate,
-    "fp8": _rate,
-    "fp32": _rate,
+    **dict.fromkeys(("bf16", "fp16", "fp8", "fp32"), _rate),
     "link": _speed,
     "network": _speed,
-    "ram": _memory,
-    "cores": _cores,
+    "ram": lambda text: round(_memory(text)),
+    "cores": lambda text: round(_cores(text)),
     "cc": _capability,
-    "tdp": _watts,
+    "tdp": lambda text: round(_watts(text)),
     "price": _price,
 }
 _HOST_OPTIONS = ("ram", "cores")
@@ -221,10 +204,9 @@ def _with(spec: MachineSpec, name: str, value: str, where: str) -> MachineSpec:
     except _Unreadable as takes:
         raise HardwareError(f"{where}: {name} takes {takes}, not {one_line(value)!r}") from None
     if name == "link":
-        assert isinstance(read, float)
         note = f"link={value} is read as data sheets quote it, both directions: {read / 2e9:g} GB/s each way"
         return replace(spec, link=read / 2, notes=(*spec.notes, note))
-    return replace(spec, **{name: read})  # type: ignore[arg-type]
+    return replace(spec, **{name: read})
 
 
 # --- the YAML file ---------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
-"""Which attention code runs: one rule for the plan, which knows the shape, and the run, which knows the class; and one
-table of the kernels behind sdpa, which plan, trace, self-test and run read.
+"""Which attention code runs, by one rule for the plan, which knows the shape, and the run, which knows the class; the
+kernels behind sdpa, in one table that plan, trace, self-test and run read; and whether rows come with a mask.
 
 The table follows PyTorch 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); 2.11 and 2.12 have the same
 order. There cuDNN's kernel comes first on compute capability 9.x and 10.x, and it builds a graph for every new shape of
@@ -9,6 +9,11 @@ batches, evaluation, and generation, which has a new length for every token. Nor
 its backward pass is not safe: for heads wider than 128, which Hopper's forward pass takes, or of two widths.
 `TORCH_CUDNN_SDPA_AVOID_RECOMPILE` (https://github.com/pytorch/pytorch/pull/155958) helps neither masks nor other
 numbers of rows, and is experimental.
+
+Masks are decided from shapes, and measured before a run by `training.proofs.unmasked` and `training.proofs.boundaries`.
+Attention is causal and padding is at the end, so no token of a chat sees a padded place, mask or not. Chats that share
+a row are told apart by their boundaries: PyTorch's flash kernel takes those of many chats, and keys stay grouped; where
+it does not run, each chat is a call of its own. No S x S mask is held.
 """
 
 from __future__ import annotations
@@ -16,7 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, cast
 
+from sft_play.config.schema import RunConfig
 from sft_play.facts.installed import CudaLibraries
+from sft_play.facts.models.model_shape import ModelShape
 
 AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
 """Names of transformers' implementations."""
@@ -138,3 +145,66 @@ def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, 
 def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
     """Whether PyTorch's flash kernel runs for these numbers on this GPU, in heads of a usual width."""
     return sdpa_kernel(SdpaCall(64, 64, half=half), capability, cudnn=False) == "flash"
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+def why_masked(
+    config: RunConfig, shape: ModelShape, *, attention: str, capability: tuple[int, int] | None, on_gpu: bool
+) -> str | None:
+    """Why padded rows keep their mask, as the end of a sentence; None where they need none.
+
+    Args:
+        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
+    """
+    if attention == "eager":
+        return "eager attention computes every score, with a mask or without"
+    if shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
+        return "the balance loss of its experts leaves out padding by the mask"
+    if any(kind.attention == "none" for kind in shape.layers):
+        return "some of its layers carry a state from token to token, and read the mask"
+    if shape.alibi:
+        return "its positions are a bias that is added to a mask"
+    if on_gpu and capability is not None and capability < FLASH_SINCE:
+        return "flash attention does not run on this GPU"
+    if config.tuning.backend == "unsloth":
+        return "Unsloth has attention of its own, which is not measured here"
+    return None
+
+
+def why_no_boundaries(config: RunConfig, shape: ModelShape, *, attention: str) -> str | None:
+    """Why packs keep a mask between their chats, as the end of a sentence; None where their boundaries are enough."""
+    if config.model.attn_implementation != "auto":
+        return f"model.attn_implementation={config.model.attn_implementation}"
+    if attention != "sdpa":
+        return f"the model's class runs {attention} attention"
+    if any(kind.attention in ("none", "chunked") for kind in shape.layers):
+        return "some of its layers see a state or chunks, which boundaries do not say"
+    if shape.alibi:
+        return "its positions are a bias that is added to a mask"
+    if shape.attention_dropout:
+        return "attention between boundaries has no dropout"
+    if config.tuning.backend == "unsloth":
+        return "Unsloth has attention of its own, which is not measured here"
+    return None
+
+
+def why_one_by_one(shape: ModelShape, *, half: bool, capability: tuple[int, int] | None, device: str) -> str | None:
+    """Why each chat between boundaries is attended to by a call of its own, as the end of a sentence; None where one
+    call of PyTorch's flash kernel takes them all.
+
+    Args:
+        half: whether attention computes in fp16 or bf16.
+        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
+        device: `cuda`, `rocm` or `cpu`. On ROCm torch has the call by AOTriton since 2.11
+            (https://github.com/huggingface/kernels/pull/401).
+    """
+    if device not in ("cuda", "rocm"):
+        return f"no kernel for boundaries runs on {device}"
+    if shape.mla is not None:  # flash attention takes one width for all three
+        return "its keys and values have different widths"
+    if shape.head_dim > FLASH_HEAD:
+        return f"flash attention takes no heads wider than {FLASH_HEAD}"
+    if device == "cuda":
+        runs = flash_runs(half=half, capability=capability)
+        return None if runs else "flash attention does not run on this GPU in this precision"
+    return None if half else "flash attention does not run in this precision"

@@ -205,5 +205,4 @@ def correction(
 
 
 def _nearest(runs: list[Measured], is_near: Callable[[Measured], bool]) -> list[Measured]:
-    """The matching runs; all of them if none matches."""
     return [run for run in runs if is_near(run)] or runs

@@ -17,8 +17,15 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import PINNED, CudaLibraries
-from sft_play.facts.models.architecture import ModelShape
-from sft_play.planner.attention import AttentionName, prefers_cudnn, sdpa_kernel
+from sft_play.facts.models.model_shape import ModelShape
+from sft_play.planner.attention import (
+    AttentionName,
+    prefers_cudnn,
+    sdpa_kernel,
+    why_masked,
+    why_no_boundaries,
+    why_one_by_one,
+)
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
 from sft_play.planner.layout import SIMPLICITY, Layout
@@ -27,10 +34,8 @@ from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
 from sft_play.planner.memory.structure import sdpa_call
-from sft_play.planner.micro_batches import MicroBatches
-from sft_play.planner.padding import why_masked, why_no_boundaries, why_one_by_one
+from sft_play.planner.micro_batches import MicroBatches, RowTokens, average_passes
 from sft_play.planner.precision import Precision, Updates, with_updates
-from sft_play.planner.row_tokens import Passes, RowTokens, average_passes
 from sft_play.planner.speed.throughput import Rates, Speed, pass_overhead, predict_speed
 from sft_play.units import GIB, gib
 
@@ -70,6 +75,7 @@ class Candidate:
     layers: int
     rejected_because: str | None = None
     traced: bool = False
+    """Whether it was traced, and the larger of the two predictions counts."""
 
     @property
     def fits(self) -> bool:
@@ -363,13 +369,14 @@ def candidate_of(
     precision = job.precision_of(layout)
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
     if step.one_by_one and job.by_tokens and job.rows is not None:
-        # only the rows' own lengths can say which is faster
-        step = _faster(job, precision, step, _step_of(job, layout, batch, checkpointed, loss=loss, pads=True))
+        # every call costs its start, and padding is computed like text: only the rows' own lengths say which is faster
+        padded = _step_of(job, layout, batch, checkpointed, loss=loss, pads=True)
+        step = max(step, padded, key=lambda one: _speed_of(job, precision, one).tokens_per_s)
     walk = walk_of(job.config, job.shape, precision, step)
     if job.has_eval:
         # the evaluation's size follows from the training step's bytes, so the walk comes first
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))
-    step, memory, learned = walk.step, estimate_of(walk, precision), job.learned(layout)
+    step, memory, learned = walk.step, estimate_of(walk), job.learned(layout)
     speed = _speed_of(job, precision, step)
     raw = Raw(memory.reserved, speed.tokens_per_s)  # recorded beside the measurement when the run ends
     return Candidate(
@@ -386,15 +393,14 @@ def candidate_of(
     )
 
 
-def _faster(job: Job, precision: Precision, joined: Step, padded: Step) -> Step:
-    """Of a step whose chats are attended to one by one, and the same with padded rows, the one that is predicted to be
-    faster: every call costs its start, and padding is computed like text."""
-    return max(joined, padded, key=lambda step: _speed_of(job, precision, step).tokens_per_s)
-
-
 def _speed_of(job: Job, precision: Precision, step: Step) -> Speed:
     """The speed of a step on the run's own rows, where their lengths are known."""
-    passes = _passes_of(job, precision, step)
+    passes = None
+    if job.rows is not None:
+        layout = step.layout
+        effective, cut = step.micro_batch * step.grad_accum * layout.data_parallel, micro_batches(job, precision, step)
+        passes = average_passes(job.rows, cut, effective_batch=effective, ranks=layout.data_parallel)
+        passes = passes.shared_by(layout.context_parallel)
     return predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
 
 
@@ -431,19 +437,6 @@ def _step_of(
         capability=job.capability,
         pages=job.hardware.pages and bool(job.hardware.gpus),
     )
-
-
-def _passes_of(job: Job, precision: Precision, step: Step) -> Passes | None:
-    """What an average step of the run's own rows takes; None where their lengths are not known."""
-    if job.rows is None:
-        return None
-    passes = average_passes(
-        job.rows,
-        micro_batches(job, precision, step),
-        effective_batch=step.micro_batch * step.grad_accum * step.layout.data_parallel,
-        ranks=step.layout.data_parallel,
-    )
-    return passes.shared_by(step.layout.context_parallel)
 
 
 def micro_batches(job: Job, precision: Precision, step: Step) -> MicroBatches:

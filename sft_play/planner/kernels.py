@@ -1,4 +1,5 @@
-"""Which kernels a plan counts for norms, gated activations and rotations: the plain ones or Liger's.
+"""Which kernels a plan counts for norms, gated activations and rotations, the plain ones or Liger's; and which code
+runs a mixture's experts, by one rule for the plan, which knows the shape, and the run, which knows the class.
 
 A plan is made before the run has proven Liger's kernels, and on machines that lack them. What is counted errs on the
 side that fits: with `train.kernels: auto` the bytes of the plain code, which takes more, and the speed of what the run
@@ -8,15 +9,62 @@ package.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.liger import PACKAGE, REPLACED, VERSION, Replaced
+from sft_play.errors import ConfigError
+from sft_play.facts.installed import LIGER
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import Layout
+from sft_play.planner.precision import BYTES, SHORT, Precision
+
+LIGER_VERSION = "0.8.5"
+MULTIPROCESSORS = 188
+"""Rows of fp32 sums that a trained norm's gradient is added up from, one for each multiprocessor of the GPU: the most
+that a card of the catalogue has (RTX PRO 6000; an H100 has 132)."""
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What liger-kernel replaces of a model; norms over the hidden width always are."""
+
+    head_norms: bool = False
+    """Norms of queries and keys too."""
+    gate: bool = True
+    """The product of an activated gate and its partner."""
+    rotation: bool = True
+    """The rotation of queries and keys."""
+    in_place: bool = True
+    """A norm writes its input's gradient over its output's; not where the residual needs that one."""
+
+    @property
+    def words(self) -> str:
+        """What is replaced, as the end of a sentence."""
+        parts = ["norms", *(["gated activations"] if self.gate else []), *(["rotations"] if self.rotation else [])]
+        return f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else parts[0]
+
+
+_TYPES = {
+    "gemma granite hunyuan_v1_dense llama ministral mistral phi3 qwen2 smollm3": Replaced(),
+    "qwen3": Replaced(head_norms=True),
+    "gpt_oss mixtral": Replaced(gate=False),
+    "qwen3_moe": Replaced(head_norms=True, gate=False),
+    "deepseek_v2 deepseek_v3": Replaced(gate=False, rotation=False),
+    "gemma2": Replaced(in_place=False),
+    "gemma3_text": Replaced(head_norms=True, in_place=False),
+    "glm4": Replaced(rotation=False, in_place=False),
+}
+REPLACED: Mapping[str, Replaced] = {kind: replaced for kinds, replaced in _TYPES.items() for kind in kinds.split()}
+"""By model_type, from the package's own table and functions (liger_kernel/transformers/monkey_patch.py,
+MODEL_TYPE_TO_APPLY_LIGER_FN and the defaults of each function), as a run asks for them: of a model that is already
+built, without losses, and without experts, which keep their own code (sft_play/training/proofs/kernels.py). Types that
+the package knows and this table does not are planned with the plain code: those that no trace confirms (Qwen3-Next,
+Qwen3.5, Llama 4, Gemma 4, towers of image models), and those whose norms only follow attention and MLP (EXAONE 4, OLMo
+2 and 3), which the estimate of a block only approximates."""
+
 
 KernelsName = Literal["plain", "liger"]
 
@@ -53,15 +101,15 @@ def planned_kernels(
     setting = f"kernels: train.kernels={wish}: "
     problem = _problem(config, shape, layout, on_gpu=on_gpu)
     # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
-    if problem is None and wish == "auto" and PACKAGE in without:
-        problem = f"{PACKAGE} is not installed here"
+    if problem is None and wish == "auto" and LIGER in without:
+        problem = f"{LIGER} is not installed here"
     if problem is not None:
         return PlannedKernels(None, None, f"{setting}the plain ones, because {problem}")
     replaced = REPLACED[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
         replaced = replace(replaced, gate=False)
     words = f"{setting}Liger's for {replaced.words}"
-    check = f"if a measurement before the first step shows that they compute the same ({PACKAGE} {VERSION})"
+    check = f"if a measurement before the first step shows that they compute the same ({LIGER} {LIGER_VERSION})"
     if wish == "liger":
         return PlannedKernels(replaced, replaced, f"{words}, {check}")
     # auto may fall back to the plain code when the run starts, which must then still fit
@@ -94,5 +142,89 @@ def _problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bo
     if layout.tensor_parallel > 1:
         return "tensor-parallel ranks replace the same forwards"
     if shape.model_type not in REPLACED:
-        return f"{PACKAGE} {VERSION} has none for {one_line(shape.model_type)} that this plan knows"
+        return f"{LIGER} {LIGER_VERSION} has none for {one_line(shape.model_type)} that this plan knows"
     return None
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+ExpertsName = Literal["grouped_mm", "eager"]
+"""Names of transformers' implementations. Its `batched_mm` copies an expert's weights for every token, which only pays
+for single tokens of generation; `deepgemm` and `sonicmoe` load kernels from the hub."""
+
+ROW_BYTES = 16
+"""Rows of a grouped product's matrices begin at a multiple of this (PyTorch's `_grouped_mm`, `check_valid_strides`)."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """An implementation, and why it was chosen. `casts`: the weights of experts are cast to the dtype of the other
+    matrix products, which autocast does not do for grouped ones."""
+
+    name: ExpertsName
+    reason: str
+    casts: bool = False
+
+
+def experts_of(config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision) -> Experts:
+    """The implementation for a model with experts: grouped_mm unless its class, its widths or the config are against.
+
+    Args:
+        has_own_code: the class runs experts by code of its own, which no setting reaches.
+        widths: hidden width and inner width of an expert.
+
+    Raises:
+        ConfigError: grouped_mm is asked for by name, and cannot run.
+    """
+    wanted = config.model.experts_implementation
+    if wanted == "eager":
+        return Experts("eager", "eager, one expert after another, as model.experts_implementation says")
+    # the narrower dtype needs the larger multiple of elements
+    step = ROW_BYTES // min(BYTES[precision.compute], BYTES[precision.load])
+    odd = [width for width in widths if width % step]
+    problem = None
+    if has_own_code:
+        problem = "its class runs them by code of its own, which model.experts_implementation does not reach"
+    elif odd:
+        problem = f"grouped products need widths that are multiples of {step}, and one is {odd[0]}"
+    if problem is None:
+        return _grouped(precision)
+    if wanted == "grouped_mm":
+        raise ConfigError(
+            f"model.experts_implementation=grouped_mm: {one_line(config.model.name)} cannot run it, because {problem}; "
+            "use auto"
+        )
+    return Experts("eager", f"eager, not grouped_mm: {problem}")
+
+
+def _grouped(precision: Precision) -> Experts:
+    reason = "grouped_mm, one product for all experts of a block"
+    if precision.load == precision.compute or precision.compute == "float32":
+        return Experts("grouped_mm", reason)
+    low = SHORT[precision.compute]
+    why = f"; their {SHORT[precision.load]} weights are cast to {low} for it, as autocast casts those of other products"
+    return Experts("grouped_mm", reason + why, casts=True)
+
+
+def planned_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Experts | None:
+    """The implementation for the experts of a shape; None where there are none.
+
+    Raises:
+        ConfigError: the config names one that cannot run, or there are no experts.
+    """
+    kinds = [kind for kind in shape.layers if kind.num_experts]
+    if not kinds:
+        refuse_without_experts(config)
+        return None
+    # the width of experts in code that is not known is not known either
+    widths = sorted({shape.hidden_size, *(kind.expert_width for kind in kinds if kind.expert_width)})
+    return experts_of(config, has_own_code=shape.own_experts, widths=widths, precision=precision)
+
+
+def refuse_without_experts(config: RunConfig) -> None:
+    """Raises ConfigError where an implementation is named for a model that has no experts."""
+    wanted = config.model.experts_implementation
+    if wanted != "auto":
+        raise ConfigError(
+            f"model.experts_implementation={wanted}: {one_line(config.model.name)} has no experts that it could reach; "
+            "leave it at auto"
+        )

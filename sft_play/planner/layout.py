@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import ModelShape
 from sft_play.facts.models.families import TENSOR_PARALLEL
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.gradients import refusal
 from sft_play.planner.mesh import Mesh, mesh_of, mesh_words
 from sft_play.planner.precision import Updates, choose_precision
@@ -274,7 +274,6 @@ def _imaginable(config: RunConfig, hardware: Hardware, count: int) -> list[Layou
 
 
 def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
-    """Why the libraries cannot run the layout for this job; None where they can."""
     optim = config.train.optim
     if config.train.compile and (because := not_compiled(layout)):
         return because

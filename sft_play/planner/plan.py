@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import PINNED, CudaLibraries
-from sft_play.facts.models.architecture import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner import calibration
 from sft_play.planner.attention import attention_of
 from sft_play.planner.batching import BatchPlan
@@ -30,21 +30,16 @@ from sft_play.planner.candidates import (
     weigh,
     weigh_updates,
 )
-from sft_play.planner.experts import planned_experts
-from sft_play.planner.generation import answer_tokens
-from sft_play.planner.kernels import CountedKernels, counted_kernels
+from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_experts
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
-from sft_play.planner.lora_targets import check_targets
-from sft_play.planner.memory.estimate import MemoryEstimate
+from sft_play.planner.memory.estimate import MemoryEstimate, answer_tokens
 from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.step_memory import is_padded
-from sft_play.planner.memory.structure import repeats_kv
-from sft_play.planner.micro_batches import MicroBatches
+from sft_play.planner.memory.structure import check_targets, repeats_kv
+from sft_play.planner.micro_batches import MicroBatches, RowTokens
 from sft_play.planner.precision import Precision, Updates, choose_precision
-from sft_play.planner.reasons import reasons_of
-from sft_play.planner.rejections import shown
-from sft_play.planner.row_tokens import RowTokens
-from sft_play.planner.speed import compiled
+from sft_play.planner.reasons import reasons_of, shown
+from sft_play.planner.speed.other_code import compile_s, refuse_beside_compiling
 from sft_play.planner.speed.speed_error import SpeedError, speed_error
 from sft_play.planner.speed.throughput import Speed, rates_of, utilisation
 from sft_play.units import GIB
@@ -175,21 +170,6 @@ class Plan:
         return self.choice.fits
 
     @property
-    def confirmed_by_trace(self) -> bool:
-        """Whether the choice was traced, and the larger of the two predictions used."""
-        return self.choice.traced
-
-    @property
-    def checkpointed_layers(self) -> int:
-        """Layers whose activations are recomputed in the backward pass."""
-        return self.choice.checkpointed
-
-    @property
-    def gradient_checkpointing(self) -> bool | str:
-        """True for all layers, False for none, else `selective`."""
-        return self.choice.checkpointing
-
-    @property
     def hours(self) -> float | None:
         """Hours of the whole run with its compiling, and every row at full length where the rows' lengths are not
         known; None where the work or the speed is unknown."""
@@ -315,7 +295,10 @@ def make_plan(
     job, candidates, refused = _weighed(request, job, keeps_params=keeps_params)
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
     speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
-    kernels, repeated = _counted_kernels(job, chosen), _repeats_kv(job, chosen)
+    step, half = chosen.step, chosen.precision.compute != "float32"
+    repeated = step.repeats_kv and step.on_gpu
+    repeated &= repeats_kv(shape, attention=step.attention, half=half, capability=step.capability)
+    kernels = _counted_kernels(job, chosen)
     return Plan(
         choice=chosen,
         precision=chosen.precision,
@@ -323,7 +306,7 @@ def make_plan(
         repeats_kv=repeated,
         eval_batch=chosen.step.eval_batch or eval_batch(walk_of(config, shape, chosen.precision, chosen.step)),
         masked_bytes=_masked_bytes(job, chosen),
-        answer_tokens=answer_tokens(shape, chosen),
+        answer_tokens=answer_tokens(shape, chosen.precision, chosen.step, chosen.memory),
         budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
@@ -339,7 +322,7 @@ def make_plan(
         micro_batches=micro_batches(job, chosen.precision, chosen.step),
         row_tokens=job.rows,
         kernels=kernels,
-        compile_s=compiled.compile_s(config, shape),
+        compile_s=compile_s(config, shape),
         activations_from="trace" if chosen.traced else "blocks" if shape.meter is None else "measured",
     )
 
@@ -352,16 +335,14 @@ def refuse(request: PlanRequest) -> None:
 
 
 def _refuse_settings(request: PlanRequest) -> None:
-    """Raises ConfigError for settings that no layout can change."""
     check_targets(request.config, request.shape)
-    compiled.refuse(request.config)
+    refuse_beside_compiling(request.config)
     planned_experts(request.config, request.shape, choose_precision(request.config, request.hardware, request.shape))
 
 
 def _weighed(
     request: PlanRequest, job: Job, *, keeps_params: bool
 ) -> tuple[Job, list[Candidate], tuple[NotPossible, ...]]:
-    """The job with its weight updates decided, its candidates, and the layouts that are not possible."""
     layouts, refused = _layouts(request, keeps_params=keeps_params)
     job, candidates = weigh_updates(job, layouts)
     # context parallelism is slower wherever a whole row fits a GPU: weighed only where nothing else fits
@@ -403,34 +384,26 @@ def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """The plan that `as_json` wrote, for a rank that receives it: equal in every field, nothing is decided again."""
-    run = data["run"]
-    choice = candidate_from_json(data)
+    run, choice = data["run"], candidate_from_json(data)
+    as_written = ("max_seq_len", "repeats_kv", "eval_batch", "answer_tokens", "model_params", "speed_known", "mfu")
+    later = {"masked_bytes": None, "compile_s": 0.0, "activations_from": "blocks", "deepspeed": None}
     return Plan(
+        **{name: data[name] for name in as_written},
+        **{name: data.get(name, before) for name, before in later.items()},
         choice=choice,
         precision=Precision(**data["precision"]),
-        max_seq_len=data["max_seq_len"],
-        repeats_kv=data["repeats_kv"],
-        eval_batch=data["eval_batch"],
-        masked_bytes=data.get("masked_bytes"),
-        answer_tokens=data["answer_tokens"],
         budget_bytes=choice.room.device,
-        model_params=data["model_params"],
         hardware=Hardware.from_json(data["hardware"]),
         reasons=tuple(data["reasons"]),
         candidates=tuple(candidate_from_json(candidate) for candidate in data["candidates"]),
         not_possible=tuple(NotPossible(**item) for item in data["not_possible"]),
         suggestions=tuple(Suggestion(**way) for way in data["ways_out"]),
         not_enough=tuple(Suggestion(**way) for way in data["not_enough"]),
-        speed_known=data["speed_known"],
         speed_error=SpeedError(**data["speed_error"]) if data.get("speed_error") else None,
-        mfu=data["mfu"],
         work=None if run is None else Work(run["steps"], run["tokens"]),
         micro_batches=MicroBatches(**data["micro_batches"]),
         row_tokens=RowTokens.from_json(data["row_tokens"]),
         kernels=CountedKernels(**data["kernels"]) if data.get("kernels") else None,
-        compile_s=data.get("compile_s", 0.0),
-        activations_from=data.get("activations_from", "blocks"),
-        deepspeed=data.get("deepspeed"),
     )
 
 
@@ -527,13 +500,6 @@ def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
         job, chosen.layout, chosen.batch, chosen.checkpointed, eval_rows=step.eval_batch, masks=True
     )  # fmt: skip
     return max(masked.memory.required, chosen.memory.required)
-
-
-def _repeats_kv(job: Job, chosen: Candidate) -> bool:
-    """Whether the run's sdpa repeats keys and values."""
-    step, half = chosen.step, chosen.precision.compute != "float32"
-    repeats = repeats_kv(job.shape, attention=step.attention, half=half, capability=step.capability)
-    return repeats and step.repeats_kv and step.on_gpu
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> None:

@@ -4,13 +4,88 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.fp16 import LARGEST, Overflow, overflow_of
 from sft_play.facts.models.model_shape import ModelShape
+
+LARGEST = 65_504
+"""The largest finite number of fp16."""
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """What exceeds fp16's range: `what` was seen, at `source`, in models of type `family`."""
+
+    family: str
+    what: str
+    source: str
+    only_with: Literal["eager", "attention_dropout"] | None = None
+    """What a run must use for it to happen: eager attention, which makes logits in the compute dtype before it scales
+    them (sdpa and flash keep them in fp32), or a config.json with attention dropout."""
+    in_backward: bool = False
+    """Only gradients do: loss scaling handles that by skipping steps until its scale is small enough."""
+
+    @property
+    def seen(self) -> str:
+        """What was seen, in words that follow a colon."""
+        return f"in {self.family} models {self.what} ({self.source})"
+
+
+_GITHUB = "https://github.com"
+_UNSLOTH = f"{_GITHUB}/unslothai/unsloth"
+_VLLM = f"{_GITHUB}/vllm-project/vllm"
+_LOGITS = "attention logits exceed it with eager attention"
+
+_SEEN: tuple[tuple[Any, ...], ...] = (
+    ("gemma2 plamo2", "activations exceed it", f"{_VLLM}, config/model.py"),  # also huggingface.co/blog/gemma2
+    ("gemma3 gemma3_text", "activations reach 800,000", f"{_UNSLOTH}/pull/4014"),  # also transformers#36822, #39972
+    ("gemma3n gemma3n_text", "activations exceed it", f"{_UNSLOTH}-zoo, model_lists.py"),
+    # E2B and E4B; unsloth#4875 measured 2,080 elsewhere and was taken back
+    ("gemma4 gemma4_text gemma4_unified gemma4_unified_text", "the MLP's product becomes infinite",
+     f"{_UNSLOTH}-zoo/pull/600"),
+    ("glm4", "activations become NaN", f"{_VLLM}/issues/17154"),
+    # also onnxruntime-genai#2444, and Unsloth's list for both sizes
+    ("gpt_oss", "the residual stream reaches 92,000 in the last layers of 36", f"{_GITHUB}/ROCm/hip-ep/pull/168"),
+    ("deepseek_v2", "activations exceed it", f"{_VLLM}/pull/13232"),
+    ("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text", "its gated delta net becomes NaN",
+     f"{_UNSLOTH}-zoo, model_lists.py"),
+    ("granitemoehybrid", "the shared MLP's product reaches 65,000", f"{_UNSLOTH}-zoo, temporary_patches"),
+    # 3.0 to 3.2; later ones have no attention dropout
+    ("granite", "with attention dropout the MLP's product reaches 85,000", f"{_UNSLOTH}, models/_utils.py",
+     "attention_dropout"),
+    ("qwen3_moe glm4_moe glm4_moe_lite", "gradients exceed it", f"{_UNSLOTH}-zoo/pull/866", None, True),
+    ("phi", _LOGITS, f"{_GITHUB}/huggingface/transformers/pull/28163", "eager"),
+    ("phi3 gpt_neox", _LOGITS, f"{_GITHUB}/ggml-org/llama.cpp/issues/7805", "eager"),
+    ("qwen2", _LOGITS, f"{_GITHUB}/QwenLM/Qwen3/issues/868", "eager"),
+    ("granitemoe", _LOGITS, f"{_GITHUB}/ikawrakow/ik_llama.cpp/pull/102", "eager"),
+)  # fmt: skip
+"""Model types, text towers under their own, and the fields of `Overflow`: what was seen, and where, in other libraries'
+lists and threads. Left out, because sources contradict each other or it was not seen in a forward pass: deepseek_v3
+(vllm#14809 saw it in deepseek_v2 only), gpt_neo (transformers#11076 against DeepSpeed#1112), falcon_h1
+(unsloth-zoo#212)."""
+OVERFLOWS = {kind: Overflow(kind, *seen) for kinds, *seen in _SEEN for kind in kinds.split()}
+"""By model_type of config.json."""
+
+
+def overflow_of(model_type: str, *, eager: bool = False, attention_dropout: float = 0.0) -> Overflow | None:
+    """What is known to exceed fp16's range in a model of this type with these settings; None if nothing."""
+    overflow = OVERFLOWS.get(model_type)
+    in_use = {"eager": eager, "attention_dropout": attention_dropout > 0, None: True}
+    return overflow if overflow is not None and in_use[overflow.only_with] else None
+
+
+def fault(model_type: str, overflow: Overflow | None) -> str:
+    """What a non-finite loss or gradients mean in fp16, and what to do."""
+    evidence = f"known: {overflow.seen}" if overflow else f"{model_type} is not among the families known for it"
+    return (
+        f"activations or gradients left fp16's range, which ends at {LARGEST:,} ({evidence}); compute in fp32 "
+        "(train.fp16=false train.bf16=false) or, on a GPU that has it, bf16 (train.fp16=false train.bf16=true), or "
+        "lower train.learning_rate"
+    )
+
 
 DtypeName = Literal["bfloat16", "float16", "float32"]
 
@@ -100,7 +175,12 @@ def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -
         return "float32", "fp32: the fastest and most exact on a CPU"
     without = [gpu.name for gpu in hardware.gpus if not gpu.has_bf16]
     if train.fp16 and overflow is not None:
-        raise ConfigError(_refusal(overflow, has_bf16=not without))
+        sdpa = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
+        raise ConfigError(
+            f"train.fp16: true, whose range ends at {LARGEST:,}: {overflow.seen}, and the loss would be NaN; {sdpa}"
+            "compute in bf16 where the GPU has it (train.fp16=false train.bf16=true), else in fp32 (train.fp16=false "
+            "train.bf16=false), or take another model"
+        )
     if train.fp16:
         return "float16", "fp16 because train.fp16 is true"
     if train.bf16 is False:
@@ -110,15 +190,3 @@ def _compute(config: RunConfig, hardware: Hardware, overflow: Overflow | None) -
     if without:
         return "float16", f"fp16 instead of bf16: {without[0]} has no bf16 units"
     return "bfloat16", "bf16: the GPU has it" if train.bf16 == "auto" else "bf16 because train.bf16 is true"
-
-
-def _refusal(overflow: Overflow, *, has_bf16: bool) -> str:
-    """Why fp16 is refused although it is asked for, and what to do instead, bf16 first where the GPUs have it."""
-    bf16 = "bf16 (train.fp16=false train.bf16=true)"
-    fp32 = "fp32 (train.fp16=false train.bf16=false)"
-    ways = f"{bf16} or {fp32}" if has_bf16 else f"{fp32} or, on a GPU that has it, {bf16}"
-    sdpa = "use model.attn_implementation=sdpa, " if overflow.only_with == "eager" else ""
-    return (
-        f"train.fp16: true, whose range ends at {LARGEST:,}: {overflow.seen}, and the loss would be NaN; "
-        f"{sdpa}compute in {ways}, or take another model"
-    )

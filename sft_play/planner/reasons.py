@@ -1,22 +1,39 @@
-"""Why a plan is as it is, a line each: what `make plan` prints as `Because:` and `plan.json` keeps."""
+"""Why a plan is as it is, a line each: what `make plan` prints as `Because:` and `plan.json` keeps; at the end the
+candidates that it shows beside its choice, each with why it was not chosen."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from sft_play.config.schema import RunConfig
+from sft_play.facts.installed import LINEAR_ATTENTION, unsound
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.batching import arithmetic
-from sft_play.planner.candidates import Candidate, Job, micro_batches, needs_words
+from sft_play.planner.candidates import (
+    AS_FAST,
+    Candidate,
+    Job,
+    candidate_of,
+    choose,
+    fastest,
+    least,
+    micro_batches,
+    needs_words,
+)
 from sft_play.planner.gradients import effects
-from sft_play.planner.kernels import CountedKernels, planned_kernels
+from sft_play.planner.kernels import CountedKernels, planned_experts, planned_kernels
+from sft_play.planner.layout import SIMPLICITY
+from sft_play.planner.memory.loading_and_saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.measured_walk import MeasuredWalk, walk_of
 from sft_play.planner.memory.model_states import loads_by_unit
-from sft_play.planner.memory.saving import WHOLE_BYTES, WHOLE_SAVE_S
 from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.precision import SHORT
-from sft_play.planner.speed import compiled
-from sft_play.planner.speed.slow_code import slow_words
-from sft_play.units import GIB
+from sft_play.planner.speed.other_code import compiling_words
+from sft_play.planner.speed.speed_error import SpeedError, speed_error
+from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed
+from sft_play.units import GIB, gib
 
 REPEATED_KEYS = (
     "attention: keys and values are repeated for all heads, because flash attention, the only kernel that "
@@ -76,7 +93,7 @@ def reasons_of(
         *slow_words(job.config, job.shape, chosen, job.rates.without),
         *_kernel_words(job, chosen, kernels),
         *notes,
-        *compiled.words(job.config, job.shape),
+        *compiling_words(job.config, job.shape),
         *_adapters_in_bf16(job.config, chosen),
         *_unknown_of_unsloth(job.config, chosen),
         *_advice(chosen),
@@ -84,7 +101,6 @@ def reasons_of(
 
 
 def _activation_words(walk: Walk) -> list[str]:
-    """How the activations of a class that the tables do not know were measured."""
     if not isinstance(walk, MeasuredWalk):
         return []
     how = "few real tokens on the CPU, carried on" if walk.on_cpu else "tensors without bytes"
@@ -92,7 +108,6 @@ def _activation_words(walk: Walk) -> list[str]:
 
 
 def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
-    """Which kernels are counted, and what the plain ones would need."""
     step = chosen.step
     planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
     if planned is None or counted is None:
@@ -103,14 +118,12 @@ def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -
 
 
 def _adapter_words(job: Job) -> list[str]:
-    """Where a class that the table does not have gets no adapters."""
     if job.config.tuning.mode == "full" or job.shape.adapters is None:
         return []
     return [f"adapters: {words}" for words in job.shape.adapters.words]
 
 
 def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
-    """The effect of tuning.lora.dtype=bfloat16."""
     lora, layout = config.tuning.lora, chosen.layout
     if config.tuning.mode == "full" or lora.dtype != "bfloat16":
         return []
@@ -123,7 +136,6 @@ def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
 
 
 def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
-    """What this plan does not know about a run on Unsloth."""
     if config.tuning.backend != "unsloth":
         return []
     note = "tuning.backend=unsloth: memory and speed are those of backend bnb; Unsloth itself was not measured"
@@ -190,7 +202,6 @@ def _sharded_checkpoint_words(chosen: Candidate) -> str:
 
 
 def _packing_words(job: Job, chosen: Candidate) -> str:
-    """How chats that share a row are told apart, and why."""
     if chosen.step.varlen:
         return f", several chats to a row, told apart by their boundaries, without a mask{_calls_words(job, chosen)}"
     if chosen.step.attention == "flash_attention_2":  # their position ids start anew
@@ -214,13 +225,11 @@ def _padding_words(job: Job, chosen: Candidate) -> str:
 
 
 def _calls_words(job: Job, chosen: Candidate) -> str:
-    """Why each chat is attended to by itself, where it is."""
     because = job.one_by_one_because(chosen.precision)
     return f", each attended to by a call of its own ({because})" if chosen.step.one_by_one else ""
 
 
 def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
-    """How many rows are evaluated at once, with their memory beside that of a training step."""
     rows, moments = chosen.step.eval_batch, chosen.memory.moments
     given = " (eval.batch_size is given)" if config.eval.batch_size != "auto" else ""
     step = max(size for name, size in moments.items() if name not in ("evaluation", "saving"))
@@ -231,7 +240,6 @@ def _evaluation_words(config: RunConfig, chosen: Candidate) -> str:
 
 
 def _advice(chosen: Candidate) -> list[str]:
-    """What may fail, or does not fit, although the plan is the best there is."""
     reasons = []
     if chosen.step.pages and (chosen.offloads or chosen.step.offloads):
         need = f"{chosen.host_required / GIB:.1f} GiB of RAM are page-locked for offload"
@@ -242,3 +250,135 @@ def _advice(chosen: Candidate) -> list[str]:
     if not chosen.fits:
         reasons.append(f"nothing fits: the closest is predicted to need {needs_words(chosen, terms=3)}")
     return reasons
+
+
+# --- the others -------------------------------------------------------------------------------------------------------
+def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
+    """The candidates worth showing, each with why it was not chosen: every micro-batch of the chosen layout and
+    checkpointing, every checkpointing with the chosen micro-batch, and the best of each other layout."""
+    kept: dict[Any, Candidate] = {chosen.key: chosen}
+    for candidate in candidates:
+        same_layout = candidate.layout == chosen.layout
+        same_batch = candidate.batch.micro_batch == chosen.batch.micro_batch
+        if same_layout and (same_batch or candidate.checkpointed == chosen.checkpointed):
+            kept.setdefault(candidate.key, candidate)
+    for layout in {candidate.layout: None for candidate in candidates}:
+        mine = [candidate for candidate in candidates if candidate.layout == layout]
+        best = choose(mine) or least(mine)
+        kept.setdefault(best.key, best)
+    whole = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss="logits")
+    # full logits are shown only for comparison: training always computes the loss in chunks
+    if chosen.fits or not whole.fits:
+        kept.setdefault(whole.key, whole)
+    speed = fastest(candidates)
+    return [
+        candidate
+        if candidate.key == chosen.key
+        else dataclasses.replace(candidate, rejected_because=because(job, candidate, chosen, best=speed))
+        for candidate in kept.values()
+    ]
+
+
+def because(job: Job, candidate: Candidate, chosen: Candidate, *, best: float) -> str:
+    """Why a candidate was not chosen, with numbers; `best`: tokens per second of the fastest that fits."""
+    if not candidate.fits:
+        return f"needs {needs_words(candidate, terms=1)}"
+    if candidate.step.loss != chosen.step.loss:
+        more = candidate.memory.allocated - chosen.memory.allocated
+        # less than 0.05 GiB would be printed as 0.0 GiB more
+        if more < GIB // 20:
+            full, chunked = gib(candidate.memory.allocated), gib(chosen.memory.allocated)
+            return f"full logits: {full} GiB allocated; the chunked loss, which training uses, {chunked}"
+        return f"full logits: {gib(more)} GiB more for the same loss"
+    ratio = candidate.speed.tokens_per_s / chosen.speed.tokens_per_s
+    error = speed_error(job.shape, chosen.precision, job.hardware, chosen.step)
+    if candidate.layout != chosen.layout:
+        return _layout_reason(job, candidate, chosen, ratio, error)
+    if candidate.speed.tokens_per_s < AS_FAST * best:
+        word = "predicted" if job.rates.known else "with typical rates"
+        of_best = candidate.speed.tokens_per_s / best
+        if error.is_within(of_best):
+            return f"{word} slower than the fastest that fits, but about as fast within ±{error.share:.0%}"
+        return f"{word} {1 - of_best:.1%} slower than the fastest that fits"
+    more = candidate.memory.required - chosen.memory.required
+    faster = "about as fast" if ratio >= 1.001 else "not faster"
+    return (
+        f"{faster}, {gib(more)} GiB more" if more > 0 else (f"{faster}, {gib(candidate.memory.required)} GiB as well")
+    )
+
+
+def _layout_reason(job: Job, candidate: Candidate, chosen: Candidate, ratio: float, error: SpeedError) -> str:
+    if candidate.layout.offloads_states and not chosen.layout.offloads_states:
+        needed = f"; it needs {gib(candidate.host_required)} GiB of RAM on each node"
+        return f"offload is not needed: {_fits_at(job, chosen)}{needed}"
+    is_less_simple = SIMPLICITY.index(candidate.layout.name) > SIMPLICITY.index(chosen.layout.name)
+    text = f"{'not needed' if is_less_simple else 'another is preferred'}: {_fits_at(job, chosen)}"
+    moved = candidate.speed.moved_bytes - chosen.speed.moved_bytes
+    if abs(moved) >= GIB // 10:
+        text += f" and moves {abs(moved) / GIB:.1f} GiB {'less' if moved > 0 else 'more'} per step"
+    if ratio < AS_FAST or not is_less_simple:
+        text += f"; this is predicted {speed_words(ratio, error)}"
+    return text
+
+
+def speed_words(ratio: float, error: SpeedError | None = None) -> str:
+    """A speed relative to another in words: `3% slower`, `12% faster`, `as fast`; `about as fast` within the error."""
+    if error is not None and error.is_within(ratio):
+        return "about as fast"
+    percent = f"{abs(ratio - 1):.0%}"
+    if percent == "0%":
+        return "as fast"
+    return f"{percent} {'faster' if ratio > 1 else 'slower'}"
+
+
+def _fits_at(job: Job, chosen: Candidate) -> str:
+    return f"{chosen.layout.name} fits at {gib(chosen.memory.required)} of {gib(job.budget)} GiB"
+
+
+# --- slower code than there is ----------------------------------------------------------------------------------------
+PUBLISHED = {
+    LINEAR_ATTENTION: "Qwen3.5-9B on 8 B200: 1.22 s a step without it, 0.70 s with it",
+    "causal-conv1d": "Qwen3.5-9B on 8 B200: at most 0.1 s of a step of 0.70 s",
+}
+"""What others measured: https://github.com/huggingface/transformers/issues/48718, and the baseline of 0.605 s with both
+packages and a smaller Trainer loop in https://github.com/huggingface/transformers/pull/48915."""
+
+
+def slow_words(config: RunConfig, shape: ModelShape, chosen: Candidate, without: Collection[str]) -> list[str]:
+    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package
+    that is missing, with what it costs."""
+    eager = eager_words(config, shape, chosen)
+    experts = planned_experts(config, shape, chosen.precision)
+    cast = [f"experts: {experts.reason}"] if experts is not None and experts.casts else []
+    return [*([f"experts: {eager}"] if eager else []), *cast, *missing_words(shape, chosen, without).values()]
+
+
+def eager_words(config: RunConfig, shape: ModelShape, chosen: Candidate) -> str | None:
+    """Why experts run one after another, or by their class's own code, and what it costs; None where they do not."""
+    experts = planned_experts(config, shape, chosen.precision)
+    if experts is None or experts.name != "eager":
+        return None
+    return f"{experts.reason}{_cost(chosen.speed, EXPERTS_PART)}"
+
+
+def missing_words(shape: ModelShape, chosen: Candidate, without: Collection[str]) -> dict[str, str]:
+    """For each package of `without` whose kernels the model's class would run on this GPU: a line with what that
+    costs, as far as it is known, and why to leave it so where its kernels fail there."""
+    if chosen.step.capability is None:
+        return {}
+    words = {}
+    for name in shape.kernel_packages:
+        if name not in without:
+            continue
+        cost = f" (published: {PUBLISHED[name]})" if LINEAR_ATTENTION in shape.kernel_packages else ""
+        if name == LINEAR_ATTENTION:
+            cost = f"{_cost(chosen.speed, LINEAR_PART)}{cost}"
+        why_not = unsound(name, chosen.step.capability)
+        leave = f"; leave it so: {why_not}" if why_not else ""
+        words[name] = f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}{leave}"
+    return words
+
+
+def _cost(speed: Speed, part: str) -> str:
+    seconds = speed.parts.get(part, 0.0)
+    return f": {seconds:.3g} s of a step of {speed.step_s:.3g} s, by the roofline" if seconds else ""

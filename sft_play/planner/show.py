@@ -13,7 +13,7 @@ from rich.table import Table
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware
-from sft_play.planner.advice.whatif import Largest
+from sft_play.planner.advice.questions import Largest
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.plan import Plan
 from sft_play.planner.precision import SHORT
@@ -54,7 +54,6 @@ def detected_lines(hardware: Hardware) -> list[str]:
 
 
 def _host_words(hardware: Hardware) -> str:
-    """The host, as far as it is known for the machine of the plan."""
     ram = f"{hardware.ram_bytes / GIB:.1f} GiB"
     if not hardware.named:
         return f"{hardware.cpu_name}, {hardware.cpu_cores} cores, {ram} of RAM"
@@ -218,7 +217,6 @@ def table_lines(plan: Plan) -> list[str]:
 
 
 def _checkpointing(candidate: Candidate) -> str:
-    """`on`, `off`, or how many layers."""
     return candidate.checkpointing_words.removeprefix("checkpointing ").removeprefix("in ")
 
 

@@ -8,8 +8,7 @@ from datetime import UTC, datetime
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
-from sft_play.facts.gpus.gpu_catalog import find
-from sft_play.facts.gpus.gpu_prices import PRICES, Price, cheapest
+from sft_play.facts.gpus.gpu_catalog import Price, all_prices, cheapest, find
 from sft_play.facts.hardware import Hardware, named
 from sft_play.planner.advice.budget import Budget, budget_of, offer_of
 from sft_play.planner.advice.suggestions import look
@@ -74,7 +73,7 @@ def _prices_of(machine: Hardware) -> Iterator[Price]:
     """The prices of such a machine, or of one of its nodes."""
     entry = next(iter(find(machine.gpus[0].name)), None)
     if entry is not None:
-        yield from (one for one in PRICES if one.gpu == entry.name and machine.gpus_per_node in one.counts)
+        yield from (one for one in all_prices() if one.gpu == entry.name and machine.gpus_per_node in one.counts)
 
 
 def _name(machine: Hardware) -> str:

@@ -15,15 +15,10 @@ from sft_play.data.build.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries, missing_kernels
-from sft_play.facts.models.architecture import (
-    ModelShape,
-    UnknownArchitecture,
-    config_json,
-    parse_config,
-    refuse_quantised,
-    refuse_remote_code,
-    text_only,
-)
+from sft_play.facts.models.architecture import config_json, refuse_quantised, refuse_remote_code, text_only
+from sft_play.facts.models.config_fields import UnknownArchitecture
+from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.launch.device import machine_for
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.launch_options import LaunchOptions
@@ -31,9 +26,9 @@ from sft_play.planner import calibration, show
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
+from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan, refuse
 from sft_play.planner.precision import choose_precision
-from sft_play.planner.row_tokens import RowTokens
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
@@ -59,7 +54,7 @@ def shape_for(config: RunConfig) -> ModelShape:
     except UnknownArchitecture as error:
         logger.info("%s; its class is measured on the meta device", error)
         from sft_play.trace.block_meter import meter_of
-        from sft_play.trace.remembered import cached_shape
+        from sft_play.trace.confirm import cached_shape
 
         shape = cached_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
         own_code = model.name if model.trust_remote_code and fields.get("auto_map") else None

@@ -8,26 +8,25 @@ run on tensors without bytes runs on the CPU with few real tokens.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.facts.host import memory
+from sft_play.facts.installed import remembered
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.facts.remembered import keep, place_of
 from sft_play.log import one_line
 from sft_play.planner.layout import SINGLE
-from sft_play.planner.memory.block_spec import Numbers
-from sft_play.planner.memory.measured import MeasuredPass, Way, between
+from sft_play.planner.memory.measured_walk import MeasuredPass, Way, between
 from sft_play.planner.memory.step_memory import Step, is_padded
+from sft_play.planner.memory.structure import Numbers
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.heap import importing
 from sft_play.trace.confirm import row_mask, settings_of
@@ -101,13 +100,7 @@ class BlockMeter:
         return blocks.passed(batch, step.length)
 
     def _settings(
-        self,
-        config: RunConfig,
-        shape: ModelShape,
-        precision: Precision,
-        step: Step,
-        numbers: Numbers,
-        way: Way,
+        self, config: RunConfig, shape: ModelShape, precision: Precision, step: Step, numbers: Numbers, way: Way
     ) -> StepSettings:
         # DeepSpeed's adapters of half the width would be measured apart, and hardly differ
         alone = replace(
@@ -166,15 +159,11 @@ class Blocks:
             "settings": self.settings.as_json(), "way": self.way, "places": self.places,
             "accumulates": self.accumulates, "batches": batches, "length": length, "blocks": BLOCKS_VERSION,
         }  # fmt: skip
-        path = place_of("blocks", None, decides)
-        if path not in _seen:
-            with contextlib.suppress(OSError, ValidationError):
-                _seen[path] = _PASSES.validate_json(path.read_bytes())
-        if path not in _seen:
-            _seen[path] = self.measure(batches, length)
-            if self.settings.code is None:
-                keep(path, _PASSES.dump_json(_seen[path]).decode())
-        return _seen[path]
+        key = json.dumps(decides)
+        if key not in _seen:
+            measured = partial(self.measure, batches, length)
+            _seen[key] = remembered("blocks", decides, _PASSES, measured, keeps=self.settings.code is None)
+        return _seen[key]
 
     def measure(self, batches: Sequence[int], length: int) -> list[MeasuredPass]:
         """The passes, on tensors without bytes or on a few real ones.
@@ -263,4 +252,4 @@ def _masked(found: MeasuredPass, squares: int) -> MeasuredPass:
     return replace(found, before=found.before + squares, first=first, layers=tuple(others), on_cpu=True)
 
 
-_seen: dict[Path, list[MeasuredPass]] = {}
+_seen: dict[str, list[MeasuredPass]] = {}

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from sft_play.planner.memory.measured import LayerBytes, MeasuredPass, Way
+from sft_play.planner.memory.block import LayerBytes
+from sft_play.planner.memory.measured_walk import MeasuredPass, Way
 from sft_play.trace import build
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import Loop, situated
@@ -116,7 +117,6 @@ class _Look:
         return MeasuredPass(rows, held[0], embedded, layers[0], kinds, self._behind(held[-1]))
 
     def _behind(self, held: int) -> LayerBytes:
-        """What follows the last block."""
         casts = 0 if self._way == "kept" else sum(self._casts(block) for block in self._blocks)
         forward = self._tail - self._static - held
         last = self._back[-1]
@@ -217,7 +217,6 @@ class _Look:
 
 
 def _bytes_of(parameters: Iterable[nn.Parameter]) -> int:
-    """Bytes of their gradients."""
     return sum(_size(one.grad) for one in parameters if one.grad is not None)
 
 

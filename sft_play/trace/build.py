@@ -16,7 +16,7 @@ from torch import nn
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.trace import fakes, kernels, older, routed
+from sft_play.trace import experts, fakes, kernels
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -47,8 +47,8 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
         attention = kernels.FLASH
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
-    if (experts := routed.implementation(settings, model_class)) is not None:
-        config._experts_implementation = experts
+    if (implementation := experts.implementation(settings, model_class)) is not None:
+        config._experts_implementation = implementation
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=getattr(torch, settings.weights), attn_implementation=attention,
@@ -57,7 +57,7 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
     if depth is not None:
         del block_list(model)[1][depth:]
     if settings.experts == "loop":
-        older.loop_over_experts(model)
+        experts.loop_over_experts(model)
     if settings.mode == "qlora":
         _quantise(model, settings)
     if _is_lora(settings):
@@ -173,7 +173,6 @@ def config_of(settings: StepSettings) -> Any:
 
 
 def _model_class(config: Any, settings: StepSettings) -> Any:
-    """The class of a causal language model; TraceUnavailable where there is none."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if settings.code is not None:

@@ -1,26 +1,41 @@
-"""From a plan's candidate to the step that is traced, and back: a second prediction for the plan."""
+"""From a plan's candidate to the step that is traced, and back: a second prediction for the plan.
+
+What was measured with the libraries is remembered, and a second start reads it without importing them: traces by their
+settings, and the shapes of models that the table of families does not know by their config.json; both by the versions
+of the libraries and of this code. Failures are not remembered, nor what came from a model's own code.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 from sft_play.config.schema import RunConfig
+from sft_play.facts.installed import remembered
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
-from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import adapter_dtype, gradients_of
-from sft_play.planner.kernels import liger_in_memory
+from sft_play.planner.kernels import liger_in_memory, planned_experts
 from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import repeats_kv
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
-from sft_play.trace.remembered import cached_trace
-from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
+from sft_play.process.heap import importing
+from sft_play.trace.settings import Device, StepSettings, TracedPeak, TraceUnavailable
 
 logger = logging.getLogger(__name__)
 
+TRACE_VERSION = 15
+"""Part of the key of traces: raised whenever this package would give another number for the same settings."""
+SHAPE_VERSION = 6
+"""The same for shapes."""
+_PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}
 """The layouts that a trace can run, by their names there."""
 OPTIMIZERS = {
@@ -149,3 +164,47 @@ def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,
     }
+
+
+# --- remembered -------------------------------------------------------------------------------------------------------
+def _trace(settings: StepSettings) -> TracedPeak:
+    with importing():
+        from sft_play.trace.step import trace_step
+    return trace_step(settings)
+
+
+def _measure_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool) -> ModelShape:
+    with importing():
+        from sft_play.trace.meta_shape import shape_on_meta
+    return shape_on_meta(config, name=name, trust_remote_code=trust_remote_code)
+
+
+def cached_trace(
+    settings: StepSettings, *, folder: Path | None = None, measure: Callable[[StepSettings], TracedPeak] = _trace
+) -> TracedPeak:
+    """`step.trace_step`, remembered in `folder` (None: in the cache).
+
+    Raises:
+        TraceUnavailable, SimulatedOutOfMemory: as `trace_step`.
+    """
+    decides = {"settings": settings.as_json(), "trace": TRACE_VERSION}
+    return remembered("traces", decides, _PEAK, partial(measure, settings), folder=folder)
+
+
+def cached_shape(
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    trust_remote_code: bool = False,
+    folder: Path | None = None,
+    measure: Callable[..., ModelShape] = _measure_shape,
+) -> ModelShape:
+    """`meta_shape.shape_on_meta`, remembered in `folder` (None: in the cache); not with remote code.
+
+    Raises:
+        ModelError: as `shape_on_meta`.
+    """
+    measured = partial(measure, config, name=name, trust_remote_code=trust_remote_code)
+    decides = {"config": config, "shape": SHAPE_VERSION}
+    shape = remembered("shapes", decides, _SHAPE, measured, folder=folder, keeps=not trust_remote_code)
+    return dataclasses.replace(shape, name=name)

@@ -136,8 +136,7 @@ class CudaAttention:
             return flash(query, key, value, dropout_p, is_causal, scale)
         if kernel == "math":
             return _composite(query, key, value, attn_mask, is_causal, scale)
-        run = _cudnn if kernel == "cudnn" else _efficient
-        return run(query, key, value, attn_mask, dropout_p, is_causal, scale)
+        return _masked(kernel, query, key, value, attn_mask, dropout_p, is_causal, scale)
 
     def _kernel(self, query: Any, key: Any, value: Any, mask: Any, enable_gqa: bool) -> SdpaKernel:
         call = SdpaCall(
@@ -163,17 +162,29 @@ def flash(query: Any, key: Any, value: Any, dropout: float, is_causal: bool, sca
     return aten._scaled_dot_product_flash_attention(query, key, value, dropout, is_causal, scale=scale)[0][..., :size]
 
 
-def _efficient(
-    query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, scale: float | None
+def _masked(
+    kernel: SdpaKernel,
+    query: Any,
+    key: Any,
+    value: Any,
+    mask: Any,
+    dropout: float,
+    is_causal: bool,
+    scale: float | None,
 ) -> Any:
-    """The memory-efficient kernel; a mask becomes an additive one with rows of a multiple of 8."""
+    """The memory-efficient kernel, for which a mask becomes an additive one with rows of a multiple of 8; or cuDNN's,
+    whose mask is neither padded nor expanded."""
+    mask = None if mask is None else _as_bias(mask, query.dtype)
+    learns = _learns(query, key, value)
+    if kernel == "cudnn":
+        return aten._scaled_dot_product_cudnn_attention(
+            query, key, value, mask, learns, dropout, is_causal, False, scale=scale
+        )[0]
     if mask is not None:
-        mask = _as_bias(mask, query.dtype)
         columns = mask.shape[-1]
         if columns % 8:
             mask = F.pad(mask, (0, 8 - columns % 8))[..., :columns]
         mask = mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
-    learns = _learns(query, key, value)
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, mask, learns, dropout, is_causal, scale=scale
     )[0]
@@ -184,15 +195,6 @@ def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
-
-
-def _cudnn(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, scale: float | None) -> Any:
-    """cuDNN's kernel; its mask is neither padded nor expanded."""
-    mask = None if mask is None else _as_bias(mask, query.dtype)
-    learns = _learns(query, key, value)
-    return aten._scaled_dot_product_cudnn_attention(
-        query, key, value, mask, learns, dropout, is_causal, False, scale=scale
-    )[0]
 
 
 def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, scale: float | None) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from sft_play.facts.liger import MULTIPROCESSORS, REPLACED, VERSION
+from sft_play.planner.kernels import LIGER_VERSION, MULTIPROCESSORS, REPLACED
 from sft_play.trace.settings import TraceUnavailable
 
 HEAD_NORMS = ("q_norm", "k_norm", "query_layernorm", "key_layernorm")
@@ -93,7 +93,7 @@ def replaced(model: Any) -> Iterator[None]:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = base.config.model_type
     if kind not in REPLACED:
-        raise TraceUnavailable(f"nothing is known of liger-kernel {VERSION} on {kind}")
+        raise TraceUnavailable(f"nothing is known of liger-kernel {LIGER_VERSION} on {kind}")
     chosen, names = REPLACED[kind], dict(base.named_modules())
     norms = [one for name, one in names.items() if _is_norm(name, one, of_heads=chosen.head_norms)]
     for norm in norms:
@@ -108,7 +108,7 @@ def replaced(model: Any) -> Iterator[None]:
     missing += [ROTATION] if chosen.rotation and not hasattr(module, ROTATION) else []
     if missing:
         raise TraceUnavailable(
-            f"{type(base).__name__} has no {', '.join(missing)} that liger-kernel {VERSION} replaces"
+            f"{type(base).__name__} has no {', '.join(missing)} that liger-kernel {LIGER_VERSION} replaces"
         )
     with contextlib.ExitStack() as undo:
         if chosen.rotation:

@@ -23,8 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import ModelError
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.models.architecture import refuse_remote_code
-from sft_play.facts.models.class_defaults import Defaults
-from sft_play.facts.models.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.models.config_fields import ACTIVATION, ALIASES, Defaults, refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
@@ -86,7 +85,6 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
-    """transformers' config of the language model."""
     kind = str(config["model_type"])
     fields = {key: value for key, value in config.items() if key != "model_type"}
     try:
@@ -101,7 +99,7 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
 
 
 def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
-    """`facts.models.class_defaults` with the values of the installed transformers. What is no field of a class (a share
+    """`facts.models.config_fields` with the values of the installed transformers. What is no field of a class (a share
     of its rotations, which it keeps elsewhere) stays as it is."""
     renewed: dict[str, Defaults] = {}
     for kind, fields in table.items():
@@ -152,9 +150,11 @@ def measure(
         window=_window(hf_config, types),
         num_experts=max(kind.num_experts for kind in kinds),
         experts_per_token=next((number for name in _PER_TOKEN if (number := _number(hf_config, name))), 0),
-        own_experts=any(kind.num_experts for kind in kinds) and not _experts_dispatch(model),
+        # `experts_implementation` reaches experts of transformers' own kind alone
+        own_experts=any(kind.num_experts for kind in kinds)
+        and not any(hasattr(module, "is_concatenated") for module in model.modules()),
         kernel_packages=packages,
-        activation=_activation(hf_config),
+        activation=next((str(value) for name in ACTIVATION if (value := _field(hf_config, name))), "gelu"),
         head_bias=getattr(head, "bias", None) is not None,
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
@@ -185,8 +185,7 @@ def _measured_blocks(
 def _marked(kind: LayerKind, place: str, without_adapter: Container[str]) -> LayerKind:
     """The same block, its linear layers marked that get no adapter; `place`: its own name, with a dot."""
     return replace(
-        kind,
-        linears=tuple(replace(one, adaptable=f"{place}{one.path}" not in without_adapter) for one in kind.linears),
+        kind, linears=tuple(replace(one, adaptable=f"{place}{one.path}" not in without_adapter) for one in kind.linears)
     )
 
 
@@ -200,7 +199,6 @@ def _norms(block: nn.Module, hidden: int) -> int:
 
 
 def _learned_positions(model: nn.Module, hidden: int) -> int:
-    """Rows of a learned position embedding; 0 without one."""
     return sum(
         module.weight.shape[0]
         for path, module in model.named_modules()
@@ -224,16 +222,10 @@ def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
 
 
 def _linear_attention(hf_config: Any, count: int) -> list[bool]:
-    """Which blocks have linear attention instead of softmax attention."""
     named = _field(hf_config, "layer_types")
     if not isinstance(named, list | tuple) or len(named) != count:
         return [False] * count
     return [str(kind) == "linear_attention" for kind in named]
-
-
-def _experts_dispatch(model: nn.Module) -> bool:
-    """Whether transformers' `experts_implementation` reaches the experts, if there are any."""
-    return any(hasattr(module, "is_concatenated") for module in model.modules())
 
 
 def _kernel_packages(model: nn.Module) -> tuple[str, ...]:
@@ -254,11 +246,6 @@ def _window(hf_config: Any, types: list[AttentionKind]) -> int | None:
         return None
     names = ("sliding_window", "attention_chunk_size", "window_size")
     return next((value for value in (_number(hf_config, name) for name in names) if value), None)
-
-
-def _activation(hf_config: Any) -> str:
-    names = ("hidden_activation", "activation_function", "activation", "hidden_act")
-    return next((str(value) for value in (_field(hf_config, name) for name in names) if value), "gelu")
 
 
 def _field(hf_config: Any, name: str) -> Any:
@@ -303,7 +290,11 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         gated_experts=gated,
         expert_params=sum(tensor.numel() for tensor in experts),
         shared_width=mlp if experts else 0,
-        router_params=sum(count(module) for path, module in modules.items() if _is_router(path, module)),
+        router_params=sum(
+            count(module)
+            for path, module in modules.items()
+            if path.endswith((".gate", ".router")) and not any(_is_linear(part) for part in module.modules())
+        ),
         norm_params=sum(count(module) for module in modules.values() if _is_norm(module)),
         # what linear attention's last projection reads are its value heads
         linear_width=next((one.inputs for one in linears if one.name in ("out_proj", "o_proj")), 0) if is_linear else 0,
@@ -347,10 +338,6 @@ def _expert_width(matrices: Sequence[torch.Tensor]) -> tuple[int, bool]:
         return doubled, True
     # the same two sides: outputs come first, as in a linear layer
     return (up[0] if sorted(up) == sorted(down) else 0), len(matrices) > 2
-
-
-def _is_router(path: str, module: nn.Module) -> bool:
-    return path.endswith((".gate", ".router")) and not any(_is_linear(part) for part in module.modules())
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -161,6 +161,4 @@ class TracedPeak:
     reserved_either: int = 0
     """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments; `reserved` is that of
     the device's own."""
-    notes: tuple[str, ...] = ()
-    """What the trace cannot see of this step (expert routing, kernels' own buffers)."""
     seconds: float = 0.0

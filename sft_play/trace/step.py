@@ -42,10 +42,7 @@ def trace_step(settings: StepSettings) -> TracedPeak:
     log, facts = record(settings)
     own = settings.device.expandable_segments
     peaks = replay(
-        log.events,
-        expandable_segments=own,
-        capacity=settings.device.capacity,
-        count_from=settings.peak_from,
+        log.events, expandable_segments=own, capacity=settings.device.capacity, count_from=settings.peak_from
     )
     other = replay(log.events, expandable_segments=not own, count_from=settings.peak_from)
     return TracedPeak(
@@ -56,7 +53,6 @@ def trace_step(settings: StepSettings) -> TracedPeak:
         resident=peaks.after["build"],
         params=facts["params"],
         trained_params=facts["trained_params"],
-        notes=notes(settings),
         seconds=round(time.perf_counter() - start, 3),
     )
 
@@ -173,7 +169,6 @@ class Loop:
         return model, counts
 
     def _buckets(self, model: Any) -> Callable[[], None]:
-        """What the strategy does after a backward pass."""
         if self.settings.strategy != "ddp":
             return lambda: None
         from sft_play.trace import ranks
@@ -254,7 +249,6 @@ class Loop:
 
 
 def _counts(model: Any) -> dict[str, int]:
-    """Parameters of the whole model, and those that are trained."""
     return {
         "params": sum(_elements(one) for one in model.parameters()),
         "trained_params": sum(_elements(one) for one in model.parameters() if one.requires_grad),
@@ -298,20 +292,6 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     if settings.optimizer in ("adamw_foreach", "lora_fa"):
         return torch.optim.AdamW(trained, lr=1e-4, foreach=settings.optimizer == "adamw_foreach")
     raise TraceUnavailable(f"no optimizer {settings.optimizer!r} is known to the trace")
-
-
-def notes(settings: StepSettings) -> tuple[str, ...]:
-    """What a trace cannot see of this step."""
-    config = settings.model
-    text = config.get("text_config") or {}
-    unseen = []
-    if any("expert" in key for key in (*config, *text)):
-        unseen.append("expert routing is assumed even; a rank whose experts get more tokens needs more")
-    if settings.mode == "qlora":
-        unseen.append("every 4-bit product is assumed to dequantise its weight; small batches may use a fused kernel")
-    if settings.strategy != "single":
-        unseen.append("communication buffers of NCCL are outside the allocator")
-    return tuple(unseen)
 
 
 # --- faults -----------------------------------------------------------------------------------------------------------

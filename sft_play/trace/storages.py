@@ -74,7 +74,6 @@ class StorageLog(TorchDispatchMode):
             self._stream = before
 
     def _number(self, stream: object) -> int:
-        """A stream's number, in the order of first use."""
         if stream not in self._streams:
             self._streams.append(stream)
         return self._streams.index(stream)

@@ -1,8 +1,9 @@
-"""One GPU as a plan sees it, found or only named."""
+"""A GPU as a plan sees it, found or only named, and as its driver reports it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY
@@ -50,3 +51,135 @@ class Gpu:
 def capability_pair(value: Any) -> tuple[int, int] | None:
     """A compute capability from JSON or from `8.9` split at its dot; None where there is none."""
     return (int(value[0]), int(value[1])) if value else None
+
+
+@dataclass(frozen=True)
+class GpuProcess:
+    """A process that holds memory of a GPU; `peak_bytes` where the driver keeps accounts."""
+
+    pid: int
+    name: str | None
+    used_bytes: int | None
+    peak_bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class Pcie:
+    """The link to the host: generation and lanes now, and the most that card and slot can."""
+
+    generation: int | None = None
+    max_generation: int | None = None
+    lanes: int | None = None
+    max_lanes: int | None = None
+
+
+@dataclass(frozen=True)
+class Instance:
+    """An instance of a split GPU (MIG)."""
+
+    uuid: str
+    profile: str
+    total_bytes: int | None
+    used_bytes: int | None
+    free_bytes: int | None
+    processes: tuple[GpuProcess, ...] | None = None
+    place: str | None = None
+    """`7/0`: the numbers of its GPU instance and compute instance."""
+    card: str | None = None
+    """The name of its GPU."""
+
+
+@dataclass(frozen=True)
+class SeenGpu:
+    """A GPU, sizes in bytes. `reserved_bytes` is what the driver keeps for itself, counted as neither used nor free.
+
+    `unified`: it has no memory of its own and shares the host's. `processes` is None where the driver does not list
+    them. `trouble` is what the driver says of a GPU that does not answer.
+    """
+
+    index: int
+    name: str | None
+    vendor: str
+    uuid: str | None = None
+    bus_id: str | None = None
+    total_bytes: int | None = None
+    used_bytes: int | None = None
+    free_bytes: int | None = None
+    reserved_bytes: int | None = None
+    unified: bool = False
+    compute_capability: str | None = None
+    bf16: bool | None = None
+    fp8: bool | None = None
+    power_cap_watts: float | None = None
+    power_watts: float | None = None
+    temperature_celsius: int | None = None
+    pcie: Pcie = Pcie()
+    mig_enabled: bool | None = None
+    mig_pending: bool | None = None
+    """The MIG mode after the next reset."""
+    instances: tuple[Instance, ...] = ()
+    processes: tuple[GpuProcess, ...] | None = None
+    trouble: str | None = None
+    nvlinks: int | None = None
+    """Active NVLinks; 0 where it has none."""
+    withheld: Mapping[str, str] = field(default_factory=dict)
+    """What a plan needs of it and the driver does not tell (`memory`, `MIG instances`, …), in its own words."""
+
+    @property
+    def all_processes(self) -> tuple[GpuProcess, ...]:
+        """Processes on it and on its instances, each once."""
+        lists = [self.processes or (), *(item.processes or () for item in self.instances)]
+        return tuple({item.pid: item for items in lists for item in items}.values())
+
+
+@dataclass(frozen=True)
+class Topology:
+    """How each pair of GPUs is connected: `links` as `nvidia-smi topo -m` names them, `peer`: whether they may read
+    each other's memory (None: not known). Rows and columns follow `indices`."""
+
+    indices: tuple[int, ...]
+    links: tuple[tuple[str, ...], ...]
+    peer: tuple[tuple[bool | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """All GPUs of a machine, whether or not a process can see them; `source` is who reported them."""
+
+    gpus: tuple[SeenGpu, ...] = ()
+    source: str | None = None
+    driver: str | None = None
+    driver_cuda: str | None = None
+    """The newest CUDA that the driver can run."""
+    topology: Topology | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+    def only(self, indices: Sequence[int]) -> Seen:
+        """The same with only these GPUs, in this order."""
+        by_index = {gpu.index: gpu for gpu in self.gpus}
+        kept = tuple(by_index[index] for index in indices if index in by_index)
+        whole, left = self.topology, tuple(gpu.index for gpu in kept)
+        # one GPU has no links; one that did not answer is not in the matrix
+        if whole is None or len(left) < 2 or not set(left) <= set(whole.indices):
+            return replace(self, gpus=kept, topology=None)
+        place = {index: whole.indices.index(index) for index in left}
+        part = matrix(
+            left,
+            lambda one, other: whole.links[place[one]][place[other]],
+            lambda one, other: whole.peer[place[one]][place[other]],
+        )
+        return replace(self, gpus=kept, topology=part)
+
+
+def matrix(
+    indices: tuple[int, ...], link: Callable[[int, int], str], peer: Callable[[int, int], bool | None]
+) -> Topology:
+    """The topology of these GPUs, asked pair by pair."""
+    return Topology(
+        indices,
+        tuple(tuple(link(one, other) for other in indices) for one in indices),
+        tuple(tuple(peer(one, other) for other in indices) for one in indices),
+    )

@@ -1,5 +1,7 @@
 """GPUs by name: usable memory, bandwidth, dense matrix rates, links, compute capability, power; each with its source.
 
+At the end what clouds ask for an hour of them.
+
 Memory. `driver_bytes` is what `nvidia-smi` prints as total; `memory_bytes` is what torch reports
 (`torch.cuda.get_device_properties(0).total_memory`, the "total capacity" of its out-of-memory message): the driver
 keeps the difference. Where no torch figure was seen, `memory_bytes` is `driver_bytes` less `reserve_bytes`, and
@@ -21,10 +23,12 @@ The figures are in `gpu_catalog.json`, a line for each GPU. One of which no sour
 from __future__ import annotations
 
 import difflib
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +215,50 @@ def nearest(name: str) -> list[str]:
 def _steps(wanted: str, form: str) -> int:
     """How far apart the characters are: H200 is nearer to H300 than H100 is."""
     return sum(abs(ord(one) - ord(other)) for one, other in zip(wanted, form, strict=False))
+
+
+# --- prices -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class PriceList:
+    """A provider's page, the day on which its prices were read, and where that reading is kept."""
+
+    provider: str
+    read: date
+    address: str
+    kept_at: str = ""
+
+
+@dataclass(frozen=True)
+class Price:
+    """US dollars for an hour of one GPU of a machine that has `counts` of them; `gpu` is the catalogue's name."""
+
+    of: PriceList
+    gpu: str
+    usd: float
+    counts: tuple[int, ...] = (1, 2, 4, 8)
+
+
+@functools.cache
+def all_prices() -> tuple[Price, ...]:
+    """`gpu_prices.json`: on-demand prices in US dollars by public lists, no spot prices and no community hosts.
+
+    They change every week, and none is an offer: every answer that uses one shows its date. Hyperstack sells the SXM
+    boards whole; Lambda's price depends on how many GPUs the machine has.
+    """
+    table = json.loads(Path(__file__).with_name("gpu_prices.json").read_text(encoding="utf-8"))
+    lists = {
+        name: PriceList(**{**one, "read": date.fromisoformat(one["read"])}) for name, one in table["lists"].items()
+    }
+    return tuple(Price(lists[row["of"]], row["gpu"], row["usd"], tuple(row["counts"])) for row in table["prices"])
+
+
+def cheapest(prices: tuple[Price, ...] | None = None) -> Iterator[tuple[Price, int]]:
+    """The lowest price of every GPU and number of them, in the order of the list."""
+    found: dict[tuple[str, int], Price] = {}
+    for price in all_prices() if prices is None else prices:
+        for count in price.counts:
+            kept = found.get((price.gpu, count))
+            if kept is None or price.usd < kept.usd:
+                found[price.gpu, count] = price
+    for (_, count), price in found.items():
+        yield price, count

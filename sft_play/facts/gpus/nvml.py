@@ -13,16 +13,8 @@ from typing import Any
 
 import psutil
 
+from sft_play.facts.gpus.gpu import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, matrix
 from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find
-from sft_play.facts.gpus.seen import (
-    GpuProcess,
-    Instance,
-    Pcie,
-    Seen,
-    SeenGpu,
-    Topology,
-    matrix,
-)
 from sft_play.log import one_line
 
 VENDOR = "NVIDIA"
@@ -74,7 +66,6 @@ def ask(nvml: Any, name: str, *arguments: Any, **named: Any) -> Any:
 
 
 def _tried(nvml: Any, name: str, *arguments: Any, **named: Any) -> tuple[Any, Exception | None]:
-    """The answer to one question, or the error in its place."""
     try:
         return getattr(nvml, name)(*arguments, **named), None
     # each driver and GPU lacks other functions, and pynvml raises for each in its own way
@@ -166,7 +157,9 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
     no_memory = _is(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(names)
     # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
     if not memory and no_memory and not find(name or ""):
-        memory = _hosts_memory()
+        host = psutil.virtual_memory()
+        total, free = int(host.total), int(host.available)
+        memory = {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
     if memory:
         errors.pop("memory", None)
     mode = ask(nvml, "nvmlDeviceGetMigMode", handle)  # not supported: most GPUs, and old drivers
@@ -176,7 +169,8 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
     gone = [error for error in errors.values() if error is not None and _is_gone(nvml, error)]
     if not gone and not instances and errors.keys() >= names.keys():
         gone = [error for error in errors.values() if error is not None] or [NvmlUnavailable("no answer")]
-    capability = answers["compute capability"][0]
+    known = answers["compute capability"][0]
+    capability = (int(known[0]), int(known[1])) if known else None
     return SeenGpu(
         index=index,
         name=name,
@@ -190,24 +184,14 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
         trouble=_words(gone[0]) if gone else None,
         withheld={what: _words(error) for what, error in errors.items()},
         **memory,
-        **_abilities((int(capability[0]), int(capability[1])) if capability else None),
+        compute_capability=f"{capability[0]}.{capability[1]}" if capability else None,
+        bf16=capability >= BF16_CAPABILITY if capability else None,
+        fp8=capability >= FP8_CAPABILITY if capability else None,
         **(_details(nvml, handle) if details else {}),
     )
 
 
-def _abilities(capability: tuple[int, int] | None) -> dict[str, Any]:
-    """Compute capability and matrix formats of a GPU, as fields of `SeenGpu`."""
-    if capability is None:
-        return {}
-    return {
-        "compute_capability": f"{capability[0]}.{capability[1]}",
-        "bf16": capability >= BF16_CAPABILITY,
-        "fp8": capability >= FP8_CAPABILITY,
-    }
-
-
 def _details(nvml: Any, handle: Any) -> dict[str, Any]:
-    """Power, temperature, PCIe and processes, as fields of `SeenGpu`."""
     cap, draw = (ask(nvml, f"nvmlDeviceGetPower{what}", handle) for what in ("ManagementLimit", "Usage"))
     link = [ask(nvml, f"nvmlDeviceGet{which}PcieLink{what}", handle)
             for what in ("Generation", "Width") for which in ("Curr", "Max")]  # fmt: skip
@@ -234,13 +218,6 @@ def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
     reserved = getattr(memory, "reserved", None)
     used = getattr(memory, "used", total - free - (reserved or 0))
     return {"total_bytes": total, "used_bytes": int(used), "free_bytes": free, "reserved_bytes": reserved}
-
-
-def _hosts_memory() -> dict[str, Any]:
-    """The memory of a GPU that has none of its own."""
-    host = psutil.virtual_memory()
-    total, free = int(host.total), int(host.available)
-    return {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:

@@ -188,7 +188,6 @@ _DOCKER = (
 
 
 def _nvidia_cause(devices: Devices) -> tuple[str, str]:
-    """Why NVML lists no GPU, and what to do."""
     error = devices.nvml.error or "it lists none"
     words = f"NVML says: {error}"
     if devices.wsl:

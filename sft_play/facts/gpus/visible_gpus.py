@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 from sft_play.facts import host
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.gpu import Gpu, capability_pair
+from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu, capability_pair
 from sft_play.facts.gpus.gpu_catalog import find
-from sft_play.facts.gpus.seen import Instance, SeenGpu
 from sft_play.facts.host import answer_of
 from sft_play.units import GIB
 
@@ -91,7 +90,6 @@ def _memory_refusal(gpu: SeenGpu) -> str:
 
 
 def _of_nvml(gpu: SeenGpu) -> list[Found]:
-    """A GPU, or its instances where it is split."""
     uuid = gpu.uuid or ""
     capability = capability_pair((gpu.compute_capability or "").split(".")) if gpu.compute_capability else None
     name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED

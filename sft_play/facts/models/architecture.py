@@ -11,32 +11,18 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.config_fields import UnknownArchitecture, refuse_other_models
+from sft_play.facts.models.config_fields import refuse_other_models
 from sft_play.facts.models.decoder import parse_config
-from sft_play.facts.models.known_models import KNOWN_MODELS
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 
 Config = dict[str, Any]
-
-__all__ = [
-    "ModelShape",
-    "UnknownArchitecture",
-    "check_available",
-    "config_json",
-    "hub_answers",
-    "local_folder",
-    "parse_config",
-    "refuse_quantised",
-    "refuse_remote_code",
-    "shape_of",
-    "text_only",
-]
 
 _CONNECT_TIMEOUT_S = 10.0
 
@@ -237,3 +223,28 @@ def hub_answers() -> bool:
             return True
     except OSError:
         return False
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A published config (the fields that determine sizes), its source, and the published parameters if known."""
+
+    config: Config
+    source: str
+    params: int | None = None
+
+
+def _known_models() -> dict[str, KnownModel]:
+    known: dict[str, KnownModel] = {}
+    for row in json.loads(Path(__file__).with_name("known_models.json").read_text(encoding="utf-8")):
+        known |= dict.fromkeys(row["names"], KnownModel(row["config"], row["source"], row["params"]))
+    return known
+
+
+KNOWN_MODELS: dict[str, KnownModel] = _known_models()
+"""By hub id: the models of the shipped configs and the most used others, which can be planned without a network.
+
+A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was read,
+the published parameters where they were, and the part of the published config.json that determines sizes, with how the
+weights are stored. The order of the starter base's fields is part of the key under which a made base is kept.
+"""

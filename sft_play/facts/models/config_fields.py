@@ -1,16 +1,33 @@
-"""The fields of a config.json under uniform names, class defaults filled in; invalid values are refused."""
+"""The fields of a config.json under uniform names, class defaults filled in; invalid values are refused.
+
+`class_defaults.json` has what transformers uses for fields that a file leaves out, by model type: those that shapes
+depend on, null where the class derives the value from others. `make -C benchmarks generate` reads it anew from the
+installed transformers; a test compares.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.class_defaults import CLASS_DEFAULTS
 from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS, Choice
 from sft_play.log import one_line
+
+Defaults = dict[str, int | float | bool | str | None]
+
+DEFAULTS_FILE = Path(__file__).with_name("class_defaults.json")
+CLASS_DEFAULTS: dict[str, Defaults] = json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
+
+
+def defaults_text(table: dict[str, Defaults]) -> str:
+    """`class_defaults.json` of such a table: a line for each model type."""
+    rows = (f"  {json.dumps(kind)}: {json.dumps(table[kind])}" for kind in sorted(table))
+    return "{\n" + ",\n".join(rows) + "\n}\n"
+
 
 LARGEST = {
     "hidden_size": 2**20,
@@ -34,6 +51,8 @@ ALIASES = {
 }
 """Other names of the same sizes in some model types (attribute_map of transformers' config classes)."""
 
+ACTIVATION = ("hidden_activation", "activation_function", "activation", "hidden_act")
+"""Names of the MLP's activation in some model types."""
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _TASK_HEADS = (
     "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",

@@ -7,8 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.class_defaults import CLASS_DEFAULTS
-from sft_play.facts.models.config_fields import Fields, UnknownArchitecture, refuse_other_models
+from sft_play.facts.models.config_fields import (
+    ACTIVATION,
+    CLASS_DEFAULTS,
+    Fields,
+    UnknownArchitecture,
+    refuse_other_models,
+)
 from sft_play.facts.models.families import FAMILIES, Experts, Family, marked
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape
 from sft_play.log import one_line
@@ -24,8 +29,6 @@ _RESIDUAL_DROPOUT = (
 _ATTENTION_DROPOUT = ("attn_pdrop", "attention_dropout", "attention_probs_dropout_prob")
 _EMBEDDING_DROPOUT = ("embd_pdrop", "embedding_dropout", "embed_dropout", "emb_pdrop")
 """Model types' names for dropout in training."""
-_ACTIVATION = ("hidden_activation", "activation_function", "activation", "hidden_act")
-"""Their names for the MLP's activation."""
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
     "sliding_attention": "sliding",
@@ -95,10 +98,6 @@ def _internlm3(family: Family, fields: Fields) -> tuple[Family, Fields]:
     )
 
 
-def _stablelm(family: Family, fields: Fields) -> tuple[Family, Fields]:
-    return replace(family, norms=1 if fields.flag("use_parallel_residual") else 2), fields
-
-
 _SPECIAL: dict[str, Callable[[Family, Fields], tuple[Family, Fields]]] = {
     "falcon": _falcon,
     "opt": _opt,
@@ -107,7 +106,10 @@ _SPECIAL: dict[str, Callable[[Family, Fields], tuple[Family, Fields]]] = {
     "mpt": lambda family, fields: (family, fields.changed(intermediate_size=4 * fields.need("hidden_size"))),
     "bloom": _bloom,
     "internlm3": _internlm3,
-    "stablelm": _stablelm,
+    "stablelm": lambda family, fields: (
+        replace(family, norms=1 if fields.flag("use_parallel_residual") else 2),
+        fields,
+    ),
 }
 
 
@@ -165,7 +167,7 @@ class _Builder:
             clamped_gate=family.experts is not None and family.experts.clamped,
             routes_in_fp32=family.experts is not None and family.experts.fp32_weights,
             own_experts=family.experts is not None and family.experts.own_code,
-            activation=str(fields.values.get(self._own(_ACTIVATION)) or "gelu"),
+            activation=str(fields.values.get(self._own(ACTIVATION)) or "gelu"),
             head_bias=fields.flag(family.head_bias),
             norm=family.norm,
             norms_per_layer=family.norms,
@@ -230,13 +232,11 @@ class _Builder:
         return min(fixed or part, self.head_dim)
 
     def _norm(self) -> int:
-        """Elements of one norm over the hidden width."""
         if self.family.norm == "none":
             return 0
         return self.hidden * (2 if self.family.norm_bias else 1)
 
     def _block(self, attention: AttentionKind, has_experts: bool, *, count: int) -> LayerKind:
-        """The blocks of one kind."""
         family, experts = self.family, self.family.experts
         norms = family.norms * self._norm() + self._qk_norms()
         sinks = self.heads if family.sinks else 0
@@ -279,10 +279,7 @@ class _Builder:
         if mla.q_rank is None:
             queries: tuple[Linear, ...] = (Linear(f"{at}q_proj", self.hidden, q),)
         else:
-            queries = (
-                Linear(f"{at}q_a_proj", self.hidden, mla.q_rank, bias),
-                Linear(f"{at}q_b_proj", mla.q_rank, q),
-            )
+            queries = (Linear(f"{at}q_a_proj", self.hidden, mla.q_rank, bias), Linear(f"{at}q_b_proj", mla.q_rank, q))
         return (
             *queries,
             Linear(f"{at}kv_a_proj_with_mqa", self.hidden, mla.kv_rank + mla.rope_dim, bias),
@@ -340,7 +337,6 @@ class _Builder:
         return (*self._mlp(names, width, bias=bias), *gate)
 
     def _has_experts(self, index: int) -> bool:
-        """Whether a block has experts, by the rules of transformers' classes."""
         fields, experts = self.fields, self.family.experts
         if experts is None:
             return False
@@ -359,7 +355,6 @@ class _Builder:
         return True
 
     def _kind(self, index: int) -> AttentionKind:
-        """Which keys a block's queries see."""
         fields, rule = self.fields, self.family.window
         if rule == "none":
             return "full"

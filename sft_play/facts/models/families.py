@@ -118,50 +118,30 @@ class Family:
 
 _LLAMA = Family(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias")
 _BIASED = Family(qkv_bias="attention_bias", out_bias="attention_bias")
+_ERNIE = Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias")
+_NEMOTRON = replace(_LLAMA, mlp=_PLAIN, norm="layer", norm_bias=True)
+_GLM = Family(qkv_bias="attention_bias", mlp=("mlp.gate_up_proj", "mlp.down_proj"), fused_gate=True)
 _LAYER_NORM = Family(
-    qkv_bias=True,
-    out_bias=True,
-    mlp_bias=True,
-    norm="layer",
-    norm_bias=True,
-    grouped=False,
-    own_head_dim=False,
-)
+    qkv_bias=True, out_bias=True, mlp_bias=True, norm="layer", norm_bias=True, grouped=False, own_head_dim=False,
+)  # fmt: skip
 """What the classes of GPT-2's and GPT-NeoX's time have in common."""
 _GPT2 = replace(
-    _LAYER_NORM,
-    qkv=("attn.c_attn",),
-    out="attn.c_proj",
-    mlp=_GPT2_MLP,
-    width="n_inner",
-    position_offset=0,
+    _LAYER_NORM, qkv=("attn.c_attn",), out="attn.c_proj", mlp=_GPT2_MLP, width="n_inner", position_offset=0,
     rotary=False,
-)
+)  # fmt: skip
 _GPTJ = replace(
-    _LAYER_NORM,
-    qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"),
-    out="attn.out_proj",
-    mlp=("mlp.fc_in", "mlp.fc_out"),
-    qkv_bias=False,
-    out_bias=False,
-    head_bias=True,
-    norms=1,
-    width="n_inner",
+    _LAYER_NORM, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"), out="attn.out_proj",
+    mlp=("mlp.fc_in", "mlp.fc_out"), qkv_bias=False, out_bias=False, head_bias=True, norms=1, width="n_inner",
     parallel=True,
-)
+)  # fmt: skip
 _NEOX = replace(
-    _LAYER_NORM,
-    qkv=("attention.query_key_value",),
-    out="attention.dense",
-    mlp=_NEOX_MLP,
-    qkv_bias="attention_bias",
-    out_bias="attention_bias",
-    parallel="use_parallel_residual",
-)
+    _LAYER_NORM, qkv=("attention.query_key_value",), out="attention.dense", mlp=_NEOX_MLP, qkv_bias="attention_bias",
+    out_bias="attention_bias", parallel="use_parallel_residual",
+)  # fmt: skip
 _OPT = replace(_LAYER_NORM, out="self_attn.out_proj", mlp=("fc1", "fc2"), position_offset=2, rotary=False)
 _AFTER_DENSE = Experts(
-    "n_routed_experts", shared="mlp.shared_experts", shared_count="n_shared_experts", where="after_dense"
-)
+    "n_routed_experts", shared="mlp.shared_experts", shared_count="n_shared_experts", where="after_dense",
+)  # fmt: skip
 _DEEPSEEK = replace(_BIASED, mla=True, experts=_AFTER_DENSE)
 
 TENSOR_PARALLEL = frozenset({
@@ -208,10 +188,10 @@ FAMILIES: dict[str, Family] = {
     "granite": _LLAMA,
     "smollm3": replace(_LLAMA, window="no_rope"),
     "helium": Family(qkv_bias="attention_bias", mlp_bias="mlp_bias"),
-    "arcee": Family(mlp=_PLAIN, qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
+    "arcee": replace(_LLAMA, mlp=_PLAIN),
     "cwm": Family(mlp_bias="mlp_bias", window="first_of_4"),
     "seed_oss": Family(qkv_bias="attention_bias", out_bias="attention_out_bias", mlp_bias="mlp_bias"),
-    "ernie4_5": Family(qkv_bias="use_bias", out_bias="use_bias", mlp_bias="use_bias"),
+    "ernie4_5": _ERNIE,
     "hunyuan_v1_dense": replace(_BIASED, qk_norm=True),
     "mistral": Family(window="all"),
     "ministral": Family(window="all"),
@@ -223,85 +203,38 @@ FAMILIES: dict[str, Family] = {
     "gemma3_text": replace(_BIASED, norm="gemma", norms=4, qk_norm=True, window="every_6"),
     "vaultgemma": replace(_BIASED, norm="gemma", window="every_2"),
     "phi": Family(
-        out="self_attn.dense",
-        mlp=("mlp.fc1", "mlp.fc2"),
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        head_bias=True,
-        norm="layer",
-        norm_bias=True,
-        norms=1,
-        qk_norm="qk_layernorm",
-        qk_norm_bias=True,
-        parallel=True,
+        out="self_attn.dense", mlp=("mlp.fc1", "mlp.fc2"), qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True,
+        norm="layer", norm_bias=True, norms=1, qk_norm="qk_layernorm", qk_norm_bias=True, parallel=True,
     ),
     "phi3": Family(
-        qkv=("self_attn.qkv_proj",), mlp=("mlp.gate_up_proj", "mlp.down_proj"), fused_gate=True, window="all"
+        qkv=("self_attn.qkv_proj",), mlp=("mlp.gate_up_proj", "mlp.down_proj"), fused_gate=True, window="all",
     ),
-    "starcoder2": Family(
-        mlp=_GPT2_MLP,
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
-        norm="layer",
-        norm_bias=True,
-        window="all",
-    ),
+    "starcoder2": replace(_ERNIE, mlp=_GPT2_MLP, norm="layer", norm_bias=True, window="all"),
     "stablelm": Family(
-        qkv_bias="use_qkv_bias",
-        norm="layer",
-        norm_bias=True,
-        qk_norm="qk_layernorm",
-        qk_norm_size="width",
-        own_head_dim=False,
-        parallel="use_parallel_residual",
+        qkv_bias="use_qkv_bias", norm="layer", norm_bias=True, qk_norm="qk_layernorm", qk_norm_size="width",
+        own_head_dim=False, parallel="use_parallel_residual",
     ),
     "cohere": replace(_BIASED, norm="layer", norms=1, qk_norm="use_qk_norm", qk_norm_size="width", parallel=True),
     "cohere2": replace(_BIASED, norm="layer", norms=1, parallel=True, window="every_4"),
     "olmo": replace(_BIASED, norm="none", own_head_dim=False),
     "olmo2": replace(_BIASED, qk_norm=True, qk_norm_size="width"),
     "olmo3": replace(_BIASED, qk_norm=True, qk_norm_size="width", window="every_4"),
-    "glm": Family(qkv_bias="attention_bias", mlp=("mlp.gate_up_proj", "mlp.down_proj"), fused_gate=True),
-    "glm4": Family(qkv_bias="attention_bias", mlp=("mlp.gate_up_proj", "mlp.down_proj"), fused_gate=True, norms=4),
+    "glm": _GLM,
+    "glm4": replace(_GLM, norms=4),
     "exaone4": Family(qk_norm=True, window="pattern"),
-    "nemotron": Family(
-        mlp=_PLAIN,
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        norm="layer",
-        norm_bias=True,
-    ),
-    "jais2": Family(
-        mlp=_PLAIN,
-        qkv_bias="attention_bias",
-        out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-        norm="layer",
-        norm_bias=True,
-    ),
-    "apertus": Family(mlp=_PLAIN, qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, extra=2),
-    "nanochat": Family(mlp=("mlp.fc1", "mlp.fc2"), qkv_bias="attention_bias", out_bias="attention_bias", norm="none"),
+    "nemotron": _NEMOTRON,
+    "jais2": _NEMOTRON,
+    "apertus": replace(_BIASED, mlp=_PLAIN, qk_norm=True, extra=2),
+    "nanochat": replace(_BIASED, mlp=("mlp.fc1", "mlp.fc2"), norm="none"),
     "persimmon": replace(
-        _LAYER_NORM,
-        qkv=("self_attn.query_key_value",),
-        out="self_attn.dense",
-        mlp=_NEOX_MLP,
-        qk_norm="qk_layernorm",
+        _LAYER_NORM, qkv=("self_attn.query_key_value",), out="self_attn.dense", mlp=_NEOX_MLP, qk_norm="qk_layernorm",
         qk_norm_bias=True,
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
     "gpt_neo": replace(
-        _LAYER_NORM,
-        qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
-        out="attn.attention.out_proj",
-        mlp=_GPT2_MLP,
-        qkv_bias=False,
-        position_offset=0,
-        rotary=False,
-        window="gpt_neo",
+        _LAYER_NORM, qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
+        out="attn.attention.out_proj", mlp=_GPT2_MLP, qkv_bias=False, position_offset=0, rotary=False, window="gpt_neo",
         window_field="window_size",
     ),
     "gptj": _GPTJ,
@@ -310,135 +243,77 @@ FAMILIES: dict[str, Family] = {
     "opt": _OPT,
     "biogpt": _OPT,
     "bloom": replace(
-        _LAYER_NORM,
-        qkv=("self_attention.query_key_value",),
-        out="self_attention.dense",
-        mlp=_NEOX_MLP,
-        embedding_norm=True,
-        rotary=False,
-        alibi=True,
+        _LAYER_NORM, qkv=("self_attention.query_key_value",), out="self_attention.dense", mlp=_NEOX_MLP,
+        embedding_norm=True, rotary=False, alibi=True,
     ),
     "falcon": replace(
-        _LAYER_NORM,
-        qkv=("self_attention.query_key_value",),
-        out="self_attention.dense",
-        mlp=_NEOX_MLP,
-        qkv_bias="bias",
-        out_bias="bias",
-        mlp_bias="bias",
-        grouped=True,
-        width="ffn_hidden_size",
-        alibi="alibi",
+        _LAYER_NORM, qkv=("self_attention.query_key_value",), out="self_attention.dense", mlp=_NEOX_MLP,
+        qkv_bias="bias", out_bias="bias", mlp_bias="bias", grouped=True, width="ffn_hidden_size", alibi="alibi",
     ),
     "mpt": Family(
-        qkv=("attn.Wqkv",),
-        out="attn.out_proj",
-        mlp=("ffn.up_proj", "ffn.down_proj"),
-        norm="layer",
-        grouped=False,
-        own_head_dim=False,
-        rotary=False,
-        alibi=True,
+        qkv=("attn.Wqkv",), out="attn.out_proj", mlp=("ffn.up_proj", "ffn.down_proj"), norm="layer", grouped=False,
+        own_head_dim=False, rotary=False, alibi=True,
     ),
     "mixtral": Family(window="all", experts=Experts(width="intermediate_size", fp32_weights=True)),
     "phimoe": replace(
-        _BIASED,
-        head_bias="lm_head_bias",
-        norm="layer",
-        norm_bias=True,
-        window="all",
+        _BIASED, head_bias="lm_head_bias", norm="layer", norm_bias=True, window="all",
         experts=Experts(width="intermediate_size", router="linear", router_path="mlp.router"),
     ),
     "qwen2_moe": Family(
-        qkv_bias="qkv_bias",
-        window="early_odd",
+        qkv_bias="qkv_bias", window="early_odd",
         experts=Experts(
-            "num_experts",
-            shared="mlp.shared_expert",
-            shared_width="shared_expert_intermediate_size",
-            shared_gate=True,
+            "num_experts", shared="mlp.shared_expert", shared_width="shared_expert_intermediate_size", shared_gate=True,
             where="sparse_step",
         ),
     ),
     "qwen3_moe": replace(_BIASED, qk_norm=True, window="all", experts=Experts(where="sparse_step")),
     "olmoe": replace(
-        _BIASED,
-        qk_norm=True,
-        qk_norm_size="width",
-        own_head_dim=False,
+        _BIASED, qk_norm=True, qk_norm_size="width", own_head_dim=False,
         experts=Experts("num_experts", "intermediate_size"),
     ),
     "flex_olmo": replace(
-        _BIASED, qk_norm=True, qk_norm_size="width", experts=Experts("num_experts", "intermediate_size")
+        _BIASED, qk_norm=True, qk_norm_size="width", experts=Experts("num_experts", "intermediate_size"),
     ),
     "granitemoe": replace(_BIASED, experts=Experts(width="intermediate_size", router_path="block_sparse_moe.router")),
     "granitemoeshared": replace(
         _BIASED,
         experts=Experts(
-            width="intermediate_size",
-            router_path="block_sparse_moe.router",
-            shared="shared_mlp",
-            shared_width="shared_intermediate_size",
-            shared_fused=True,
+            width="intermediate_size", router_path="block_sparse_moe.router", shared="shared_mlp",
+            shared_width="shared_intermediate_size", shared_fused=True,
         ),
     ),
     "gpt_oss": replace(
-        _BIASED,
-        window="every_2",
-        sinks=True,
+        _BIASED, window="every_2", sinks=True,
         experts=Experts(
-            width="intermediate_size", router_path="mlp.router", router_extra="bias", expert_bias=True, clamped=True
+            width="intermediate_size", router_path="mlp.router", router_extra="bias", expert_bias=True, clamped=True,
         ),
     ),
     "deepseek_v2": replace(_DEEPSEEK, mlp_bias="mlp_bias", experts=replace(_AFTER_DENSE, fp32_weights=True)),
     "deepseek_v3": _DEEPSEEK,
-    "glm4_moe": Family(
-        qkv_bias="attention_bias",
-        qk_norm="use_qk_norm",
-        experts=_AFTER_DENSE,
-    ),
-    "dots1": replace(
-        _BIASED,
-        qk_norm=True,
-        window="late",
-        experts=_AFTER_DENSE,
-    ),
-    "ernie4_5_moe": Family(
-        qkv_bias="use_bias",
-        out_bias="use_bias",
-        mlp_bias="use_bias",
-        head_bias="use_bias",
+    "glm4_moe": Family(qkv_bias="attention_bias", qk_norm="use_qk_norm", experts=_AFTER_DENSE),
+    "dots1": replace(_BIASED, qk_norm=True, window="late", experts=_AFTER_DENSE),
+    "ernie4_5_moe": replace(
+        _ERNIE, head_bias="use_bias",
         experts=Experts(
-            "moe_num_experts",
-            router_extra="correction",
-            shared="mlp.shared_experts",
-            shared_count="moe_num_shared_experts",
-            where="range",
+            "moe_num_experts", router_extra="correction", shared="mlp.shared_experts",
+            shared_count="moe_num_shared_experts", where="range",
         ),
     ),
     "hunyuan_v1_moe": replace(
-        _BIASED,
-        qk_norm=True,
+        _BIASED, qk_norm=True,
         experts=Experts(
-            "num_experts", "intermediate_size", router="linear", router_path="mlp.gate.wg", shared="mlp.shared_mlp"
+            "num_experts", "intermediate_size", router="linear", router_path="mlp.gate.wg", shared="mlp.shared_mlp",
         ),
     ),
     "llama4_text": replace(
-        _BIASED,
-        mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
-        dense_width="intermediate_size_mlp",
-        window="chunked",
-        window_field="attention_chunk_size",
+        _BIASED, mlp=("feed_forward.gate_proj", "feed_forward.up_proj", "feed_forward.down_proj"),
+        dense_width="intermediate_size_mlp", window="chunked", window_field="attention_chunk_size",
         experts=Experts(
-            width="intermediate_size",
-            router="linear",
-            router_path="feed_forward.router",
-            own_code=True,
-            shared="feed_forward.shared_expert",
-            where="interleaved",
+            width="intermediate_size", router="linear", router_path="feed_forward.router", own_code=True,
+            shared="feed_forward.shared_expert", where="interleaved",
         ),
     ),
-}
+}  # fmt: skip
 """Model type: its blocks."""
 
 WRAPPERS: dict[str, str] = {

@@ -81,16 +81,10 @@ class AdapterPlaces:
     def words(self) -> list[str]:
         """What is left out, and why."""
         whys = dict.fromkeys(why for _, why in self.left_out)
-        lines = [
-            f"none on {', '.join(sorted({_in_block(path) for path, why in self.left_out if why == one}))} ({one})"
-            for one in whys
-        ]
+        # names inside a block
+        inner = [(path.partition(".*.")[2] or path, why) for path, why in self.left_out]
+        lines = [f"none on {', '.join(sorted({path for path, why in inner if why == one}))} ({one})" for one in whys]
         return [*lines, *([f"on every linear layer: {self.untried}"] if self.untried else [])]
-
-
-def _in_block(path: str) -> str:
-    """A layer's name inside its block."""
-    return path.partition(".*.")[2] or path
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from sft_play.finished.run import (
     require_space,
     text_only_of,
 )
-from sft_play.planner.memory.saving import FILE_BYTES
+from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, Kind, write_card

@@ -12,7 +12,7 @@ from datetime import date
 from typing import Any
 
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.gpus.gpu_prices import Price
+from sft_play.facts.gpus.gpu_catalog import Price
 from sft_play.facts.hardware import Hardware, named
 from sft_play.planner.plan import Plan
 
@@ -132,11 +132,7 @@ def _words(offer: Offer) -> str:
 
 
 def budget_of(
-    usd: float,
-    prices: Iterable[tuple[Price, int]],
-    *,
-    plan: Callable[[Hardware], Plan | None],
-    today: date,
+    usd: float, prices: Iterable[tuple[Price, int]], *, plan: Callable[[Hardware], Plan | None], today: date
 ) -> Budget:
     """The machines of a price list on which the run fits, the cheapest first.
 

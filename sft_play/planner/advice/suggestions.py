@@ -17,11 +17,11 @@ from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, gpus_by_memory
 from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.liger import PACKAGE, REPLACED
+from sft_play.facts.installed import LIGER
 from sft_play.facts.models.architecture import shape_of
-from sft_play.planner.advice.largest import largest_that_fits
-from sft_play.planner.advice.whatif import largest
+from sft_play.planner.advice.questions import largest, largest_that_fits
 from sft_play.planner.candidates import Candidate, first_that_fits, thriftiest
+from sft_play.planner.kernels import REPLACED
 from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
 from sft_play.planner.plan import Plan, PlanRequest, Suggestion, job_of, make_plan
 from sft_play.units import GIB
@@ -45,9 +45,7 @@ def make_advised_plan(request: PlanRequest, **planned: Any) -> Plan:
         return plan
     ways = tuple(suggestions(request))
     return replace(
-        plan,
-        suggestions=tuple(way for way in ways if way.fits),
-        not_enough=tuple(way for way in ways if not way.fits),
+        plan, suggestions=tuple(way for way in ways if way.fits), not_enough=tuple(way for way in ways if not way.fits)
     )
 
 
@@ -133,7 +131,6 @@ def _by_layout(request: PlanRequest) -> Iterator[Suggestion]:
 
 
 def _by_machine(request: PlanRequest) -> Iterator[Suggestion]:
-    """Other machines."""
     for machine, words in _machines(request):
         candidate = _choice(_on(request, machine))
         if candidate is not None and candidate.fits:
@@ -141,7 +138,6 @@ def _by_machine(request: PlanRequest) -> Iterator[Suggestion]:
 
 
 def _by_smaller_model(request: PlanRequest) -> Iterator[Suggestion]:
-    """The largest known model that fits with the same settings."""
     name = largest_that_fits("model", request).value
     if isinstance(name, str):
         setting = f"model.name={name}"
@@ -175,7 +171,7 @@ def _changes(request: PlanRequest) -> list[str]:
         wishes.append("eval.batch_size=auto")
     if config.model.attn_implementation == "eager":
         wishes.append("model.attn_implementation=auto")
-    if config.train.kernels == "auto" and PACKAGE not in request.without and request.shape.model_type in REPLACED:
+    if config.train.kernels == "auto" and LIGER not in request.without and request.shape.model_type in REPLACED:
         wishes += ["train.kernels=liger"] if request.hardware.gpus else []  # auto counts the plain ones' memory
     if config.model.max_seq_len > LENGTH_STEP:
         wishes.append(f"model.max_seq_len={_longest(request)}")
@@ -276,7 +272,6 @@ def _with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
 
 
 def _with_entry(hardware: Hardware, entry: CatalogEntry, count: int) -> Hardware:
-    """The same machine with that many GPUs of the catalogue."""
     like = named(f"1x{entry.name}")
     return replace(_with_gpus(hardware, like.gpus[0], count), link_bytes_per_s=like.link_bytes_per_s)
 

@@ -1,44 +1,67 @@
-"""One decoder block as transformers, PEFT and bitsandbytes run it, on sizes: what it keeps, and its peaks.
+"""One decoder block as transformers, PEFT and bitsandbytes run it, and the tail of the step (last norm, output head,
+loss), on sizes: what each keeps, and its peaks.
 
 The parts follow the forward of transformers' decoder blocks (models/*/modeling_*.py), of PEFT's LoRA layers
 (peft/tuners/lora/{layer,bnb,dora,variants}.py) and of bitsandbytes' 4-bit product, line by line where lines differ in
-bytes: `self_attention`, `mlp`, `linear` and `norms`, of the `operations` that a `tape` records.
+bytes: `self_attention`, `mlp` and `linear`, of the `operations` that a `tape` records.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Literal
 
-from sft_play.planner.memory.block_spec import BlockSpec
+from sft_play.planner.memory.linear import norm
 from sft_play.planner.memory.mlp import mlp
-from sft_play.planner.memory.norms import norm
 from sft_play.planner.memory.operations import Pass
 from sft_play.planner.memory.self_attention import attention
-from sft_play.planner.memory.tape import Ref, Tape
+from sft_play.planner.memory.structure import BlockSpec
+from sft_play.planner.memory.tape import Grads, Node, Ref, Tape
+
+TOKEN_TILE = 4_096
+WORD_TILE = 32_768
+"""Tokens and words whose logits TRL's chunked head holds at once (trl/kernels/chunked_logprob.py; the tile is a full
+one however small the vocabulary is)."""
+STATISTICS = 7
+"""fp32 numbers per token into which it reduces tiles."""
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """One block, or the tail, in a step, above what is held before it. The peaks include its input and, in the backward
+    pass, its output's gradient."""
+
+    forward: int
+    kept: int = 0
+    """Held from its forward to its backward pass; without its own input, unless an operation holds it."""
+    backward: int = 0
+    gradients: int = 0
+    """Gradients of its parameters that stay, where there were none before; `backward` includes them."""
+    cast: int = 0
+    """Half-precision copies of fp32 parameters that autocast keeps until the forward pass ends, where the block is
+    computed again."""
+    rebuilt: int = 0
+    """Of the backward peak: the NF4 weight that is dequantised at that moment."""
+    input: int = 0
+    """Its input, where only a checkpoint keeps it."""
+
+    @property
+    def offloaded(self) -> LayerBytes:
+        """The same where what it keeps is in RAM, and comes back for its backward pass."""
+        return replace(self, kept=0, backward=self.backward + self.kept)
 
 
 @dataclass(frozen=True)
 class BlockBytes:
-    """A block's bytes for one batch. The peaks include its input and, in the backward pass, its output's gradient."""
+    """A block's bytes for one batch, with its copies of fp32 parameters however it is computed."""
 
-    kept: int
-    """Held from the forward to the backward pass, without the block's own input unless an operation holds it."""
-    forward: int
-    backward: int
-    recompute: int
-    """The peak of recomputing the forward: it starts when the backward pass first needs what was held, and ends at the
-    last tensor that is held."""
-    input: int
-    """The input's bytes, unless an operation holds it: a checkpoint does."""
-    gradients: int
-    """Gradients of the block's parameters that stay, where there were none before."""
-    rebuilt: int
-    """Of the backward peak: the NF4 weight that is dequantised at that moment."""
+    layer: LayerBytes
     width: int
     """Bytes of an element of its output."""
-    cast_weights: int
-    """Half-precision copies of fp32 parameters that autocast keeps until the forward pass ends."""
+    recompute: int = 0
+    """The peak of recomputing the forward: it starts when the backward pass first needs what was held, and ends at the
+    last tensor that is held."""
 
 
 def _block(run: Pass, x: Ref) -> Ref:
@@ -79,18 +102,21 @@ def block_bytes(
     cast = sum(ref.nbytes for ref in run.cast.values())
     run.cast.clear()
     if node is None:  # nothing trains up to this block
-        return BlockBytes(0, forward, 0, 0, 0, 0, 0, grad_size[1], cast)
+        return BlockBytes(LayerBytes(forward, cast=cast), grad_size[1])
     kept = tape.meter.live  # with the input, if an operation holds it
-    grad = tape.new(*grad_size)
-    tape.meter.restart()
-    tape.backward(node, grad)
-    del grad
+    backward = _backward_peak(tape, node, grad_size)
     # gradients that are there when the forward runs again, and its peak until the last tensor is held
     recompute = stopped + tape.first_use - kept
     gradients = sum(ref.nbytes for ref in run.gradients)
-    return BlockBytes(
-        kept, forward, tape.meter.peak, recompute, alone, gradients, tape.meter.rebuilt, grad_size[1], cast
-    )
+    layer = LayerBytes(forward, kept, backward, gradients, cast, tape.meter.rebuilt, alone)
+    return BlockBytes(layer, grad_size[1], recompute)
+
+
+def _backward_peak(tape: Tape, node: Node, size: tuple[int, int]) -> int:
+    grad = tape.new(*size)
+    tape.meter.restart()
+    tape.backward(node, grad)
+    return tape.meter.peak
 
 
 @lru_cache(maxsize=8192)
@@ -101,3 +127,96 @@ def forward_peak(spec: BlockSpec, *, batch: int, length: int, width: int, traini
     x = tape.new(batch * length * spec.hidden, width)
     _block(run, x)
     return tape.meter.peak
+
+
+# --- the tail ---------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Vocabulary:
+    """The output head: words, whether its weight trains, bytes of its weight, words of a tile that are touched."""
+
+    words: int
+    trains: bool
+    width: int
+    tile: int = WORD_TILE
+
+
+def head_bytes(
+    spec: BlockSpec,
+    words: Vocabulary,
+    *,
+    batch: int,
+    length: int,
+    width: int,
+    loss: Literal["chunked", "logits"],
+    accumulating: bool,
+    grad: bool = True,
+) -> LayerBytes:
+    """The tail for `batch` full rows of `length` tokens, all scored but the first token."""
+    tape = Tape(grad=grad)
+    run = Pass(tape, spec, batch, length, accumulating=accumulating)
+    x = tape.leaf(batch * length * spec.hidden, width)
+    normed = norm(run, x)
+    scored = max(1, batch * (length - 1))
+    out = _chunked(run, normed, words, scored) if loss == "chunked" else _whole(run, normed, words)
+    forward = tape.meter.peak
+    del x, normed
+    node = out.node
+    if not grad or node is None:
+        return LayerBytes(forward)
+    elements = out.elements
+    del out
+    kept = tape.meter.live
+    backward = _backward_peak(tape, node, (elements, 4))  # the loss is fp32, whatever the logits are
+    return LayerBytes(forward, kept, backward, sum(ref.nbytes for ref in run.gradients))
+
+
+def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
+    """TRL's chunked head on the N scored tokens: a tile of logits and seven numbers per token.
+
+    Forward: the gathered rows N*h*e, 28N, the tile. Backward: fp32 gradients of the rows (4*N*h) and, where the head
+    trains, of the whole weight (4*V*h), each cast at the end (N*h*e, V*h*w)
+    unless that is fp32. Rows of fp32 weights are cast by tile.
+    """
+    tape, hidden = run.tape, run.spec.hidden
+    low = run.spec.numbers.autocast or x.width
+    # in the backward pass a tile's gradient overwrites its logits, so one tile is enough both ways
+    tile = min(scored, TOKEN_TILE) * words.tile * low
+    # weights and rows in fp32 are cast tile by tile, with .to(compute_dtype)
+    casts = min(WORD_TILE, words.words) * hidden * low if words.width != low else 0
+    casts += min(scored, TOKEN_TILE) * hidden * low if x.width != low else 0
+    whole, e = x.elements, x.width
+
+    def ungathered(tape: Tape, grad: Ref) -> Grads:
+        out = tape.new(whole, e)
+        tape.meter.touch(whole * e)
+        return (out,)
+
+    # rows that are scored are indexed out, so padding and prompts cost no logits
+    rows = tape.op((x,), scored * hidden, e, backward=ungathered)
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        wide = tape.new(scored * hidden, 4)
+        weight = tape.new(words.words * hidden, 4) if words.trains else None
+        tape.meter.touch(tile + casts)
+        buffer = tape.new(tile, 1)
+        out = tape.new(scored * hidden, e)
+        if weight is not None:
+            run.keep_gradient(weight if words.width == 4 else tape.new(words.words * hidden, words.width))
+        del wide, weight, buffer
+        return (out,)
+
+    tape.meter.touch(4 * STATISTICS * scored + tile + casts)
+    statistics = tape.new(3 * scored, 4)
+    return tape.op((rows,), scored, 4, saved=(rows, statistics), backward=backward, trains=words.trains)
+
+
+def _whole(run: Pass, x: Ref, words: Vocabulary) -> Ref:
+    """Full logits and cross entropy in fp32: T*V*(e + 4 + 4) forward; 12*T*V, then T*V*e, backward."""
+    tape, size = run.tape, x.elements // run.spec.hidden * words.words
+    logits = run.dense(x, "head", run.spec.hidden, words.words, words.width, trained=words.trains)
+    wide = run.to(logits, 4)
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        return (tape.new(size, 4),)
+
+    return tape.op((wide,), size, 4, backward=backward, holds_output=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner.memory.loading import loading_terms, read_in_ram
+from sft_play.planner.memory.loading_and_saving import Form, Saving, loading_terms, read_in_ram, saving_of
 from sft_play.planner.memory.margins import (
     DESKTOP_BYTES,
     MARGIN_BYTES,
@@ -26,9 +26,8 @@ from sft_play.planner.memory.margins import (
 )
 from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.model_states import paged_bytes
-from sft_play.planner.memory.saving import Form, Saving, saving_of
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded, largest
-from sft_play.planner.precision import Precision
+from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import GIB, MIB
 
 CUDA_CONTEXT_BYTES = GIB // 2
@@ -117,12 +116,12 @@ class MemoryEstimate:
 
 def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> MemoryEstimate:
     """The predicted peak of a step on one rank: the largest of its moments, and what must be free for it."""
-    return estimate_of(walk_of(config, shape, precision, step), precision)
+    return estimate_of(walk_of(config, shape, precision, step))
 
 
-def estimate_of(walk: Walk, precision: Precision) -> MemoryEstimate:
+def estimate_of(walk: Walk) -> MemoryEstimate:
     """The same for a walk that was already set up."""
-    config, shape, step = walk.config, walk.shape, walk.step
+    config, shape, precision, step = walk.config, walk.shape, walk.precision, walk.step
     moments = largest(walk.moments())
     sums = {str(name): sum(terms.values()) for name, terms in moments.items()}
     peak = max(moments, key=lambda name: sums[name])
@@ -195,3 +194,22 @@ def _held(moment: str, terms: Mapping[str, int], step: Step) -> int:
         return sum(terms.values()) + int(CPU_ACTIVATION_SLACK * passing) + CPU_LATE_BYTES
     evaluates = moment == "evaluation"
     return reserved_bytes(terms, attention=step.attention, layout=step.layout, evaluates=evaluates)
+
+
+def cache_bytes(shape: ModelShape, width: int) -> int:
+    """Bytes of one token's keys and values in all attention layers; latent attention's are cached decompressed."""
+    heads, size = shape.num_kv_heads, 2 * shape.head_dim
+    if shape.mla is not None:
+        heads, size = shape.num_heads, shape.mla.nope_dim + shape.mla.rope_dim + shape.mla.value_dim
+    return width * heads * size * sum(kind.count for kind in shape.layers if kind.attention != "none")
+
+
+def answer_tokens(shape: ModelShape, precision: Precision, step: Step, memory: MemoryEstimate) -> int:
+    """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees.
+
+    A token's share of a forward pass is taken from the evaluation's moment, or from the step's where none is planned.
+    """
+    moment, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
+    # what a moment holds beyond what stays between steps, for each of its tokens
+    passing = max(0, memory.moments.get(moment, 0) - memory.stays) // max(1, rows * step.length)
+    return max(1, (memory.allocated - memory.stays) // (cache_bytes(shape, BYTES[precision.compute]) + passing))

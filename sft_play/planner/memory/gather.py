@@ -10,10 +10,11 @@ the forward to the backward pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from sft_play.facts.models.model_shape import LayerKind, ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.model_states import Targets, kind_adapters, packed_bytes
+from sft_play.planner.memory.model_states import Targets, adapters_of, packed_bytes
 
 ZERO_BUCKET_PARAMS = 500_000_000
 """DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it keeps gathered
@@ -21,83 +22,49 @@ ZERO_BUCKET_PARAMS = 500_000_000
 
 
 @dataclass(frozen=True)
-class Units:
-    """Bytes of the gathered units, in the compute dtype."""
+class Gathering:
+    """What is gathered, in bytes of the compute dtype, and the buffers for it at each moment."""
 
     blocks: tuple[int, ...]
-    """By index in `ModelShape.layers`."""
+    """The unit of each block, from the first to the last."""
     embedding: int
     """0 where it belongs to the tail."""
     tail: int
-
-
-def units(shape: ModelShape, *, width: int, nf4: bool, rank: int, targets: Targets, parts: int = 1) -> Units:
-    """The units of a model; `width` bytes for what is gathered unpacked, adapters of `rank` (0: none) included.
-
-    Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's.
-    """
-    blocks = tuple(_block(kind, width=width, nf4=nf4, rank=rank, targets=targets) // parts for kind in shape.layers)
-    table = width * shape.table_params
-    return Units(blocks, 0 if shape.tied else table, table)
-
-
-def _block(kind: LayerKind, *, width: int, nf4: bool, rank: int, targets: Targets) -> int:
-    adapters = width * kind_adapters(kind, rank, targets=targets, dora=False) if rank else 0
-    if not nf4:
-        return width * kind.params + adapters
-    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)  # constants are whole on every rank already
-    return packed + width * (kind.params - kind.linear_weights) + adapters
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """The buffers at each moment."""
-
-    units: Units
-    order: tuple[int, ...]
+    """The last unit; while the head computes: its parameters."""
     trained_share: float
     """Fraction of a unit's parameters that train: what is reduced of it."""
     ranks: int
     wider: float = 1.0
     """Bytes of a gradient as sent over its bytes as computed."""
 
-    def block(self, layer: int) -> int:
-        """The unit of a block."""
-        return self.units.blocks[self.order[layer]]
-
+    @property
     def _tied(self) -> int:
         """A tied embedding, which stays gathered with the tail from the forward to the backward pass; else 0."""
-        return self.units.tail if not self.units.embedding else 0
+        return 0 if self.embedding else self.tail
 
     def forward(self, layer: int) -> int:
         """While block `layer` computes: its parameters and its flat buffer; a tied embedding stays too."""
-        return 2 * self.block(layer) + self._tied()
-
-    def before_tail(self) -> int:
-        """When the tail is gathered: the last block's buffer, the tail's, and its parameters."""
-        return self.block(len(self.order) - 1) + 2 * self.units.tail
+        return 2 * self.blocks[layer] + self._tied
 
     @property
-    def tail(self) -> int:
-        """While the head computes: its parameters."""
-        return self.units.tail
+    def before_tail(self) -> int:
+        """When the tail is gathered: the last block's buffer, the tail's, and its parameters."""
+        return self.blocks[-1] + 2 * self.tail
 
     @property
     def head(self) -> int:
         """While the head runs backward: its parameters and the last block's buffer."""
-        return self.units.tail + self.block(len(self.order) - 1)
+        return self.tail + self.blocks[-1]
 
     def _prefetched(self, layer: int) -> int:
         """The unit that is gathered while block `layer` runs backward: the one before it in the forward pass."""
-        return self.block(layer - 1) if layer else self.units.embedding
+        return self.blocks[layer - 1] if layer else self.embedding
 
     def backward(self, layer: int) -> int:
         """While block `layer` runs backward: its parameters, the next one's buffer, the last reduction's input."""
-        last = len(self.order) - 1
-        reduced = self.units.tail if layer == last else self.block(layer + 1)
-        return (
-            self.block(layer) + self._prefetched(layer) + int(reduced * self.trained_share * self.wider) + self._tied()
-        )
+        reduced = self.blocks[layer + 1] if layer + 1 < len(self.blocks) else self.tail
+        sent = int(reduced * self.trained_share * self.wider)
+        return self.blocks[layer] + self._prefetched(layer) + sent + self._tied
 
     def _cut(self, gradients: int) -> int:
         """Gradients while they are sharded: themselves, the flat input, this rank's shard, and that in fp32."""
@@ -105,14 +72,34 @@ class Gathering:
 
     def reduction(self, layer: int) -> int:
         """When the gradients of block `layer` are sharded, beside the next unit's buffer."""
-        return self._prefetched(layer) + self._cut(int(self.block(layer) * self.trained_share)) + self._tied()
+        return self._prefetched(layer) + self._cut(int(self.blocks[layer] * self.trained_share)) + self._tied
 
     def end(self, dense: int) -> tuple[int, ...]:
         """When the embedding runs backward: gathered; with its gradient of `dense` bytes; when that is sharded."""
-        table = self.units.embedding or self.units.tail
-        last = int(self.block(0) * self.trained_share)
-        twice = dense if self._tied() else 0  # tied: the head's gradient of the same table is there too
-        return 2 * self.units.embedding, table + last + dense + twice, self._cut(dense)
+        last = int(self.blocks[0] * self.trained_share)
+        twice = dense if self._tied else 0  # tied: the head's gradient of the same table is there too
+        return 2 * self.embedding, (self.embedding or self.tail) + last + dense + twice, self._cut(dense)
+
+
+def gathering(
+    shape: ModelShape, *, width: int, nf4: bool, rank: int, targets: Targets, parts: int, **more: Any
+) -> Gathering:
+    """The units of a model, `width` bytes for what is gathered unpacked, adapters of `rank` (0: none) included, and the
+    other fields of `Gathering`.
+
+    Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's.
+    """
+    kinds = [_block(kind, width=width, nf4=nf4, rank=rank, targets=targets) // parts for kind in shape.layers]
+    table = width * shape.table_params
+    return Gathering(tuple(kinds[place] for place in shape.layer_order), 0 if shape.tied else table, table, **more)
+
+
+def _block(kind: LayerKind, *, width: int, nf4: bool, rank: int, targets: Targets) -> int:
+    adapters = width * adapters_of(kind.linears, rank, targets=targets) if rank else 0
+    if not nf4:
+        return width * kind.params + adapters
+    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)  # constants are whole on every rank already
+    return packed + width * (kind.params - kind.linear_weights) + adapters
 
 
 def zero_buckets(

@@ -1,18 +1,69 @@
-"""The walk of a step through a class whose blocks are measured, where the estimate does not know them."""
+"""The walk of a step through a class whose blocks are measured, where the estimate does not know them.
+
+`trace.blocks` runs a class's own blocks; `MeasuredWalk` takes their bytes in place of those that `block` works out.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
+from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner.memory.block import BlockBytes
-from sft_play.planner.memory.block_spec import BlockSpec
-from sft_play.planner.memory.lm_head import HeadBytes
-from sft_play.planner.memory.measured import LayerBytes, MeasuredPass, Way
+from sft_play.planner.memory.block import BlockBytes, LayerBytes
 from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.memory.structure import BlockSpec
 from sft_play.planner.precision import Precision
+
+Way = Literal["kept", "recomputed", "evaluated"]
+"""How a block runs: its activations stay for the backward pass, or are computed again there; or there is none."""
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """A pass of `batch` rows through all kinds of blocks of a model."""
+
+    batch: int
+    before: int
+    """Live when the first block begins, beside its input and what lasts: the batch, masks, rotations."""
+    embedded: int
+    """The embedding's output, where only the model's own forward keeps it."""
+    first: LayerBytes
+    """The first block, whose input may need no gradient."""
+    layers: tuple[LayerBytes, ...]
+    """The other blocks, by their place in `ModelShape.layers`."""
+    tail: LayerBytes
+    """What follows the last block: last norm, output head and loss."""
+    on_cpu: bool = False
+    """Carried on from a few real tokens."""
+
+
+def between(low: MeasuredPass, high: MeasuredPass, batch: int) -> MeasuredPass:
+    """The pass of a batch between two that were measured, or on their line beyond them.
+
+    A peak is the largest of moments that grow with the batch at different rates, so that the line between two of them
+    is not below it.
+    """
+    share = (batch - low.batch) / (high.batch - low.batch)
+
+    def mixed(one: int, other: int) -> int:
+        return round(one + share * (other - one))
+
+    return MeasuredPass(
+        batch,
+        mixed(low.before, high.before),
+        mixed(low.embedded, high.embedded),
+        _mixed(low.first, high.first, mixed),
+        tuple(_mixed(*pair, mixed) for pair in zip(low.layers, high.layers, strict=True)),
+        _mixed(low.tail, high.tail, mixed),
+        low.on_cpu,
+    )
+
+
+def _mixed(one: LayerBytes, other: LayerBytes, mixed: Callable[[int, int], int]) -> LayerBytes:
+    return LayerBytes(*(mixed(getattr(one, field.name), getattr(other, field.name)) for field in fields(LayerBytes)))
 
 
 def walk_of(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Walk:
@@ -49,7 +100,7 @@ class MeasuredWalk(Walk):
     def _evaluated(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
         return self._layer("evaluated", layer, rows)
 
-    def _head(self, batch: int, *, grad: bool) -> HeadBytes:
+    def _head(self, batch: int, *, grad: bool) -> LayerBytes:
         found = self._measured(self._way(self.shape.num_layers - 1) if grad else "evaluated", batch)
         usual = super()._head(batch, grad=grad)
         # a few tokens do not show how many it takes at once, and whole logits were not run
@@ -58,7 +109,7 @@ class MeasuredWalk(Walk):
         # its tiles are full from some batch on, so that it is not below the line between two batches; what a class has
         # beside the usual last norm and head was run
         forward, backward = max(found.tail.forward, usual.forward), max(found.tail.backward, usual.backward)
-        return HeadBytes(usual.kept, forward, backward, found.tail.gradients)
+        return LayerBytes(forward, usual.kept, backward, found.tail.gradients)
 
     def _way(self, layer: int) -> Way:
         return "recomputed" if layer < self.recomputed else "kept"

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from sft_play.planner.memory import fused
 from sft_play.planner.memory.linear import by_widths, linear
-from sft_play.planner.memory.operations import Pass
+from sft_play.planner.memory.operations import Pass, liger_gate
 from sft_play.planner.memory.tape import Grads, Ref, Tape, shared
 
 
@@ -124,11 +123,11 @@ def _dense_mlp(run: Pass, x: Ref) -> Ref:
     if "gate_up" in run.linears:
         both = linear(run, x, "gate_up")
         gate, up = run.parts(both, both.elements // 2, both.elements // 2)
-        inner = fused.gated(run.tape, gate, up, copies=True) if liger else run.product(up, _activated(run, gate))
+        inner = liger_gate(run.tape, gate, up, copies=True) if liger else run.product(up, _activated(run, gate))
         return run.drop(linear(run, inner, "down"), run.spec.dropout)
     if "gate" in run.linears:
         if liger:
-            inner = fused.gated(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
+            inner = liger_gate(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
         else:
             inner = run.product(_activated(run, linear(run, x, "gate")), linear(run, x, "up"))
         return linear(run, inner, "down")

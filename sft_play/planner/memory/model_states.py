@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
+from sft_play.facts.models.model_shape import Linear, ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.block_spec import Numbers
-from sft_play.planner.memory.structure import ROW_ROLES, is_target, part_of_linear, roles
+from sft_play.planner.memory.structure import ROW_ROLES, Numbers, is_target, part_of_linear, roles
 from sft_play.planner.memory.tape import rest_of_segment
 
 NF4_BLOCK = 64
@@ -78,16 +77,12 @@ def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
 
 def adapter_params(shape: ModelShape, rank: int, *, targets: Targets = "auto", dora: bool = False) -> int:
     """LoRA parameters: r * (inputs + outputs) on each targeted linear layer; DoRA adds one number per output."""
-    inner = sum(kind.count * kind_adapters(kind, rank, targets=targets, dora=dora) for kind in shape.layers)
-    return inner + _adapters(shape.outer_linears, rank, targets, dora=dora)
+    inner = sum(kind.count * adapters_of(kind.linears, rank, targets=targets, dora=dora) for kind in shape.layers)
+    return inner + adapters_of(shape.outer_linears, rank, targets=targets, dora=dora)
 
 
-def kind_adapters(kind: LayerKind, rank: int, *, targets: Targets, dora: bool) -> int:
-    """The same for one block."""
-    return _adapters(kind.linears, rank, targets, dora=dora)
-
-
-def _adapters(linears: tuple[Linear, ...], rank: int, targets: Targets, *, dora: bool) -> int:
+def adapters_of(linears: tuple[Linear, ...], rank: int, *, targets: Targets, dora: bool = False) -> int:
+    """The same for these layers."""
     chosen = [linear for linear in linears if is_target(linear, targets)]
     return sum(rank * (x.inputs + x.outputs) + (x.outputs if dora else 0) for x in chosen)
 
@@ -240,7 +235,6 @@ def part_of_trained(config: RunConfig, shape: ModelShape, whole: Trained, ranks:
 
 
 def _divided(shape: ModelShape) -> int:
-    """Weights of the linear layers inside the blocks."""
     return sum(kind.count * kind.linear_weights for kind in shape.layers)
 
 

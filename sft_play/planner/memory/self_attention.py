@@ -5,11 +5,9 @@ Shapes: q (B, a, S, head_dim), k and v (B, kv heads, S, head_dim), scores (B, a,
 
 from __future__ import annotations
 
-from sft_play.planner.memory import fused
-from sft_play.planner.memory.block_spec import BlockSpec
-from sft_play.planner.memory.linear import by_widths, linear
-from sft_play.planner.memory.norms import norm
-from sft_play.planner.memory.operations import Pass, round_up
+from sft_play.planner.memory.linear import by_widths, linear, norm
+from sft_play.planner.memory.operations import Pass, liger_rotation, round_up
+from sft_play.planner.memory.structure import BlockSpec
 from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, shared
 
 
@@ -49,15 +47,14 @@ def _turns_in_place(run: Pass) -> bool:
 
 
 def _turned(run: Pass, q: Ref, k: Ref) -> tuple[Ref, Ref]:
-    """Queries and keys after the rotation."""
     spec = run.spec
     if not spec.rotary:
         return q, k
     if _turns_in_place(run):
         copies, by_head = "qkv" in run.linears, spec.kernel in ("eager", "math")
         sums = spec.heads != spec.kv_heads and (spec.kernel == "efficient" or _masked_cudnn(spec))
-        q = fused.rotated(run.tape, q, copies=copies, copies_gradient=by_head)
-        return q, fused.rotated(run.tape, k, copies=copies, copies_gradient=by_head or sums)
+        q = liger_rotation(run.tape, q, copies=copies, copies_gradient=by_head)
+        return q, liger_rotation(run.tape, k, copies=copies, copies_gradient=by_head or sums)
     q_turned = _rotated(run, q)
     k = _rotated(run, k)
     return q_turned, k  # the plain q lives until k is turned too, as in apply_rotary_pos_emb
@@ -142,7 +139,6 @@ def _one_by_one(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
 
 
 def _at_once(run: Pass) -> int:
-    """Tokens that one call attends to."""
     return run.length if run.spec.one_by_one else run.tokens
 
 
@@ -220,7 +216,6 @@ def _fused(run: Pass, q: Ref, k: Ref, v: Ref, during: int, bias: Ref | None = No
 
 
 def _scores(run: Pass) -> int:
-    """B * a * S * S."""
     return run.batch * run.spec.heads * run.length * run.length
 
 

@@ -6,27 +6,34 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
-from sft_play.planner.experts import planned_experts
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.kernels import liger_in_memory
+from sft_play.planner.kernels import liger_in_memory, planned_experts
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.block import BlockBytes, block_bytes, forward_peak
-from sft_play.planner.memory.block_spec import BlockSpec, Numbers
-from sft_play.planner.memory.gather import Gathering, units, zero_buckets
-from sft_play.planner.memory.lm_head import WORD_TILE, HeadBytes, Vocabulary, head_bytes
-from sft_play.planner.memory.measured import LayerBytes
-from sft_play.planner.memory.model_states import (
-    optimizer_transient,
-    part_of_trained,
-    resident,
-    trained,
+from sft_play.planner.memory.block import (
+    WORD_TILE,
+    BlockBytes,
+    LayerBytes,
+    Vocabulary,
+    block_bytes,
+    forward_peak,
+    head_bytes,
 )
-from sft_play.planner.memory.structure import block_spec, kernel_of, numbers, on_tensor_parallel, sees_mask
+from sft_play.planner.memory.gather import Gathering, gathering, zero_buckets
+from sft_play.planner.memory.model_states import optimizer_transient, part_of_trained, resident, trained
+from sft_play.planner.memory.structure import (
+    BlockSpec,
+    Numbers,
+    block_spec,
+    kernel_of,
+    numbers,
+    on_tensor_parallel,
+    sees_mask,
+)
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import MIB
 
@@ -57,7 +64,7 @@ class Step:
     padded: bool = False
     """Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so."""
     masks: bool = True
-    """Whether rows that are padded come with a mask, in training and evaluation (`planner.padding`)."""
+    """Whether rows that are padded come with a mask, in training and evaluation (`planner.attention`)."""
     varlen: bool = False
     """Packs, or rows of a micro-batch, lie one behind the other and have boundaries (`training.model.varlen`), not a
     mask."""
@@ -144,9 +151,13 @@ class Walk:
     def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
         """The kinds of blocks, for batches whose rows are padded or packed as given."""
         step, tuning = self.step, self.config.tuning
-        cudnn = step.cudnn and (packed or self.config.task_mode == "cpt")
-        experts = planned_experts(self.config, self.shape, self.precision)
+        lora, experts = tuning.lora, planned_experts(self.config, self.shape, self.precision)
         in_turn = experts is not None and experts.name == "eager" and not self.shape.own_experts
+        alike: dict[str, Any] = {
+            "lora_dropout": lora.dropout, "dora": lora.use_dora, "casts_inputs": step.casts_inputs,
+            "one_by_one": step.one_by_one, "experts_in_turn": in_turn, "numbers": self.numbers,
+            "liger": liger_in_memory(self.config, self.shape, step.layout, on_gpu=step.on_gpu),
+        }  # fmt: skip
         specs = []
         for kind in self.shape.layers:
             # one by one each chat has a mask for its window
@@ -154,7 +165,6 @@ class Walk:
                 kind, self.shape, length=step.seq_len, padded=padded and not step.varlen
             )
             kernel = kernel_of(
-                kind,
                 self.shape,
                 attention=step.attention,
                 masked=masked,
@@ -163,43 +173,27 @@ class Walk:
                 on_gpu=step.on_gpu,
                 gathers=padded and not packed,
                 repeats=step.repeats_kv,
-                cudnn=cudnn,
+                cudnn=step.cudnn and (packed or self.config.task_mode == "cpt"),
             )
-            # single fields, since block_spec is cached: most candidates of a plan share them
-            spec = block_spec(
-                kind,
-                self.shape,
-                widths=self.numbers,
-                mode=tuning.mode,
-                rank=tuning.lora.r,
-                targets=tuning.lora.target_modules,
-                lora_dropout=tuning.lora.dropout,
-                dora=tuning.lora.use_dora,
-                casts_inputs=step.casts_inputs,
-                kernel=kernel,
-                masked=masked,
-                one_by_one=step.one_by_one,
-                experts_in_turn=in_turn,
-                liger=liger_in_memory(self.config, self.shape, step.layout, on_gpu=step.on_gpu),
-            )
+            spec = block_spec(kind, self.shape, mode=tuning.mode, rank=lora.r, targets=lora.target_modules)
+            spec = replace(spec, kernel=kernel, masked=masked, **alike)
             specs.append(on_tensor_parallel(spec, step.layout.tensor_parallel))
         return tuple(specs)
 
     def _gathering(self) -> Gathering:
         lora = self.config.tuning.lora
-        rank = 0 if self.full else lora.r
-        model_units = units(
+        return gathering(
             self.shape,
             width=self.numbers.weights,
             nf4=self.nf4,
-            rank=rank,
+            rank=0 if self.full else lora.r,
             targets=lora.target_modules,
             parts=self.step.layout.tensor_parallel,
+            # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
+            trained_share=1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params)),
+            ranks=self.step.layout.shard,
+            wider=BYTES[self.synced.reduced] / BYTES[self.synced.computed],
         )
-        # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
-        share = 1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params))
-        wider = BYTES[self.synced.reduced] / BYTES[self.synced.computed]
-        return Gathering(model_units, self.shape.layer_order, share, self.step.layout.shard, wider)
 
     def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
         """Every block's bytes as the estimate has them, and the width of each one's input and of the last one's
@@ -221,20 +215,18 @@ class Walk:
         return blocks, widths
 
     def _layers(self) -> list[LayerBytes]:
-        """Every block's bytes in this step."""
         batch, offloads = self.step.micro_batch, self.step.offloads
         layers = []
         for layer, block in enumerate(self.blocks):
-            if layer >= self.recomputed:
-                way = LayerBytes(block.forward, block.kept, block.backward)
-            else:
+            way = replace(block.layer, cast=0)
+            if layer < self.recomputed:
                 # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block
                 # runs forward again first, and its input stays until its backward pass has ended
                 alone = self._forward_alone(layer, batch, self.specs, training=True)
-                hidden, peak = self._hidden(batch, layer), max(block.backward + block.input, block.recompute)
-                way = LayerBytes(alone, hidden, peak, cast=block.cast_weights)
+                hidden, peak = self._hidden(batch, layer), max(way.backward + way.input, block.recompute)
+                way = replace(block.layer, forward=alone, kept=hidden, backward=peak)
                 way = way.offloaded if offloads else way
-            layers.append(replace(way, gradients=block.gradients, rebuilt=block.rebuilt, input=block.input))
+            layers.append(way)
         return layers
 
     def _forward_alone(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
@@ -244,9 +236,9 @@ class Walk:
     def _evaluated(self, layer: int, rows: int, specs: Sequence[BlockSpec]) -> LayerBytes:
         """A block where nothing is held for a backward pass; autocast keeps copies of its fp32 parameters there too."""
         forward = self._forward_alone(layer, rows, specs, training=False)
-        return LayerBytes(forward, cast=self.blocks[layer].cast_weights)
+        return LayerBytes(forward, cast=self.blocks[layer].layer.cast)
 
-    def _head(self, batch: int, *, grad: bool) -> HeadBytes:
+    def _head(self, batch: int, *, grad: bool) -> LayerBytes:
         words = self.shape.vocab_size
         # the allocator takes a full tile however small the vocabulary; of it a CPU process has the pages it touches
         tile = WORD_TILE if self.step.on_gpu else min(WORD_TILE, words)
@@ -268,7 +260,6 @@ class Walk:
         return whole and self.adds_up
 
     def _kept_of(self, gradients: int) -> int:
-        """What a rank keeps of newly computed gradients."""
         if not self.step.layout.shards_grads:
             return gradients
         whole = self.part.params * (self.numbers.weights if self.full else self.numbers.adapters)
@@ -319,7 +310,6 @@ class Walk:
         return sum(self._checkpoint(layer) for layer in layers)
 
     def _checkpoint(self, layer: int) -> int:
-        """What a recomputed block keeps: its input."""
         return self._hidden(self.step.micro_batch, layer)
 
     def moments(self) -> Iterator[tuple[Moment, Terms]]:
@@ -355,7 +345,6 @@ class Walk:
         return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
 
     def _embedded(self, batch: int) -> int:
-        """The embedding's output, which the model's own forward keeps until it returns."""
         return self._hidden(batch, 0)
 
     def _between(self) -> int:
@@ -364,7 +353,6 @@ class Walk:
         return self.resident.gradients if layout.is_zero and layout.shards_params else 0
 
     def _older_gradients(self) -> int:
-        """Gradients of earlier micro-batches, in all but the first."""
         return max(self.resident.gradients, self.whole_gradients) if self.adds_up else 0
 
     def _forward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
@@ -384,7 +372,7 @@ class Walk:
             held.append(held[-1] + block.kept)
         size = self._hidden(batch, -1)
         if gathering:
-            yield self._at("forward", older, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail())
+            yield self._at("forward", older, held[-1] + cast + 2 * size, gather_buffers=gathering.before_tail)
         head = self._head(self.step.micro_batch, grad=True)
         gathered = gathering.tail if gathering else 0
         beyond = max(0, head.forward - size)  # of the head's own peak; its input is counted beside it
@@ -447,7 +435,7 @@ class Walk:
             cast += block.cast
         head = self._head(rows, grad=False)
         live = batch + cast + self._hidden(rows, 0) + 2 * self._hidden(rows, -1)
-        before = gathering.before_tail() if gathering else 0
+        before = gathering.before_tail if gathering else 0
         yield self._at("evaluation", there, live, gather_buffers=before)
         gathered = gathering.tail if gathering else 0
         yield self._at("evaluation", there, batch + cast, loss_head=head.forward, gather_buffers=gathered)

@@ -3,18 +3,109 @@ dtypes."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, TypeVar
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.liger import Replaced
+from sft_play.errors import ConfigError
+from sft_play.facts.models.families import why_no_adapter
 from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
+from sft_play.log import one_line
 from sft_play.planner.attention import FLASH_HEAD, SdpaCall, sdpa_kernel
 from sft_play.planner.gradients import adapter_dtype
+from sft_play.planner.kernels import Replaced
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.block_spec import AttentionKernel, BlockSpec, LinearSpec, Numbers
 from sft_play.planner.precision import BYTES, Precision
+from sft_play.spelling import did_you_mean
+
+AttentionKernel = Literal["cudnn", "flash", "varlen", "efficient", "math", "eager"]
+"""varlen: flash attention of padded rows, whose tokens are gathered first and scattered back."""
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer: widths, and how it is trained. `rank` 0: no adapter."""
+
+    inputs: int
+    outputs: int
+    rank: int = 0
+
+    @property
+    def elements(self) -> int:
+        """Weights of its matrix."""
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Bytes of an element: loaded weights, autocast's dtype (None: no autocast), adapters, optimizer states (None: the
+    dtype of their parameter)."""
+
+    weights: int = 2
+    autocast: int | None = 2
+    adapters: int = 4
+    states: int | None = None
+
+
+@dataclass(frozen=True)
+class BlockSpec:
+    """A block's structure and how it is trained: everything that its bytes depend on besides the batch."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    linears: tuple[tuple[str, LinearSpec], ...]
+    """Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up; latent attention's own."""
+    norm: Literal["rms", "gemma", "layer"] = "rms"
+    norm_after: bool = False
+    """Outputs of attention and MLP are normed before they are added, as in Gemma 2."""
+    parallel: bool = False
+    """Attention and MLP read the same input, and one norm's output."""
+    parallel_norms: bool = False
+    """Each of the two has a norm of its own, as in GPT-NeoX."""
+    qk_norm: bool = False
+    rotary: float = 1.0
+    """Fraction of a head that is rotated; 0: none."""
+    rotary_by_cat: bool = False
+    """Rotated and other parts of a head are concatenated."""
+    activation: Literal["kernel", "gelu_new"] = "kernel"
+    dropout: float = 0.0
+    """Dropout of the block's two outputs."""
+    attention_dropout: float = 0.0
+    """Dropout of attention probabilities: eager attention keeps its mask, the fused kernels recompute it."""
+    kernel: AttentionKernel = "flash"
+    masked: bool = False
+    """Attention gets a mask of S x S."""
+    one_by_one: bool = False
+    """Each chat is attended to by a call of its own."""
+    softcap: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_width: int = 0
+    gated_experts: bool = True
+    expert_bias: bool = False
+    clamped_gate: bool = False
+    """Experts gate as gpt-oss does."""
+    routes_in_fp32: bool = False
+    """The weights by which experts' outputs are added are fp32."""
+    experts_in_turn: bool = False
+    """Experts run one after another instead of as one grouped product."""
+    attends: bool = True
+    """False: no softmax attention, but a recurrent or convolutional mixer."""
+    full: bool = False
+    """The weights train themselves, without adapters."""
+    nf4: bool = False
+    lora_dropout: float = 0.0
+    dora: bool = False
+    casts_inputs: bool = False
+    """LoRA layers cast their inputs to the adapters' dtype under autocast too."""
+    liger: Replaced | None = None
+    """What Liger's kernels replace; None: nothing."""
+    numbers: Numbers = field(default_factory=Numbers)
+
 
 ROW_ROLES = ("o", "down")
 """Roles of the linear layers that tensor parallelism divides by their inputs; the others by their outputs."""
@@ -48,7 +139,6 @@ def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) 
 
 
 def kernel_of(
-    kind: LayerKind,
     shape: ModelShape,
     *,
     attention: str,
@@ -81,7 +171,9 @@ def sdpa_call(shape: ModelShape, *, masked: bool, half: bool) -> SdpaCall:
     width = value_width = shape.head_dim
     if shape.mla is not None:
         width, value_width = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
-    return SdpaCall(width, value_width, grouped=_grouped(shape) and not masked, masked=masked, half=half)
+    # heads that are grouped in a way that transformers would leave to PyTorch
+    grouped = shape.num_heads != shape.num_kv_heads and shape.mla is None and shape.head_dim <= FLASH_HEAD
+    return SdpaCall(width, value_width, grouped=grouped and not masked, masked=masked, half=half)
 
 
 def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
@@ -94,30 +186,11 @@ def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tup
     return attention == "sdpa" and call.grouped and sdpa_kernel(call, capability, cudnn=False) == "math"
 
 
-def _grouped(shape: ModelShape) -> bool:
-    """Whether heads are grouped in a way that transformers would leave to PyTorch."""
-    return shape.num_heads != shape.num_kv_heads and shape.mla is None and shape.head_dim <= FLASH_HEAD
-
-
 @lru_cache(maxsize=4096)
 def block_spec(
-    kind: LayerKind,
-    shape: ModelShape,
-    *,
-    widths: Numbers,
-    mode: str,
-    rank: int,
-    targets: tuple[str, ...] | Literal["auto"],
-    lora_dropout: float,
-    dora: bool,
-    casts_inputs: bool,
-    kernel: AttentionKernel,
-    masked: bool,
-    one_by_one: bool = False,
-    experts_in_turn: bool = False,
-    liger: Replaced | None = None,
+    kind: LayerKind, shape: ModelShape, *, mode: str, rank: int, targets: tuple[str, ...] | Literal["auto"]
 ) -> BlockSpec:
-    """A block of this kind, trained this way."""
+    """A block of this kind with the adapters of this mode; how it runs is left at the defaults."""
     key_dim, value_dim = shape.head_dim, shape.head_dim
     if shape.mla is not None:
         key_dim, value_dim = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
@@ -143,9 +216,6 @@ def block_spec(
         activation="gelu_new" if shape.activation in STEPWISE_ACTIVATIONS else "kernel",
         dropout=shape.dropout,
         attention_dropout=shape.attention_dropout,
-        kernel=kernel,
-        masked=masked,
-        one_by_one=one_by_one,
         softcap=shape.attention_softcap is not None,
         experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
         experts_per_token=shape.rows_per_token,
@@ -154,15 +224,9 @@ def block_spec(
         expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
         clamped_gate=shape.clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
-        experts_in_turn=experts_in_turn,
         attends=kind.attention != "none",
         full=mode == "full",
         nf4=mode == "qlora",
-        lora_dropout=lora_dropout,
-        dora=dora,
-        casts_inputs=casts_inputs,
-        liger=liger,
-        numbers=widths,
     )
 
 
@@ -233,3 +297,38 @@ def part_of_linear(linear: AnyLinear, ranks: int, *, by_row: bool) -> AnyLinear:
     if by_row:
         return replace(linear, inputs=max(1, linear.inputs // ranks))
     return replace(linear, outputs=max(1, linear.outputs // ranks))
+
+
+OUTPUT_HEADS = ("lm_head", "embed_out")
+"""What transformers calls the output head."""
+
+
+def check_targets(config: RunConfig, shape: ModelShape) -> None:
+    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does."""
+    targets = config.tuning.lora.target_modules
+    if config.tuning.mode == "full" or targets == "auto":
+        return
+    layers = [linear for linear, _ in shape.linears if linear.adaptable]
+    names = sorted({linear.name for linear in layers})
+    problems = []
+    for target in targets:
+        if target in OUTPUT_HEADS:
+            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
+        elif any(linear.matches(target) for linear in layers):
+            continue
+        elif why := _why_none(target, shape):
+            problems.append(f"{one_line(target)}: {why}")
+        else:
+            near = did_you_mean(target, names)
+            hint = f" ({near})" if near else ""
+            problems.append(f"{one_line(target)} matches nothing{hint}")
+    if problems:
+        listed = f"The linear layers are: {', '.join(names)}; auto takes these"
+        raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
+
+
+def _why_none(target: str, shape: ModelShape) -> str | None:
+    if shape.adapters is not None:
+        return next((why for path, why in shape.adapters.left_out if f".{path}".endswith(f".{target}")), None)
+    has_one = any(linear.matches(target) for linear, _ in shape.linears)
+    return why_no_adapter(shape.model_type, target.rpartition(".")[2]) if has_one else None

@@ -50,18 +50,17 @@ CLASSES = (PLAIN, LONG, WORKSTATION, SMALL)
 
 def speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, step: Step) -> SpeedError:
     """The class of a run's predicted speed."""
-    if not hardware.gpus:
-        return SpeedError(None, "no published run on a CPU was compared")
     kinds = {gpu.capability for gpu in hardware.gpus}
-    if any(gpu.is_amd for gpu in hardware.gpus):
-        return SpeedError(None, "no published run on AMD cards was compared")
-    if step.layout.offloads_states or step.offloads:
-        return SpeedError(None, "no published run that offloads was compared")
-    if any(kind.num_experts for kind in shape.layers):
-        return SpeedError(None, "no published run of mixtures of experts was compared")
-    # V100 and T4 have no bf16, and fall into SMALL below
-    if not kinds <= DATA_CENTRE | OTHER_CARDS | {(7, 0), (7, 5)}:
-        return SpeedError(None, "no published run on these cards was compared")
+    without = {
+        "on a CPU": not hardware.gpus,
+        "on AMD cards": any(gpu.is_amd for gpu in hardware.gpus),
+        "that offloads": step.layout.offloads_states or step.offloads,
+        "of mixtures of experts": any(kind.num_experts for kind in shape.layers),
+        # V100 and T4 have no bf16, and fall into SMALL below
+        "on these cards": not kinds <= DATA_CENTRE | OTHER_CARDS | {(7, 0), (7, 5)},
+    }
+    if (kind := next((words for words, applies in without.items() if applies), None)) is not None:
+        return SpeedError(None, f"no published run {kind} was compared")
     if shape.params < SMALL_PARAMS or precision.compute != "bfloat16":
         return SMALL
     if not kinds <= DATA_CENTRE:

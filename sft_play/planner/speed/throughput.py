@@ -18,15 +18,13 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION
-from sft_play.facts.models.architecture import ModelShape
-from sft_play.planner.experts import planned_experts
-from sft_play.planner.kernels import planned_kernels
+from sft_play.facts.models.model_shape import ModelShape
+from sft_play.planner.kernels import planned_experts, planned_kernels
 from sft_play.planner.memory.model_states import adapter_params
 from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.micro_batches import Passes
 from sft_play.planner.precision import BYTES, Precision
-from sft_play.planner.row_tokens import Passes
-from sft_play.planner.speed.compiled import STARTS, TRAFFIC
-from sft_play.planner.speed.fused_speed import STILL_MOVED, saved_bytes, saved_starts_s
+from sft_play.planner.speed.other_code import STARTS, STILL_MOVED, TRAFFIC, saved_bytes, saved_starts_s
 from sft_play.planner.speed.traffic import Collective, base_weights, traffic_of
 
 MATRIX_SHARE = {7: 0.32, 8: 0.79, 9: 0.62, 10: 0.60, 12: 0.76}
@@ -190,9 +188,9 @@ def predict_speed(
     tp, again = step.layout.tensor_parallel, _again(shape, step)
     passes = passes or _full_rows(step)
     count = passes.count
-    matrix, moving, dequantise, starting = _of_pass(config, shape, precision, step, rates, passes)
+    usual = _of_pass(config, shape, precision, step, rates, passes)
     slow = slow_code(config, shape, precision, step, rates, places=passes.places)
-    micro_s = matrix + moving + dequantise + starting + sum(slow.values())
+    micro_s = sum(usual.values()) + sum(slow.values())
     optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
     moved, exposed = _communication(config, shape, precision, step, rates, micro_s, passes)
     if step.offloads:  # each block's input to the host and back, in the stream that computes
@@ -200,11 +198,7 @@ def predict_speed(
         host_s += 2 * inputs * count / NOMINAL_LINK
     # every part of a pass, times the passes; then what a step has once
     parts = {
-        "matrix": matrix * count,
-        "memory": moving * count,
-        "dequantise": dequantise * count,
-        "kernel_starts": starting * count,
-        **{name: seconds * count for name, seconds in slow.items()},
+        **{name: seconds * count for name, seconds in (usual | slow).items()},
         "optimizer": optimizer_s,
         "host": host_s,
         "communication": exposed,
@@ -222,7 +216,7 @@ def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, st
     # a pass over half the tokens takes more than half the time: what two of them take beyond one is what a pass costs
     full = _full_rows(step)
     half = dataclasses.replace(full, places=full.places / 2, rows=full.rows / 2)
-    whole_s, half_s = (sum(_of_pass(config, shape, precision, step, rates, one)) for one in (full, half))
+    whole_s, half_s = (sum(_of_pass(config, shape, precision, step, rates, one).values()) for one in (full, half))
     more = max(0.0, 2 * half_s - whole_s)
     return round(more / max(1e-12, whole_s - more) * full.places)
 
@@ -233,14 +227,13 @@ def _again(shape: ModelShape, step: Step) -> float:
 
 
 def _full_rows(step: Step) -> Passes:
-    """The passes of a step in which every row has full length."""
     tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
     return Passes(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
 
 
 def _of_pass(
     config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, passes: Passes
-) -> tuple[float, float, float, float]:
+) -> dict[str, float]:
     """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
     mode, tp, again = config.tuning.mode, step.layout.tensor_parallel, _again(shape, step)
     flops = _flops(config, shape, step, again, passes)
@@ -267,7 +260,7 @@ def _of_pass(
     busy = matrix + moving + dequantise
     # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
     starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
-    return matrix, moving, dequantise, starts
+    return {"matrix": matrix, "memory": moving, "dequantise": dequantise, "kernel_starts": starts}
 
 
 def slow_code(
@@ -334,7 +327,7 @@ def _traffic(
     ones."""
     e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
     width = f * max(1, shape.rows_per_token)
-    # two norms with their residual sums, the rotation of queries and keys, a gated activation (compiled.TRAFFIC)
+    # two norms with their residual sums, the rotation of queries and keys, a gated activation (other_code.TRAFFIC)
     per_token: float = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
     per_token = max(STILL_MOVED * per_token, per_token - saved)
     if config.tuning.mode != "full":
@@ -348,7 +341,6 @@ def _traffic(
 def _optimizer(
     config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates
 ) -> tuple[float, float]:
-    """Seconds of the update on the GPU, and on the host where the states are kept there."""
     params = shape.params if config.tuning.mode == "full" else adapter_params(shape, config.tuning.lora.r)
     trained = params / (step.layout.shard if step.layout.shards_states else 1)
     trained /= step.layout.tensor_parallel
@@ -362,13 +354,7 @@ def _optimizer(
 
 
 def _communication(
-    config: RunConfig,
-    shape: ModelShape,
-    precision: Precision,
-    step: Step,
-    rates: Rates,
-    micro_s: float,
-    passes: Passes,
+    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, micro_s: float, passes: Passes
 ) -> tuple[int, float]:
     """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
     backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sft_play.config.schema import RunConfig
-from sft_play.facts.models.architecture import ModelShape
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.memory.block_spec import Numbers
 from sft_play.planner.memory.model_states import trained
 from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.memory.structure import Numbers
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import MIB
 
@@ -139,7 +139,6 @@ def base_weights(config: RunConfig, shape: ModelShape, width: int) -> float:
 
 
 def _weights(config: RunConfig, shape: ModelShape, width: int) -> float:
-    """The same with adapters."""
     adapters = 0 if config.tuning.mode == "full" else width * trained_params(config, shape)
     return base_weights(config, shape, width) + adapters
 

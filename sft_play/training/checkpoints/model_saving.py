@@ -14,7 +14,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import ModelError
 from sft_play.files import atomic
-from sft_play.planner.memory.saving import FILE_BYTES
+from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.training.checkpoints.full_state_dict import adapter_names, embeddings_of, is_adapter, tied_names
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from sft_play.errors import TrainingError
-from sft_play.facts.models.fp16 import fault, overflow_of
+from sft_play.planner.precision import fault, overflow_of
 from sft_play.process import failures
 from sft_play.process.endings import StopSignals
 from sft_play.training.ranks.distributed import any_rank, highest

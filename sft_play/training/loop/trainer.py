@@ -79,7 +79,7 @@ def training_arguments(
         **{option.elsewhere.trainer: option.value(config) for option in training_options()},
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
-        **_checkpointing(plan.checkpointed_layers > 0, offload=plan.choice.step.offloads),
+        **_checkpointing(plan.choice.checkpointed > 0, offload=plan.choice.step.offloads),
         logging_strategy="steps",
         logging_steps=train.logging_steps,
         logging_first_step=True,
@@ -305,8 +305,8 @@ def plan_callbacks(
     tags of the run's held-out figures.
     """
     callbacks: list[TrainerCallback] = []
-    if plan.gradient_checkpointing == "selective":
-        callbacks.append(_CheckpointFirstLayers(plan.checkpointed_layers))
+    if plan.choice.checkpointing == "selective":
+        callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))
     if "tensorboard" in config.train.report_to and distributed.is_first():
         callbacks.append(
             Board(

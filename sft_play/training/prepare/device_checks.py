@@ -129,6 +129,6 @@ def _smaller(plan: Plan) -> str:
         half = max(size for size in divisors(batch.micro_batch) if size <= batch.micro_batch // 2)
         passes = batch.micro_batch * batch.grad_accum // half
         return f"SET='train.batch_size={half} train.grad_accum={passes}', which resume takes too"
-    if plan.gradient_checkpointing is not True:
+    if plan.choice.checkpointing is not True:
         return "SET=train.gradient_checkpointing=true, which resume takes too"
     return "more GPUs, or a new run with a shorter model.max_seq_len"

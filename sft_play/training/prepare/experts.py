@@ -12,7 +12,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_expe
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.config_fields import ALIASES, EXPERT_COUNTS
-from sft_play.planner.experts import Experts, experts_of, refuse_without_experts
+from sft_play.planner.kernels import Experts, experts_of, refuse_without_experts
 from sft_play.planner.precision import Precision
 from sft_play.training.proofs.packable import on_small_model, small_model
 

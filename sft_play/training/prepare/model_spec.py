@@ -21,7 +21,7 @@ from sft_play.data.build.packing import wants_packing
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder, refuse_quantised
 from sft_play.log import one_line
-from sft_play.planner.experts import Experts
+from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.model import tensor_parallel

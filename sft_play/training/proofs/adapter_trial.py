@@ -17,16 +17,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from pydantic import TypeAdapter
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+from sft_play.facts.installed import remembered
 from sft_play.facts.models.families import FAMILIES, why_no_adapter
 from sft_play.facts.models.model_shape import AdapterPlaces
-from sft_play.facts.remembered import keep, place_of
 from sft_play.log import one_line
 from sft_play.training.proofs.packable import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model
 
+_FOUND = TypeAdapter(dict[str, str])
 VERSION = 1
 """Part of the key of what is remembered: raised whenever this module would answer otherwise."""
 LEARNS_NOTHING = "it gets no gradient"
@@ -92,26 +94,29 @@ def _end(name: str, length: int) -> str:
 # --- the trial --------------------------------------------------------------------------------------------------------
 
 
+class _Untried(Exception):
+    """No small model of the class computes; the text says why."""
+
+
 def _remembered(model: Any, trust_remote_code: bool) -> tuple[dict[str, str], str]:
     """`try_out` on a small model of the class, from the cache where it was tried before. Where no small model can be
     tried, what its source shows, and why. A model's own code is tried anew."""
     hf_config = model.config
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
-    path = place_of("adapters", None, {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION})
+    decides = {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
+
+    def tried() -> dict[str, str]:
+        found, problem = on_small_model(
+            hf_config, try_out, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
+        )
+        if found is None:
+            raise _Untried(f"{kind_of(hf_config)} could not be tried: {problem}")
+        return found
+
     try:
-        kept = None if trust_remote_code else json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        kept = None  # absent or broken: tried again
-    if isinstance(kept, dict):
-        return kept, ""
-    found, problem = on_small_model(
-        hf_config, try_out, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
-    )
-    if found is None:
-        return _read_past(model), f"{kind_of(hf_config)} could not be tried: {problem}"
-    if not trust_remote_code:
-        keep(path, json.dumps(found))
-    return found, ""
+        return remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code), ""
+    except _Untried as why:
+        return _read_past(model), str(why)
 
 
 def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:

@@ -20,8 +20,9 @@ import torch
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
-from sft_play.facts import liger
+from sft_play.facts.installed import LIGER
 from sft_play.log import one_line
+from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
 from sft_play.training.proofs.packable import small_config, small_model
 from sft_play.training.proofs.proof import Proof, attention_of, compared, in_dtype, numbers, worst
@@ -158,7 +159,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
 def _problem(plan: Plan) -> str | None:
     """Why no kernel of Liger's can run here, whatever the model; None where they can."""
     if importlib.util.find_spec(PACKAGE) is None:
-        return f"{liger.PACKAGE} is not installed here (pip install {liger.PACKAGE}=={liger.VERSION})"
+        return f"{LIGER} is not installed here (pip install {LIGER}=={LIGER_VERSION})"
     if plan.hardware.device != "cuda":
         return "its kernels are Triton's, which need a CUDA GPU"
     if plan.choice.layout.tensor_parallel > 1:

@@ -144,7 +144,7 @@ def _trainer(
     """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
     config, plan = job.loaded.config, job.plan
     arguments = _arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
-    model = load(document, seed=config.train.seed, checkpointing=plan.checkpointed_layers > 0)
+    model = load(document, seed=config.train.seed, checkpointing=plan.choice.checkpointed > 0)
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # one id or a list of them
     own_stops = {*(ends if isinstance(ends, list) else [ends])} - {None}
     return trainer_of(

@@ -1,0 +1,111 @@
+"""What other code than the model's own changes in a plan: compiled blocks (`train.compile`), and Liger's kernels.
+
+Compiled: what it is refused beside, the time of a step and of compiling. Bytes stay those of the plain code, an upper
+bound: what a compiled block keeps for its backward pass is the choice of inductor's partitioner. Blocks of Llama and
+Qwen3 kept 0.64 to 0.78 of the plain code's bytes on a CPU (benchmarks/LOG.md). Published peaks fall by 7% (8B in full
+on H100s, 82.4 to 77.0 GiB, https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md)
+and by 15% with a compiled loss, which is not this one (3B on an A100, 60.0 to 51.0 GiB,
+https://github.com/meta-pytorch/torchtune).
+
+Liger's: bytes that plain elementwise code moves and they do not, and kernel starts. Counted operator by operator, e
+bytes of a computed element, from transformers' forward (models/llama), PyTorch's derivatives.yaml and liger-kernel's
+own kernels. Half precision is cast to fp32 in a norm, and back. Against published pairs of runs: benchmarks/LOG.md.
+"""
+
+from __future__ import annotations
+
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError
+from sft_play.facts.models.model_shape import ModelShape
+from sft_play.planner.kernels import Replaced
+
+TRAFFIC = 0.5
+"""Share of the bytes of norms, activations, rotations and adapters that a compiled block still moves: each group of
+elementwise operations reads its inputs and writes its result, without what lies between. By the same counts as the
+plain code's, of widths h and f: two norms with their sums 8h of 14h, rotations 2 of 4, a gated activation 3f of 7f."""
+STARTS = 0.5
+"""Share of the kernels that a compiled block still starts: of about 25 in a Llama's plain forward pass 9 are matrix
+products and attention, and about 4 are what is fused. With both constants published runs gain 5 to 7% by the roofline,
+and 16 to 27% as published (torchtitan and torchtune above; benchmarks/LOG.md has the ratios)."""
+COMPILE_S = {"full": 29.0, "lora": 83.0, "qlora": 83.0}
+"""Seconds of compiling one kind of block: 20 to 29 in full, 47 to 83 with adapters (8B and its loss on an A100,
+https://github.com/meta-pytorch/torchtune/pull/1445, the slower of what was published)."""
+PROOF_S = 20.0
+"""Seconds of the measurement before it, which compiles two narrow blocks: not published, as two in full."""
+
+
+def refuse_beside_compiling(config: RunConfig) -> None:
+    """Raises ConfigError for settings beside which blocks are not compiled."""
+    if not config.train.compile:
+        return
+    others = {
+        f"train.kernels={config.train.kernels}": (
+            config.train.kernels != "none", "the compiler writes such kernels itself: train.kernels=none",
+        ),
+        "train.gradient_checkpointing=offload": (
+            config.train.gradient_checkpointing == "offload",
+            "a compiled block recomputes by itself, and moves nothing to RAM: train.gradient_checkpointing=true",
+        ),
+    }  # fmt: skip
+    for name, (is_set, why) in others.items():
+        if is_set:
+            raise ConfigError(f"train.compile: true and {name} do not go together: {why}, or train.compile=false")
+
+
+def compile_s(config: RunConfig, shape: ModelShape) -> float:
+    """Seconds at the start of a run in which blocks are compiled and measured; 0 where they are not."""
+    # blocks of one kind share their compiled code
+    return COMPILE_S[config.tuning.mode] * len(shape.layers) + PROOF_S if config.train.compile else 0.0
+
+
+def compiling_words(config: RunConfig, shape: ModelShape) -> list[str]:
+    """What the plan assumes of compiled blocks, as a reason."""
+    if not config.train.compile:
+        return []
+    return [
+        f"train.compile: elementwise operations move {TRAFFIC:.0%} of the plain code's bytes; memory is counted as the "
+        f"plain code's, which takes more; compiling is estimated at {compile_s(config, shape):.0f} s of each start"
+    ]
+
+
+NORM_START_S, ROTATION_START_S = 32e-6, 242e-6
+"""Seconds, forward and backward together, that a norm and a rotation of both queries and keys take less to start: the
+package's own benchmark (A100, 0.2.1) where rows are so short that starting is all of it: a norm of width 1,024 0.286
+against 0.318 ms, a rotation of width 512 0.274 against 0.516 ms (Liger-Kernel ead96b618e5c,
+benchmark/data/all_benchmark_data.csv). A gated activation is only given with its matrix products; nothing is taken."""
+
+
+STILL_MOVED = 0.5
+"""Share of the counted traffic of norms, activations and rotations that remains at least: what the fused kernels and
+the sums of residuals move, 0.53 of Llama-3.1-8B's. Plain code moves more than `throughput._traffic` counts; the rest is
+in the share of the peak that matrix products reach, which was fitted to whole steps, and it stays there."""
+
+
+def saved_bytes(shape: ModelShape, replaced: Replaced, *, e: int, again: float) -> float:
+    """Bytes of a token's forward and backward pass through all blocks, `again`: the share that is computed twice."""
+    once, back = 0.0, 0.0
+    casts = 0 if e == 4 else 2 * (e + 4)
+    norm_forward = casts + 20  # square, mean, product; that with the weight moves 2 e, as Liger's kernel does
+    norm_backward = casts + 68 - e  # of the product, the square, the mean, their sum; 2 e of the weight's against 3 e
+    for kind in shape.layers:
+        attends = kind.attention != "none"
+        heads = shape.q_width + shape.kv_width if attends else 0
+        normed = shape.norms_per_layer * shape.hidden_size
+        # norms of heads are replaced only where the package's function for the class does so
+        normed += heads if shape.qk_norm and replaced.head_norms else 0
+        rotated = heads * shape.rotary_dim // max(1, shape.head_dim) if replaced.rotation else 0
+        gated = kind.mlp_width if replaced.gate else 0
+        # rotation: times cos, half negated, put together, times sin, added: 10 e, and 15 e back, against 2 e
+        once += kind.count * (normed * norm_forward + rotated * 8 * e + gated * 2 * e)
+        back += kind.count * (normed * norm_backward + rotated * 13 * e + gated * 4 * e)
+    return once * (1 + again) + back
+
+
+def saved_starts_s(shape: ModelShape, replaced: Replaced, *, again: float) -> float:
+    """Seconds of kernel starts that a pass forward and back takes less; a second forward pass counts as half of one."""
+    total = 0.0
+    for kind in shape.layers:
+        attends = kind.attention != "none"
+        norms = shape.norms_per_layer + (2 if attends and shape.qk_norm and replaced.head_norms else 0)
+        total += kind.count * (norms * NORM_START_S + (ROTATION_START_S if attends and replaced.rotation else 0.0))
+    return total * (1 + again / 2)
