@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from sft_play.trace.allocator import CachingAllocator, SimulatedOutOfMemory, rounded
-from sft_play.trace.replay import BIRTH, DEATH, EMPTY_CACHE, MARK, USED, WAIT, replay
+from sft_play.trace.storages import BIRTH, DEATH, EMPTY_CACHE, MARK, USED, WAIT, replay
 
 KIB, MIB = 1 << 10, 1 << 20
 

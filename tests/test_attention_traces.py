@@ -13,9 +13,9 @@ from sft_play.config.schema import ModelConfig
 from sft_play.errors import ModelError
 from sft_play.planner.memory.step_memory import Step
 from sft_play.trace import confirm
-from sft_play.trace.replay import BIRTH
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import record, trace_step
+from sft_play.trace.storages import BIRTH
 from sft_play.training.prepare.attention import choose_attention
 from tests.test_trace import GEMMA3, GPT2, LLAMA
 

@@ -16,8 +16,8 @@ from benchmarks.memory_model.score import Promise, Scored, score
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.margins import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
-from sft_play.trace.replay import BIRTH, DEATH, Event, replay
 from sft_play.trace.settings import Device, StepSettings
+from sft_play.trace.storages import BIRTH, DEATH, Event, replay
 from tests.bundled import model_config
 from tests.conftest import ROOT, shared
 from tests.test_score import LLAMA, ROW, config_of, fixed, settings_of, write

@@ -455,8 +455,8 @@ def test_gradients_cleared_late_leave_the_next_step_as_it_was() -> None:
 
 
 def test_the_cache_is_emptied_after_each_step() -> None:
-    from sft_play.trace.replay import EMPTY_CACHE
     from sft_play.trace.step import record
+    from sft_play.trace.storages import EMPTY_CACHE
 
     def times(settings: StepSettings) -> int:
         return sum(event[0] == EMPTY_CACHE for event in record(settings)[0].events)

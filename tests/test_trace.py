@@ -19,9 +19,8 @@ from sft_play.planner.memory.model_states import nf4_bytes
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, kernels, patches, ranks, replacements, step
 from sft_play.trace.confirm import cached_trace
-from sft_play.trace.replay import BIRTH, DEATH, MARK, USED, WAIT, replay
 from sft_play.trace.settings import Device, StepSettings, TraceUnavailable
-from sft_play.trace.storages import StorageLog
+from sft_play.trace.storages import BIRTH, DEATH, MARK, USED, WAIT, StorageLog, replay
 from tests.ranks import found_by_ranks
 
 pytestmark = pytest.mark.build

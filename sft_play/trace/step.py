@@ -22,9 +22,8 @@ from torch._subclasses import FakeTensorMode
 
 from sft_play.planner.memory.step_memory import cublas_workspace
 from sft_play.trace import build, fakes, kernels, liger, patches, replacements
-from sft_play.trace.replay import replay
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
-from sft_play.trace.storages import StorageLog
+from sft_play.trace.storages import StorageLog, replay
 
 logger = logging.getLogger(__name__)
 
