@@ -352,9 +352,7 @@ def decoder_layers(base: Any) -> list[Any]:
 
 def shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
     """The loss of transformers before 4.50: the fp32 logits [batch, tokens, vocabulary] are copied to shift them."""
-    logits = logits.float()
-    shifted = logits[..., :-1, :].contiguous()
-    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))
+    return half_shifted_loss(logits.float(), labels, vocab_size)
 
 
 def half_shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:

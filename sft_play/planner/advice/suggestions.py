@@ -230,9 +230,8 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
     hardware = request.hardware
     count = len(hardware.gpus)
     yield from _with_more_ram(request)
-    for more in MORE_GPUS if count else ():
-        if more <= count:
-            continue
+    larger_numbers = [more for more in MORE_GPUS if more > count]
+    for more in larger_numbers if count else ():
         machine = _with_gpus(hardware, hardware.gpus[0], more)
         if _fits(look(_on(request, machine))):
             yield machine, f"{more} of these GPUs"
@@ -251,9 +250,9 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
             yield machine, _name_of(machine).partition(",")[0]
             return
         needed[entry.capability] = max(entry.memory_bytes, candidate.memory.required - 1 if candidate else 0)
-    for more in MORE_GPUS if larger else ():
+    for more in larger_numbers if larger else ():
         machine = _with_entry(hardware, larger[-1], more)
-        if more > count and _fits(look(_on(request, machine))):
+        if _fits(look(_on(request, machine))):
             yield machine, _name_of(machine).partition(",")[0]
             return
 

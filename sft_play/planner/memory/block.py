@@ -17,7 +17,7 @@ from sft_play.planner.memory.mlp import mlp
 from sft_play.planner.memory.operations import Pass
 from sft_play.planner.memory.self_attention import attention
 from sft_play.planner.memory.structure import BlockSpec
-from sft_play.planner.memory.tape import Grads, Node, Ref, Tape
+from sft_play.planner.memory.tape import Grads, Node, Ref, Tape, one_gradient
 
 TOKEN_TILE = 4_096
 WORD_TILE = 32_768
@@ -184,15 +184,9 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
     # weights and rows in fp32 are cast tile by tile, with .to(compute_dtype)
     casts = min(WORD_TILE, words.words) * hidden * low if words.width != low else 0
     casts += min(scored, TOKEN_TILE) * hidden * low if x.width != low else 0
-    whole, e = x.elements, x.width
-
-    def ungathered(tape: Tape, grad: Ref) -> Grads:
-        out = tape.new(whole, e)
-        tape.meter.touch(whole * e)
-        return (out,)
-
+    e = x.width
     # rows that are scored are indexed out, so padding and prompts cost no logits
-    rows = tape.op((x,), scored * hidden, e, backward=ungathered)
+    rows = tape.op((x,), scored * hidden, e, backward=one_gradient(x.elements, e, during=x.nbytes))
 
     def backward(tape: Tape, grad: Ref) -> Grads:
         wide = tape.new(scored * hidden, 4)
@@ -215,8 +209,4 @@ def _whole(run: Pass, x: Ref, words: Vocabulary) -> Ref:
     tape, size = run.tape, x.elements // run.spec.hidden * words.words
     logits = run.dense(x, "head", run.spec.hidden, words.words, words.width, trained=words.trains)
     wide = run.to(logits, 4)
-
-    def backward(tape: Tape, grad: Ref) -> Grads:
-        return (tape.new(size, 4),)
-
-    return tape.op((wide,), size, 4, backward=backward, holds_output=True)
+    return tape.op((wide,), size, 4, backward=one_gradient(size, 4), holds_output=True)

@@ -7,7 +7,7 @@ import math
 from sft_play.planner.memory.model_states import NF4_BLOCK
 from sft_play.planner.memory.operations import Pass, liger_norm
 from sft_play.planner.memory.structure import LinearSpec
-from sft_play.planner.memory.tape import Grads, Ref, Tape, shared
+from sft_play.planner.memory.tape import Grads, Ref, Tape, one_gradient, shared
 
 
 def norm(run: Pass, x: Ref, kind: str = "", *, of_heads: bool = False) -> Ref:
@@ -31,12 +31,7 @@ def norm(run: Pass, x: Ref, kind: str = "", *, of_heads: bool = False) -> Ref:
 def _normalised(run: Pass, wide: Ref) -> Ref:
     """wide * rsqrt(mean(wide ** 2)): holds `wide`; the square's gradient takes four more of its size."""
     size = wide.elements
-
-    def backward(tape: Tape, grad: Ref) -> Grads:
-        out = tape.new(size, 4)
-        tape.meter.touch(12 * size)  # with `grad`, which the mean's gradient replaces
-        return (out,)
-
+    backward = one_gradient(size, 4, during=12 * size)  # with `grad`, which the mean's gradient replaces
     return run.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sft_play.planner.memory.linear import by_widths, linear
 from sft_play.planner.memory.operations import Pass, liger_gate
-from sft_play.planner.memory.tape import Grads, Ref, Tape, shared
+from sft_play.planner.memory.tape import Grads, Ref, Tape, one_gradient, shared
 
 
 def mlp(run: Pass, x: Ref) -> Ref:
@@ -43,9 +43,9 @@ def _experts(run: Pass, x: Ref) -> Ref:
         (weighted,), weighted.elements, weighted.width, saved=(places,), backward=run.put_back(weighted, rows)
     )
     del weighted
-    size, e = ordered.elements, ordered.width
     # .view(T, k, h).sum(dim=1); the gradient of a sum is expanded, and copied to be seen as rows
-    mixed = run.tape.op((ordered,), x.elements, e, backward=lambda tape, grad: (tape.new(size, e),))
+    backward = one_gradient(ordered.elements, ordered.width)
+    mixed = run.tape.op((ordered,), x.elements, ordered.width, backward=backward)
     del ordered, bias, gathered
     return run.to(mixed, x.width)
 
@@ -161,11 +161,5 @@ def _gelu_new(run: Pass, x: Ref) -> Ref:
 
 def _cubed(run: Pass, x: Ref) -> Ref:
     """x ** 3: its gradient takes x ** 2, three times that, and their product."""
-    size, width = x.elements, x.width
-
-    def backward(tape: Tape, grad: Ref) -> Grads:
-        out = tape.new(size, width)
-        tape.meter.touch(2 * size * width)
-        return (out,)
-
-    return run.tape.op((x,), size, width, saved=(x,), backward=backward)
+    backward = one_gradient(x.elements, x.width, during=2 * x.nbytes)
+    return run.tape.op((x,), x.elements, x.width, saved=(x,), backward=backward)

@@ -159,11 +159,11 @@ class Resident:
 
     weights: int
     adapters: int
-    master: int
     gradients: int
     optimizer: int
-    buckets: int
-    host: int
+    master: int = 0
+    buckets: int = 0
+    host: int = 0
 
 
 def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
@@ -187,12 +187,10 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
     return Resident(
         weights=held if full else frozen,
         adapters=0 if full else held,
-        master=0,
         gradients=held,
         optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated
         buckets=own.params * own.width if layout.name == "ddp" else 0,
-        host=0,
     )
 
 
@@ -216,11 +214,8 @@ def _sharded(
     return Resident(
         weights=part + (held if not frozen else 0),
         adapters=held if frozen else 0,
-        master=0,
         gradients=held,
         optimizer=states,
-        buckets=0,
-        host=0,
     )
 
 
@@ -278,6 +273,5 @@ def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *,
         master=0 if layout.offloads_states else 4 * own,
         gradients=gradients,
         optimizer=0 if layout.offloads_states else states,
-        buckets=0,
         host=host,
     )

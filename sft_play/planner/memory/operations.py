@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from sft_play.planner.kernels import MULTIPROCESSORS
 from sft_play.planner.memory.structure import BlockSpec
-from sft_play.planner.memory.tape import Backward, Grads, Ref, Tape, fresh, shared
+from sft_play.planner.memory.tape import Backward, Grads, Ref, Tape, fresh, one_gradient, shared
 
 
 class Pass:
@@ -120,25 +120,17 @@ class Pass:
 
     def parts(self, x: Ref, *sizes: int) -> list[Ref]:
         """Slices of one storage: each one's gradient is a tensor of the full size."""
-        whole, e = x.elements, x.width
         parts = []
         for size in sizes:
             part = Ref(x.storage, size, x.width)
             if self.tape.grad and x.node is not None:
-                part.node = self.tape.node((x,), (), lambda tape, grad: (tape.new(whole, e),))
+                part.node = self.tape.node((x,), (), one_gradient(x.elements, x.width))
             parts.append(part)
         return parts
 
     def put_back(self, x: Ref, rows: int) -> Backward:
         """The gradient of x[places]: put into zeros, by sorted positions (Indexing.cu: four int64 for each row)."""
-        size, width = x.elements, x.width
-
-        def backward(tape: Tape, grad: Ref) -> Grads:
-            out = tape.new(size, width)
-            tape.meter.touch(4 * 8 * rows)
-            return (out,)
-
-        return backward
+        return one_gradient(x.elements, x.width, during=4 * 8 * rows)
 
 
 def round_up(size: int, step: int) -> int:

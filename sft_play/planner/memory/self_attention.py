@@ -8,7 +8,7 @@ from __future__ import annotations
 from sft_play.planner.memory.linear import by_widths, linear, norm
 from sft_play.planner.memory.operations import Pass, liger_rotation, round_up
 from sft_play.planner.memory.structure import BlockSpec
-from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, shared
+from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, one_gradient, shared
 
 
 def attention(run: Pass, x: Ref) -> Ref:
@@ -79,15 +79,9 @@ def _latent(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
 
 def _rotated(run: Pass, x: Ref) -> Ref:
     """x * cos + rotate_half(x) * sin: two more tensors of its size while it runs, forwards and backwards."""
-    size, e = x.elements, x.width
-
-    def backward(tape: Tape, grad: Ref) -> Grads:
-        out = tape.new(size, e)
-        tape.meter.touch(2 * size * e)
-        return (out,)
-
-    run.tape.meter.touch(3 * size * e)
-    return run.tape.op((x,), size, e, backward=backward, holds_weight=True)
+    run.tape.meter.touch(3 * x.nbytes)
+    backward = one_gradient(x.elements, x.width, during=2 * x.nbytes)
+    return run.tape.op((x,), x.elements, x.width, backward=backward, holds_weight=True)
 
 
 def _attend(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:

@@ -212,6 +212,17 @@ def fresh(*inputs: Ref) -> Backward:
     return lambda tape, grad: [None if size is None else tape.new(*size) for size in sizes]
 
 
+def one_gradient(elements: int, width: int, *, during: int = 0) -> Backward:
+    """A separate gradient of this size for the only input; `during`: bytes beside it within the kernel."""
+
+    def backward(tape: Tape, grad: Ref) -> Grads:
+        out = tape.new(elements, width)
+        tape.meter.touch(during)
+        return (out,)
+
+    return backward
+
+
 def _same(tape: Tape, grad: Ref) -> Grads:
     return (grad,)
 
