@@ -174,9 +174,9 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
             f"train.effective_batch_size={kept}",
         )
         config = written(*draw.choice([(size, passes), (size, passes, whole), (size, whole), (whole,)]))
-        stopped = Stopped("ddp", micro, accum, first)
+        stopped = Stopped("ddp", BatchPlan(micro, accum, first))
         for _ in range(3):
-            ranks = draw.choice([first, stopped.ranks, draw.randint(1, 8)])
+            ranks = draw.choice([first, stopped.batch.ranks, draw.randint(1, 8)])
             if kept % ranks:
                 with pytest.raises(RunFolderError, match=f"do not divide its effective batch of {kept} ") as refused:
                     kept_of(config, stopped, ranks)
@@ -189,10 +189,10 @@ def test_a_resumed_run_keeps_its_effective_batch_over_any_ranks_or_says_which_do
             again = found[0]
             if len(found) == 1:
                 assert again.micro_batch <= micro
-            if (ranks, micro, accum) == (first, stopped.micro_batch, stopped.grad_accum):
+            if (ranks, micro, accum) == (first, stopped.batch.micro_batch, stopped.batch.grad_accum):
                 assert BatchPlan(micro, accum, ranks) in found
             kinds.add("one split" if len(found) == 1 else "the plan splits")
-            stopped = Stopped("ddp", again.micro_batch, again.grad_accum, ranks)
+            stopped = Stopped("ddp", BatchPlan(again.micro_batch, again.grad_accum, ranks))
     assert kinds == {"refused", "one split", "the plan splits"}
 
 

@@ -20,7 +20,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.network import Nodes
 from sft_play.launch.command import LAUNCHER, nccl_variables, torchrun
 from sft_play.launch.exported import Ranks, ranks_of
-from sft_play.planner.batching import splits
+from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.candidates import Candidate, Room, choose, fastest, least, thriftiest, weigh
 from sft_play.planner.layout import LAYOUT_NAMES, SIMPLICITY, Layout, Stopped, layouts_for
 from sft_play.planner.memory.estimate import evaluation_rows
@@ -269,7 +269,7 @@ def test_a_layouts_properties_follow_from_its_name(name):
     now=st.integers(1, 4),
 )
 def test_only_deepspeeds_checkpoints_are_bound_to_their_layout_and_ranks(before, after, ranks, now):
-    because = Stopped(before, 1, 1, ranks).cannot_become(after, now)
+    because = Stopped(before, BatchPlan(1, 1, ranks)).cannot_become(after, now)
     same = before == after and ranks == now
     with_deepspeed = before.startswith("zero") or after.startswith("zero")
     assert (because is None) == (same or not with_deepspeed)

@@ -13,6 +13,7 @@ import pytest
 from safetensors.torch import load_file
 
 from sft_play.errors import ModelError
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.layout import Stopped
 from tests.conftest import ROOT
 from tests.models import uneven_run
@@ -259,7 +260,7 @@ def test_dropout_differs_between_ranks_and_weights_begin_alike(world):
 
 
 def test_what_a_layout_can_become():
-    ddp, zero = Stopped("ddp", 2, 2, 2), Stopped("zero3", 2, 2, 2)
+    ddp, zero = Stopped("ddp", BatchPlan(2, 2, 2)), Stopped("zero3", BatchPlan(2, 2, 2))
     assert ddp.effective_batch == 8
     assert ddp.cannot_become("fsdp", 4) is None
     assert ddp.cannot_become("single", 1) is None

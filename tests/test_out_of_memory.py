@@ -58,7 +58,7 @@ def test_what_is_advised_is_taken_by_resume_and_needs_less(tmp_path):
             kinds.add("nothing")
             continue
         again = loaded_config(*given, *shlex.split(shlex.split(found[1])[0]))
-        stopped = Stopped("ddp", micro, accum, ranks)
+        stopped = Stopped("ddp", BatchPlan(micro, accum, ranks))
         kept = kept_of(again.config, stopped, ranks).batch or BatchPlan(
             int(again.config.train.batch_size), int(again.config.train.grad_accum), ranks
         )

@@ -10,6 +10,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.families import TENSOR_PARALLEL
 from sft_play.facts.models.model_shape import ModelShape
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.gradients import refusal
 from sft_play.planner.mesh import Mesh, mesh_of, mesh_words
 from sft_play.planner.precision import Updates, choose_precision
@@ -109,16 +110,14 @@ SINGLE = Layout("single")
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a run was distributed when it was stopped: its layout, and micro-batch x accumulation x data-parallel ranks.
+    """How a run was distributed when it was stopped: its layout and its batch.
 
     `processes` are all of its ranks, including those that share rows; `updates` is how they reached its weights, where
     the layout's engine does not decide that.
     """
 
     layout: LayoutName
-    micro_batch: int
-    grad_accum: int
-    ranks: int
+    batch: BatchPlan
     processes: int = 0
     updates: Updates | None = None
     has_trained: bool = True
@@ -126,12 +125,7 @@ class Stopped:
 
     def __post_init__(self) -> None:
         # 0: the run's manifest does not say, and then every rank had rows of its own
-        object.__setattr__(self, "processes", self.processes or self.ranks)
-
-    @property
-    def effective_batch(self) -> int:
-        """Sequences per optimizer step."""
-        return self.micro_batch * self.grad_accum * self.ranks
+        object.__setattr__(self, "processes", self.processes or self.batch.ranks)
 
     def cannot_become(self, layout: LayoutName, ranks: int) -> str | None:
         """Why the run's checkpoint cannot be resumed in another layout or over other ranks; None where it can.

@@ -237,7 +237,7 @@ def _batches(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> 
     mesh = mesh_of(config.model.mesh_shape)
     if mesh is not None:
         return mesh.batches
-    return stopped.ranks if stopped is not None and stopped.processes == hardware.ranks else hardware.ranks
+    return stopped.batch.ranks if stopped is not None and stopped.processes == hardware.ranks else hardware.ranks
 
 
 def _log_deepspeed(lines: Iterable[str]) -> None:

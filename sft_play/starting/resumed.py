@@ -34,7 +34,7 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
     known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
-    return Stopped(known, micro, accum, ranks, processes, updates, folder.has_trained)
+    return Stopped(known, BatchPlan(micro, accum, ranks), processes, updates, folder.has_trained)
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
         return NOTHING_KEPT
     train = config.train
     updates = stopped.updates if train.weight_updates == "auto" else None
-    effective, is_open = stopped.effective_batch, "auto" in (train.batch_size, train.grad_accum)
+    effective, is_open = stopped.batch.effective_batch, "auto" in (train.batch_size, train.grad_accum)
     # Another effective batch is refused by check_same_run, and a split that is given in full needs none from here.
     is_another = not train.effective_follows and train.effective_batch_size != effective
     if is_another or (not is_open and int(train.batch_size) * int(train.grad_accum) * ranks == effective):
@@ -74,9 +74,9 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
         fitting = ", ".join(str(number) for number in divisors(effective) if number <= 2 * ranks)
         raise RunFolderError(
             f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {effective} "
-            f"(it was stopped with {stopped.ranks}); numbers that do: {fitting}"
+            f"(it was stopped with {stopped.batch.ranks}); numbers that do: {fitting}"
         )
-    micro = stopped.micro_batch if train.batch_size == "auto" else train.batch_size
+    micro = stopped.batch.micro_batch if train.batch_size == "auto" else train.batch_size
     if share % micro and train.batch_size == "auto":
         return Kept(updates=updates)
     micro = max(size for size in divisors(share) if size <= micro)
@@ -88,11 +88,12 @@ def log_kept(kept: Kept, stopped: Stopped | None) -> None:
     if kept.batch is None or stopped is None:
         return
     batch = kept.batch
-    if batch.ranks == stopped.ranks:
+    if batch.ranks == stopped.batch.ranks:
         logger.info("Batch: micro %d x accum %d, as the run was started", batch.micro_batch, batch.grad_accum)
     else:
         logger.info("Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",
-                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.ranks, batch.effective_batch)  # fmt: skip
+                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.batch.ranks,
+                    batch.effective_batch)  # fmt: skip
 
 
 def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutName, ranks: int) -> None:
