@@ -29,7 +29,6 @@ from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.questions import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
-from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
