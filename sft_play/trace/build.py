@@ -342,12 +342,11 @@ def _checkpoint(base: Any, settings: StepSettings) -> None:
 
 
 def decoder_layers(base: Any) -> list[Any]:
-    """The repeated layers of a transformers model: the longest module list of one class."""
-    lists = [list(module) for module in base.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    blocks = [blocks for blocks in lists if hasattr(blocks[0], "gradient_checkpointing")] or lists
+    """The blocks of a transformers model; TraceUnavailable where there are none."""
+    blocks = list(block_list(base)[1])
     if not blocks:
         raise TraceUnavailable(f"{type(base).__name__} has no list of layers")
-    return max(blocks, key=len)
+    return blocks
 
 
 def shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
