@@ -246,5 +246,6 @@ KNOWN_MODELS: dict[str, KnownModel] = _known_models()
 
 A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was read,
 the published parameters where they were, and the part of the published config.json that determines sizes (of image-text
-models with the towers), with how the weights are stored. The order of the starter base's fields is part of the key under which a made base is kept.
+models with the towers), with how the weights are stored. The order of the starter base's fields is part of the key
+under which a made base is kept.
 """
