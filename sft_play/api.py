@@ -16,8 +16,8 @@ from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.facts.hardware import Hardware, detect, named
-from sft_play.launch.device import machine_for
-from sft_play.launch.resolve_options import machine_of_mesh
+from sft_play.launch.launch_options import machine_of_mesh
+from sft_play.launch.machine import machine_for
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import allocator_setting, waiting_threads
 from sft_play.starting.plan_run import plan_for

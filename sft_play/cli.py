@@ -38,7 +38,7 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         request = read_request(words, os.environ)
         set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
-        if request.trust:  # given as a flag; ranks and `training.checkpoints.pickles` read the variable
+        if request.trust:  # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
             os.environ["TRUST"] = "1"
         return give(commands.load(request.command).run(request), request)
     except SftPlayError as error:

@@ -21,7 +21,7 @@ from sft_play.planner.memory.structure import check_targets
 from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.confirm import _adapter
-from sft_play.training.proofs import adapter_trial, packable
+from sft_play.training.proofs import adapter_trial, small_model
 from tests.conftest import ROOT, Command, chat
 from tests.models import make_tokenizer
 from tests.test_architecture import file_of
@@ -70,7 +70,7 @@ def small_of(kind: str):
 
     changes = NAMED[kind][0]
     if kind in WHOLE:
-        return packable.small_config(AutoConfig.for_model(kind, **changes))
+        return small_model.small_config(AutoConfig.for_model(kind, **changes))
     return AutoConfig.for_model(kind, **{**SIZES, **changes})
 
 
@@ -189,7 +189,7 @@ def test_what_the_table_says_of_adapters_is_what_a_trial_shows(kind):
         {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1} if FAMILIES[kind].mla else {}
     )  # as their own files say
     config = AutoConfig.for_model(**file_of(kind, **heads))
-    failed, problem = packable.on_small_model(config, adapter_trial.try_out, whole_depth=True)
+    failed, problem = small_model.on_small_model(config, adapter_trial.try_out, whole_depth=True)
     assert failed is not None, problem
     assert {pattern.rpartition(".")[2] for pattern in failed} == set(REFUSED_NAMES.get(kind, ()))
 
@@ -221,11 +221,11 @@ class Odd(nn.Module):
     def __init__(self, config) -> None:
         super().__init__()
         self.config = config
-        self.embed = nn.Embedding(packable.VOCABULARY, 8)
+        self.embed = nn.Embedding(small_model.VOCABULARY, 8)
         self.good, self.zero, self.past, self.lost = (nn.Linear(8, 8) for _ in range(4))
         self.tuple_ = Pair(8, 8)
         self.blocks = nn.ModuleList(nn.ModuleList([nn.Linear(8, 8)]) for _ in range(3))
-        self.head = nn.Linear(8, packable.VOCABULARY)
+        self.head = nn.Linear(8, small_model.VOCABULARY)
 
     def prepare_inputs_for_generation(self):  # PEFT keeps it
         raise NotImplementedError

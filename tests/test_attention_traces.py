@@ -16,7 +16,7 @@ from sft_play.trace import confirm
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import record, trace_step
 from sft_play.trace.storages import BIRTH
-from sft_play.training.prepare.attention import choose_attention
+from sft_play.training.prepare.model_spec import choose_attention
 from tests.test_trace import GEMMA3, GPT2, LLAMA
 
 pytestmark = pytest.mark.build
@@ -158,9 +158,9 @@ def test_flash_attention_is_refused_where_transformers_would_take_another_kernel
     """gpt-oss lists the kernels that know its sinks; flash-attn 2 is not among them."""
     from transformers import GptOssForCausalLM
 
-    from sft_play.training.prepare import attention
+    from sft_play.training.prepare import model_spec
 
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
+    monkeypatch.setattr(model_spec.importlib.util, "find_spec", lambda name: SimpleNamespace(name=name))
     config = config_from_text("model: {name: x, attn_implementation: flash_attention_2}", name="run")
     with pytest.raises(ModelError, match="runs only with other kernels"):
         choose_attention(config, GptOssForCausalLM)

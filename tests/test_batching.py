@@ -15,7 +15,7 @@ from sft_play.config.resolved import resolved
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.launch.deepspeed.run_settings import with_batch
+from sft_play.launch.deepspeed.files import with_batch
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import suggestions
@@ -25,8 +25,7 @@ from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.show import batch_lines
 from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import new_manifest
-from sft_play.runs.resuming import check_same_run
+from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.starting.plan_stages import plan_ranks
 from sft_play.starting.resumed import kept_of
 from sft_play.training.checkpoints.checkpoints import path_of

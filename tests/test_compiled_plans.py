@@ -17,7 +17,7 @@ from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, require_for_blocks
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.launch.device import require_machine
+from sft_play.launch.machine import require_machine
 from sft_play.planner import calibration, show
 from sft_play.planner.layout import DEEPSPEED, Layout, layouts_for
 from sft_play.planner.plan import PlanRequest, Work, make_plan, plan_from_json

@@ -250,7 +250,7 @@ def test_what_computes_the_same_is_proven_and_leaves_nothing_behind(dtype):
 
 
 def test_all_ranks_stay_plain_where_one_cannot(monkeypatch, caplog):
-    monkeypatch.setattr(compiling.distributed, "any_rank", lambda mine: True)
+    monkeypatch.setattr(proof.distributed, "any_rank", lambda mine: True)
     model = AutoModelForCausalLM.from_config(llama())
     assert compiling.compile_blocks(model, config(), plan(), device=CPU) is None
     assert "the plain code runs: another rank cannot" in caplog.text

@@ -15,9 +15,8 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
+from sft_play.launch.deepspeed.files import keeps_params, layout_of, with_batch
 from sft_play.launch.deepspeed.fill import PlanNumbers, fill, options_of
-from sft_play.launch.deepspeed.layout import keeps_params, layout_of
-from sft_play.launch.deepspeed.run_settings import with_batch
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.planner.batching import splits
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json

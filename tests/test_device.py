@@ -18,9 +18,9 @@ from sft_play.facts.compiler import Toolchain, obstacle, require_compiler
 from sft_play.facts.gpus import unseen
 from sft_play.facts.gpus.unseen import LEAST_VRAM, Devices, Nvml, PciDevice, TorchBuild, torch_is_blind
 from sft_play.facts.hardware import Hardware, named
-from sft_play.launch import device
+from sft_play.launch import machine as launched
 from sft_play.launch.command import visible_only
-from sft_play.launch.device import CPU_PARAMS, hide_gpus, machine_for, require_machine
+from sft_play.launch.machine import CPU_PARAMS, hide_gpus, machine_for, require_machine
 
 GIB = 2**30
 CPU = Hardware((), "CPU", 8, 32 * GIB, 24 * GIB)
@@ -168,7 +168,7 @@ def test_a_mac_is_known_by_its_chip(monkeypatch):
 
 
 def start(config, hardware: Hardware, devices: Devices, monkeypatch, *, params: int = 1, environment=None) -> None:
-    monkeypatch.setattr(device, "read_devices", lambda _: devices)
+    monkeypatch.setattr(launched, "read_devices", lambda _: devices)
     require_machine(config, hardware, environment or {}, params=lambda: params)
 
 
@@ -213,7 +213,7 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
     monkeypatch.chdir(tmp_path)
     for module in (of_ranks, start):
         monkeypatch.setattr(module, "detect", lambda: CPU)
-    monkeypatch.setattr(device, "read_devices", lambda _: CASES["a container without its GPUs"][0])
+    monkeypatch.setattr(launched, "read_devices", lambda _: CASES["a container without its GPUs"][0])
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command(what, "--config", str(path))
@@ -226,7 +226,7 @@ def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp
     from sft_play.commands import machine
 
     monkeypatch.setattr(machine, "detect", lambda: CPU)
-    monkeypatch.setattr(device, "read_devices", lambda _: nvidia())
+    monkeypatch.setattr(launched, "read_devices", lambda _: nvidia())
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))
     code, said = command("plan", "--config", str(path))

@@ -171,7 +171,10 @@ def write(path: Path, content: Any) -> Path:
             "backend: deepspeeed\nmixed_precison: no\n",
             ["my.yaml:1: backend", "did you mean deepspeed?", "my.yaml:2: mix"],
         ),
-        ("gradient_accumulation_steps: 010\n", ['expected a whole number of at least 1, found "010"; write 10']),
+        (
+            "gradient_accumulation_steps: 010\n",
+            ['expected a whole number of at least 1, found "010"; a number has no leading zero'],
+        ),
         ("mixed_precision: yes\n", ["expected auto, no, fp16 or bf16"]),
         ("gradient_checkpointing: on\n", ["expected true or false, found", "write true"]),
         ("model: {name: x}\ntrain: {}\n", ["is a run YAML, for make train CONFIG="]),

@@ -285,7 +285,7 @@ def test_every_process_that_the_package_starts_ends_with_it():
         )
     }
     careless = {name for name, source in starting.items() if "from sft_play.process.endings import" not in source}
-    whole = ("launch.start_ranks", "training.unsloth.bridge", "finished.export.llama_cpp", "finished.reproduce")
+    whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp", "finished.reproduce")
     for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)
         assert "endings.ends_with_me(" in starting[name]

@@ -12,7 +12,7 @@ from sft_play.facts.hardware import named
 from sft_play.facts.models.families import OTHER_KINDS
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.trace.meta_shape import measure
-from sft_play.training.proofs.packable import small_config
+from sft_play.training.proofs.small_model import small_config
 
 NO_DEFAULT = {
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},

@@ -396,7 +396,7 @@ def test_the_balance_loss_is_the_classes_own(kind, dtype):
 
     from sft_play.training.model.fused_head import fused_head
     from sft_play.training.prepare.experts import balance_coefficient, fit_balance_loss
-    from sft_play.training.proofs.packable import small_config
+    from sft_play.training.proofs.small_model import small_config
 
     small = small_config(AutoConfig.for_model(kind))
     assert balance_coefficient(small) > 0
@@ -435,7 +435,7 @@ def test_llama_4_is_saved_and_read_again_after_its_head_was_fused(tmp_path):
     from transformers import AutoConfig
 
     from sft_play.training.model.fused_head import name_backbone
-    from sft_play.training.proofs.packable import small_config
+    from sft_play.training.proofs.small_model import small_config
 
     model = AutoModelForCausalLM.from_config(small_config(AutoConfig.for_model("llama4_text"))).eval()
     assert model.base_model is model

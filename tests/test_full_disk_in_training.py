@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sft_play.runs.disk import free_bytes, refusal
+from sft_play.runs.files import free_bytes, refusal
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.loop.loop import PlannedLoop
 from tests.conftest import ROOT, clean_environment

@@ -15,7 +15,7 @@ from sft_play.config.schema import MixedPrecisionConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
-from sft_play.launch.deepspeed.run_settings import with_dtypes
+from sft_play.launch.deepspeed.files import with_dtypes
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import candidate_of
 from sft_play.planner.gradients import DIVIDES_GRADIENTS, effects, gradients_of, refusal

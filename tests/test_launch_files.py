@@ -16,6 +16,7 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
+from sft_play.facts.network import Nodes
 from sft_play.launch.accelerate.reading import (
     PROJECT_FILE,
     AccelerateConfig,
@@ -23,14 +24,12 @@ from sft_play.launch.accelerate.reading import (
     find_accelerate_file,
     read_accelerate_file,
 )
-from sft_play.launch.accelerate.writing import Machines, machines_of, write_accelerate_file
+from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
 from sft_play.launch.deepspeed import keys
-from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.files import STAGES, layout_notes, layout_of, read_deepspeed_file, shipped_config
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill, options_of
-from sft_play.launch.deepspeed.layout import STAGES, layout_notes, layout_of
 from sft_play.launch.deepspeed.translate import translate
-from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
-from sft_play.launch.resolve_options import overridden_lines
+from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions, overridden_lines
 from tests.conftest import ROOT
 
 
@@ -73,7 +72,7 @@ def test_accelerate_itself_loads_what_is_written(tmp_path, gpus, machines, kind,
 def test_what_is_written_is_read_back(tmp_path):
     path = tmp_path / "a.yaml"
     write_accelerate_file(
-        path, machine(4), mixed_precision="no", machines=Machines(2, 1, "node0", 29700), gpu_ids=[1, 3],
+        path, machine(4), mixed_precision="no", machines=Nodes(2, 1, "node0", 29700), gpu_ids=[1, 3],
     )  # fmt: skip
     config = read_accelerate_file(path)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
@@ -119,15 +118,15 @@ def test_what_cannot_be_meant_is_refused_and_nothing_is_written(tmp_path, option
 
 def test_machines_come_from_the_environment():
     given = {"NUM_MACHINES": "2", "MACHINE_RANK": "1", "MAIN_IP": "10.1.2.3"}
-    assert machines_of(given) == Machines(2, 1, "10.1.2.3", 29500)
-    assert machines_of({}) == Machines()
+    assert machines_of(given) == Nodes(2, 1, "10.1.2.3", 29500)
+    assert machines_of({}) == Nodes()
     for name, value in [
         ("NUM_MACHINES", "two"), ("NUM_MACHINES", "0"), ("MAIN_PORT", "-1"), ("MACHINE_RANK", "1"),
         ("MAIN_IP", "a b;c"), ("MAIN_PORT", "70000"),
     ]:  # fmt: skip
         with pytest.raises(ConfigError, match=f"{name}={value}"):
             machines_of({name: value})
-    with pytest.raises(ConfigError, match="NUM_MACHINES=2 needs MAIN_IP="):
+    with pytest.raises(ConfigError, match="NUM_MACHINES=2 needs MACHINE_RANK=0 to 1 and MAIN_IP="):
         machines_of({"NUM_MACHINES": "2"})
 
 
@@ -229,7 +228,7 @@ def test_what_files_say_in_other_words_is_understood(tmp_path, change, field, va
     ("change", "words"),
     [
         (("num_processes: 16", "num_processes: 15"), ["num_processes: 15", "num_machines: 2", "14 or 16"]),
-        (("num_processes: 16", "num_processes: 1"), ["num_processes: 1", "at least 2"]),
+        (("num_processes: 16", "num_processes: 1"), ["num_processes: 1", "use 2"]),
         (("num_processes: 16", "num_processes: many"), ["many", "whole number"]),
         (("machine_rank: 1", "machine_rank: 2"), ["machine_rank: 2", "0 to 1"]),
         (("gpu_ids: all", "gpu_ids: 0,1"), ["gpu_ids: 0,1", "num_processes: 16"]),

@@ -18,7 +18,7 @@ from sft_play.errors import HardwareError
 from sft_play.facts import compiler
 from sft_play.facts.gpus.gpu import Gpu, Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
-from sft_play.launch import device
+from sft_play.launch import machine as launched
 from sft_play.units import GIB
 
 ADA, AMPERE, PASCAL = "NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 3090", "Tesla P100-PCIE-16GB"
@@ -37,7 +37,7 @@ def cards(monkeypatch, tmp_path):
 
     def install(names: list[str], driver: str) -> None:
         seen = Seen(tuple(SeenGpu(index, name, "NVIDIA") for index, name in enumerate(names)), "NVML", driver)
-        monkeypatch.setattr(device.nvml, "see", lambda **_: seen)
+        monkeypatch.setattr(launched.nvml, "see", lambda **_: seen)
         rows = {
             "--query-gpu=count,name": "".join(f"{len(names)}, {name}\n" for name in names),
             "--query-gpu=driver_version": f"{driver}\n" * len(names),
@@ -48,7 +48,7 @@ def cards(monkeypatch, tmp_path):
         smi.chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
 
-    for name in device.P2P_OFF:
+    for name in launched.P2P_OFF:
         monkeypatch.delenv(name, raising=False)
     return install
 
@@ -79,15 +79,15 @@ def test_accelerate_starts_on_every_pair_of_cards(cards, on_a_gpu, names, driver
 
     cards(names, driver)
     hardware = gpus(*names[:visible])
-    assert device.refuses_p2p(names, driver) is not check_cuda_p2p_ib_support()
+    assert launched.refuses_p2p(names, driver) is not check_cuda_p2p_ib_support()
     if not check_cuda_p2p_ib_support():  # without the variables it is the traceback
         with pytest.raises(NotImplementedError, match="P2P or IB"):
             on_a_gpu()
     given = os.environ.copy()
     try:
-        device.without_bad_p2p(hardware, os.environ)
+        launched.without_bad_p2p(hardware, os.environ)
         on_a_gpu()
-        assert (set(device.P2P_OFF) <= os.environ.keys()) is device.refuses_p2p(names, driver)
+        assert (set(launched.P2P_OFF) <= os.environ.keys()) is launched.refuses_p2p(names, driver)
     finally:
         os.environ.clear()
         os.environ.update(given)
@@ -96,10 +96,10 @@ def test_accelerate_starts_on_every_pair_of_cards(cards, on_a_gpu, names, driver
 def test_what_a_user_has_set_stays(cards):
     cards([ADA, ADA], OLD)
     given = {"NCCL_P2P_DISABLE": "0"}
-    device.without_bad_p2p(gpus(ADA), given)
+    launched.without_bad_p2p(gpus(ADA), given)
     assert given == {"NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "1"}
     alone: dict[str, str] = {}
-    device.without_bad_p2p(gpus(), alone)  # on the CPU nothing communicates over NCCL
+    launched.without_bad_p2p(gpus(), alone)  # on the CPU nothing communicates over NCCL
     assert alone == {}
 
 
@@ -119,7 +119,7 @@ def test_deepspeed_takes_fp16_on_pascal(monkeypatch, major, starts):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (major, 0))
     given: dict[str, str] = {}
-    device.allow_fp16(gpus(PASCAL, capability=(major, 0)), given)
+    launched.allow_fp16(gpus(PASCAL, capability=(major, 0)), given)
     for name, text in given.items():
         monkeypatch.setenv(name, text)
     assert CUDA_Accelerator.is_fp16_supported(object()) is starts  # type: ignore[arg-type]
@@ -143,10 +143,10 @@ def run_with(**sections: dict[str, object]) -> RunConfig:
     ],
 )
 def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkeypatch, machine, refused):
-    monkeypatch.setattr(device, "require_compiler", lambda *_: None)
+    monkeypatch.setattr(launched, "require_compiler", lambda *_: None)
     config = run_with(model={"attn_implementation": "flash_attention_2"})
     with pytest.raises(HardwareError, match=refused) if refused else contextlib.nullcontext():
-        device.require_machine(config, machine, {}, params=lambda: 0)
+        launched.require_machine(config, machine, {}, params=lambda: 0)
     findings = check_flash(config, machine)
     assert [finding.verdict for finding in findings] == (["FAIL"] if refused else [])
     assert check_flash(run_with(), machine) == []

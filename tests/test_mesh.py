@@ -21,8 +21,8 @@ from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.models.families import FAMILIES, TENSOR_PARALLEL
+from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
-from sft_play.launch import resolve_options
 from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
 from sft_play.launch.accelerate.reading import mesh_in, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
@@ -32,7 +32,6 @@ from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
-from sft_play.training.ranks.engine_check import WRAPPED_CLASS
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
 from tests.ranks_mesh import NOT_DIVIDED
@@ -300,13 +299,12 @@ def test_what_is_chosen_can_be_launched_from_2_to_1024_gpus(seed):
             assert re.search(rf"does not split over {count} ranks; use \d+ or \d+", str(error))  # noqa: PT017
             continue
         chosen.add(plan.layout)
-        assert plan.layout in {*WRAPPED_CLASS, "single"}
+        assert plan.layout in LAYOUT_NAMES
         assert plan.choice.layout.ranks == count
         assert plan.batch.effective_batch == config.train.effective_batch_size
         assert not any("does not launch" in str(one.rejected_because) for one in plan.candidates)
         assert plan.choice.layout in layouts_for(config, shape_of(LLAMA), machine)[0] or plan.layout == "fsdp_cp"
     assert chosen
-    assert set(WRAPPED_CLASS) == set(LAYOUT_NAMES) - {"single"}
 
 
 def test_a_row_too_long_for_a_gpu_is_shared_where_nothing_else_fits():
@@ -429,11 +427,11 @@ def test_plan_and_check_take_the_mesh_that_a_run_here_would_start(monkeypatch, t
         count, (fsdp, tp) = draw.choice([0, 1, 2, 4, 8]), (draw.choice([1, 2, 3, 4]), draw.choice([1, 2, 4]))
         machine = cpu(1) if count == 0 else replace(named(f"{count}xH100"), named=False)
         config = run([fsdp, tp], train__effective_batch_size=24)
-        for module in (resolve_options, of_ranks):
+        for module in (launch_options, of_ranks):
             monkeypatch.setattr(module, "detect", lambda machine=machine: machine)
-        planned = resolve_options.machine_of_mesh(config, machine)
+        planned = launch_options.machine_of_mesh(config, machine)
         try:
-            started = of_ranks.machine_of(resolve_options.as_the_mesh_says(LaunchOptions(), config))
+            started = of_ranks.machine_of(launch_options.as_the_mesh_says(LaunchOptions(), config))
         except HardwareError:
             with pytest.raises(ConfigError, match=rf"start {fsdp * tp} \(one for each GPU: "):
                 make_plan(PlanRequest(config, shape_of(LLAMA), planned))

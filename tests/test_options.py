@@ -355,8 +355,7 @@ def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
     from sft_play.planner.precision import Precision
     from sft_play.training.prepare.backend import choose_backend
-    from sft_play.training.prepare.model_spec import build_model_spec
-    from sft_play.training.prepare.trainable import trainable_note
+    from sft_play.training.prepare.model_spec import build_model_spec, trainable_note
 
     drawn = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=100)
     adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
@@ -464,7 +463,7 @@ def decision(config: RunConfig) -> Facts:
 
 def device(config: RunConfig) -> Facts:
     """What a run takes of a machine with GPUs."""
-    from sft_play.launch.device import hide_gpus, machine_for
+    from sft_play.launch.machine import hide_gpus, machine_for
 
     environment: dict[str, str] = {}
     hide_gpus(config, environment)

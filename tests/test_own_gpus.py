@@ -89,14 +89,14 @@ def test_two_ranks_with_one_gpu_are_refused_and_others_are_not():
 def test_rank_0_hears_of_every_rank_in_their_order(monkeypatch, world):
     import torch.distributed as dist
 
-    from sft_play.training.ranks import rendezvous
+    from sft_play.training.ranks import distributed
 
     store = dist.HashStore()
-    monkeypatch.setattr(rendezvous, "meeting_point", lambda name: dist.PrefixStore(name, store))
-    told = [threading.Thread(target=rendezvous.say_gpu, args=(f"host GPU-{rank}", rank)) for rank in range(world)]
+    monkeypatch.setattr(distributed, "meeting_point", lambda name: dist.PrefixStore(name, store))
+    told = [threading.Thread(target=distributed.say_gpu, args=(f"host GPU-{rank}", rank)) for rank in range(world)]
     for one in reversed(told):
         one.start()
-    assert rendezvous.gpus_of_all(world) == [f"host GPU-{rank}" for rank in range(world)]
+    assert distributed.gpus_of_all(world) == [f"host GPU-{rank}" for rank in range(world)]
     for one in told:
         one.join()
 

@@ -365,7 +365,7 @@ def test_the_mask_of_packs_is_a_square_a_row_of_bytes_for_sdpa_and_of_numbers_fo
 def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.packable import require_packable
+    from sft_play.training.proofs.masking import require_packable
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     with pytest.raises(ConfigError, match=f"data.packing=best_fit: {kind} does not keep the chats of a row") as error:
@@ -381,7 +381,7 @@ def test_a_class_of_any_size_is_measured_in_a_moment(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.packable import require_packable
+    from sft_play.training.proofs.masking import require_packable
 
     config = CONFIG_MAPPING[kind]()
     before, state = config.to_dict(), torch.random.get_rng_state()
@@ -396,21 +396,21 @@ def test_a_class_of_any_size_is_measured_in_a_moment(kind):
 def test_a_class_that_cannot_be_built_small_is_refused_and_why_is_said(monkeypatch):
     from transformers import LlamaConfig
 
-    from sft_play.training.proofs import packable
+    from sft_play.training.proofs import masking
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")
 
-    monkeypatch.setattr(packable, "measure", refuse)
+    monkeypatch.setattr(masking, "measure_apart", refuse)
     with pytest.raises(
         ConfigError, match=r"whether llama keeps .* cannot be measured \(.*RuntimeError: heads"
     ) as error:
-        packable.require_packable(LlamaConfig(), attention="sdpa")
+        masking.require_packable(LlamaConfig(), attention="sdpa")
     assert "\x1b" not in str(error.value)
-    blind = packable.Apart(leak=0.0, alone=0.0, padded=0.0, seen=0.001)
-    monkeypatch.setattr(packable, "measure", lambda *_, **__: blind)
+    blind = masking.Apart(leak=0.0, alone=0.0, padded=0.0, seen=0.001)
+    monkeypatch.setattr(masking, "measure_apart", lambda *_, **__: blind)
     with pytest.raises(ConfigError, match="hardly depends on those before it"):
-        packable.require_packable(LlamaConfig(), attention="sdpa")
+        masking.require_packable(LlamaConfig(), attention="sdpa")
 
 
 # --- the plan ---------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ import psutil
 import pytest
 
 from sft_play.training.measure import peaks as peaks_module
-from sft_play.training.measure.measure import MemoryMeter
-from sft_play.training.measure.peaks import Highest, Peaks
+from sft_play.training.measure.peaks import Highest, MemoryMeter, Peaks
 from tests.conftest import chat
 
 pytestmark = pytest.mark.build

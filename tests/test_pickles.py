@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.pickles import without_code
+from sft_play.training.checkpoints.last_checkpoint import without_code
 from tests import warm
 from tests.conftest import ROOT, clean_environment
 from tests.models import uneven_run

@@ -17,12 +17,10 @@ from sft_play.errors import RunFolderError
 from sft_play.log import escape_control, one_line, redact
 from sft_play.runs import creation
 from sft_play.runs.creation import create_run, new_folder
-from sft_play.runs.files import write_json
+from sft_play.runs.files import keep_metrics_until, write_json
 from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
 from sft_play.runs.lookup import find_resumable
-from sft_play.runs.manifest import git_state, new_manifest
-from sft_play.runs.metrics import keep_metrics_until
-from sft_play.runs.resuming import check_same_run
+from sft_play.runs.manifest import check_same_run, git_state, new_manifest
 from tests.conftest import ROOT
 
 NOW = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)

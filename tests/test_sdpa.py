@@ -37,7 +37,7 @@ from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
 from sft_play.training.loop.collate import CHAT_LENGTHS, Collator
 from sft_play.training.loop.trainer import PlannedTrainer
-from sft_play.training.model import repeated_keys, sdpa, varlen
+from sft_play.training.model import sdpa, varlen
 
 pytestmark = pytest.mark.build
 
@@ -273,7 +273,7 @@ def test_plan_and_trace_count_cudnn_s_kernel_alike(dtype, masked, checkpointing)
 # --- the self-test ----------------------------------------------------------------------------------------------------
 def seen_by(machine: Machine) -> dict[str, str]:
     """What the self-test's probe would see on this machine: the cases of `environment.kernels_of`, called as
-    transformers and `repeated_keys` call sdpa."""
+    transformers and `sdpa.attend` call sdpa."""
     found = {}
     for dtype in ("bf16", "fp16", "fp32"):
         half = dtype != "fp32"
@@ -346,7 +346,8 @@ def began(monkeypatch, caplog, plan: Any, machine: Machine, spec: Any = None) ->
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: machine.wheel.cudnn)
     caplog.clear()
     with caplog.at_level(logging.INFO), FakeTensorMode():
-        sdpa.begin(spec or spec_of(), plan, device=torch.device("cuda", 0))
+        chosen = spec or spec_of()
+        sdpa.begin(chosen.hf_config, plan, attention=chosen.attention.name, device=torch.device("cuda", 0))
     return caplog.text
 
 
@@ -365,7 +366,7 @@ def test_a_run_switches_as_planned_and_logs_which_kernel_runs(
     monkeypatch, caplog, switched, words, machine, wheel, said, on
 ):
     plan = plan_of(machine, *words, wheel=wheel)
-    with repeated_keys.using(repeated=plan.repeats_kv):
+    with sdpa.repeating_keys(repeated=plan.repeats_kv):
         text = began(monkeypatch, caplog, plan, Machine(named(machine).gpus[0].capability, WHEELS[wheel]))
     assert said in text
     assert "WARNING" not in text

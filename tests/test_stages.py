@@ -90,7 +90,7 @@ def test_a_setting_that_every_stage_gives_itself_is_not_set_in_vain(tmp_path):
 
 
 def test_patterns_mean_names_by_their_pieces():
-    from sft_play.training.prepare.trainable import chosen
+    from sft_play.training.prepare.lora_config import chosen
 
     names = [f"model.layers.{n}.{part}.weight" for n in (1, 3, 11) for part in ("mlp.up_proj", "input_layernorm")]
     names += ["model.norm.weight", "lm_head.weight", "base.layers.1.q_proj.lora_A.default.weight"]

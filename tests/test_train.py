@@ -797,7 +797,7 @@ def test_fewer_rows_than_one_effective_batch_are_said_aloud(train):
 def test_the_day_that_a_template_writes_is_the_day_of_the_first_start(train, tmp_path, monkeypatch):
     from datetime import date
 
-    from sft_play.runs.resuming import first_day
+    from sft_play.runs.manifest import first_day
 
     template = tmp_path / "dated.jinja"
     template.write_text(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,11 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.unmasked import padding_of
+    from sft_play.training.proofs.masking import padding_of
 
     state = torch.random.get_rng_state()
     padding = padding_of(CONFIG_MAPPING[kind](), attention="sdpa")
-    assert not padding.masks, padding.reason
+    assert not padding.needed, padding.reason
     assert f"on a small model of {kind}'s class logits differ by" in padding.reason
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -132,11 +133,11 @@ def test_classes_whose_attention_is_causal_need_no_mask(kind):
 def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.unmasked import padding_of
+    from sft_play.training.proofs.masking import padding_of
 
     options = {"use_mamba_kernels": False} if kind == "jamba" else {}
     padding = padding_of(CONFIG_MAPPING[kind](**options), attention=attention)
-    assert padding.masks
+    assert padding.needed
     assert padding.reason.startswith("padded rows keep their mask: ")
     assert any(word in padding.reason for word in says.split("|")), padding.reason
 
@@ -145,7 +146,7 @@ def test_classes_that_read_the_mask_keep_it_and_say_why(kind, attention, says):
 def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
     from transformers import LlamaConfig
 
-    from sft_play.training.proofs import packable
+    from sft_play.training.proofs import small_model
 
     seen = []
 
@@ -154,7 +155,7 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
         return len(seen)
 
     def ask(config, **options):
-        return packable.on_small_model(config, look, **options)
+        return small_model.on_small_model(config, look, **options)
 
     assert ask(LlamaConfig(), attention="sdpa") == ask(LlamaConfig(), attention="sdpa") == (1, "")
     assert ask(LlamaConfig(rope_theta=5.0), attention="sdpa") == (2, "")
@@ -166,28 +167,29 @@ def test_a_class_is_measured_once_a_process_for_each_config_and_attention():
 def test_what_cannot_be_measured_keeps_its_mask(monkeypatch):
     from transformers import LlamaConfig
 
-    from sft_play.training.proofs import unmasked
+    from sft_play.training.proofs import masking
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise RuntimeError("heads\x1b[31m and tails")
 
-    monkeypatch.setattr(unmasked, "measure", refuse)
-    padding = unmasked.padding_of(LlamaConfig(), attention="sdpa")
-    assert padding.masks
+    monkeypatch.setattr(masking, "measure_padding", refuse)
+    padding = masking.padding_of(LlamaConfig(), attention="sdpa")
+    assert padding.needed
     assert "what llama does without cannot be measured" in padding.reason
     assert "\x1b" not in padding.reason
+    differing = partial(masking.Difference, tolerance=masking.PADDING_TOLERANCE)
     for found, is_masked in (
-        (unmasked.Difference(0.0, 0.0, -0.1, 0.001), True),  # nothing would show
-        (unmasked.Difference(0.0, 0.0, -0.1, float("nan")), True),
-        (unmasked.Difference(float("nan"), 0.0, -0.1, 1.0), True),
-        (unmasked.Difference(0.0, 0.0, float("nan"), 1.0), True),
-        (unmasked.Difference(1e-3, 0.0, -0.1, 1.0), True),
-        (unmasked.Difference(0.0, 1e-3, -0.1, 1.0), True),
-        (unmasked.Difference(0.0, 0.0, 0.1, 1.0), True),  # worse than rounding in bf16 alone
-        (unmasked.Difference(1e-6, 1e-6, -0.1, 1.0), False),
+        (differing(logits=0.0, gradients=0.0, half=-0.1, seen=0.001), True),  # nothing would show
+        (differing(logits=0.0, gradients=0.0, half=-0.1, seen=float("nan")), True),
+        (differing(logits=float("nan"), gradients=0.0, half=-0.1, seen=1.0), True),
+        (differing(logits=0.0, gradients=0.0, half=float("nan"), seen=1.0), True),
+        (differing(logits=1e-3, gradients=0.0, half=-0.1, seen=1.0), True),
+        (differing(logits=0.0, gradients=1e-3, half=-0.1, seen=1.0), True),
+        (differing(logits=0.0, gradients=0.0, half=0.1, seen=1.0), True),  # worse than rounding in bf16 alone
+        (differing(logits=1e-6, gradients=1e-6, half=-0.1, seen=1.0), False),
     ):
-        monkeypatch.setattr(unmasked, "measure", lambda *_, found=found, **__: found)
-        assert unmasked.padding_of(LlamaConfig(), attention="sdpa").masks == is_masked, found
+        monkeypatch.setattr(masking, "measure_padding", lambda *_, found=found, **__: found)
+        assert masking.padding_of(LlamaConfig(), attention="sdpa").needed == is_masked, found
 
 
 # --- batches and runs -------------------------------------------------------------------------------------------------
@@ -230,7 +232,7 @@ def run_yaml(folder: Any, model: Any) -> Any:
 def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_llama, command, monkeypatch):
     from sft_play.training.loop import collate
     from sft_play.training.prepare import model_spec
-    from sft_play.training.proofs import unmasked
+    from sft_play.training.proofs import masking
 
     given: list[set[str]] = []
     real = collate.Collator.__call__
@@ -245,7 +247,7 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
     for name in ("plain", "masked"):
         given.clear()
         if name == "masked":
-            monkeypatch.setattr(model_spec, "padding_of", lambda *_, **__: unmasked.Padding(True, "a test says so"))
+            monkeypatch.setattr(model_spec, "padding_of", lambda *_, **__: masking.Mask(True, "a test says so"))
         code, said = command("train", "--config", str(path), f"output.name={name}")
         assert code == 0, said
         lines = (tmp_path / "outputs" / name / "metrics.jsonl").read_text().splitlines()
@@ -253,7 +255,7 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
         # training and evaluation; the measurement's own batches are of both kinds
         assert given[-8:] == [{"attention_mask" if name == "masked" else "position_ids"}] * 8
         assert ("padded rows need no mask" in said) == (name == "plain")
-        assert ("with the masks that rows keep this run needs" in said) == (name == "masked")
+        assert ("needs masks that the plan left out" in said) == (name == "masked")
     for key in ("loss", "grad_norm", "eval_loss", "num_tokens", "samples_seen", "padding_share"):
         plain, masked = ([line[key] for line in figures[name] if key in line] for name in ("plain", "masked"))
         assert plain
@@ -263,7 +265,9 @@ def test_a_run_without_masks_learns_what_the_run_with_them_does(tmp_path, tiny_l
 @pytest.mark.build
 def test_a_run_whose_mask_does_not_fit_is_refused_with_a_way_out(monkeypatch):
     from sft_play.errors import DoesNotFit
-    from sft_play.training.prepare.prepare import _require_room_for_masks
+    from sft_play.training.prepare.device_checks import require_room
+
+    said = {"found": "needs masks that the plan left out, and with them", "instead": "set train.batch_size=1"}
 
     config, shape = run_of("meta-llama/Llama-3.1-8B"), shape_of("meta-llama/Llama-3.1-8B")
     plan = make_plan(PlanRequest(config, shape, machine()))
@@ -271,8 +275,9 @@ def test_a_run_whose_mask_does_not_fit_is_refused_with_a_way_out(monkeypatch):
     assert plan.masked_bytes is not None
     tight = dataclasses.replace(plan, budget_bytes=plan.masked_bytes - 1)
     with pytest.raises(DoesNotFit, match=r"needs masks that the plan left out.* set train.batch_size=1") as error:
-        _require_room_for_masks(config, tight)
+        require_room(config, tight, tight.masked_bytes, **said)
     assert error.value.plan == tight.as_json()
-    _require_room_for_masks(run_of("meta-llama/Llama-3.1-8B", "train.batch_size=2"), tight)  # given, so it is tried
-    _require_room_for_masks(config, dataclasses.replace(tight, budget_bytes=plan.masked_bytes))
-    _require_room_for_masks(config, dataclasses.replace(tight, masked_bytes=None))
+    given = run_of("meta-llama/Llama-3.1-8B", "train.batch_size=2")  # so it is tried
+    require_room(given, tight, tight.masked_bytes, **said)
+    require_room(config, dataclasses.replace(tight, budget_bytes=plan.masked_bytes), plan.masked_bytes, **said)
+    require_room(config, tight, None, **said)

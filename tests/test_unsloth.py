@@ -31,10 +31,10 @@ from sft_play.planner.precision import Precision
 from sft_play.process.failures import Failure
 from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.manifest import new_manifest, versions
-from sft_play.runs.resuming import check_same_run
+from sft_play.runs.manifest import check_same_run, new_manifest, versions
 from sft_play.starting.plan_run import plan_for
 from sft_play.training.checkpoints import checkpoints
+from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import backend
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.unsloth import bridge, handover, unsloth_environment, unsloth_worker
@@ -286,12 +286,8 @@ def document(folder: Path, **changes: Any) -> handover.Document:
         "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}}, "plan": {},
         "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None, "splits": {},
         "held_out": "val",
-        "asked": [handover.HandedQuestion(prompt_ids=[1], shown="é", answer="a")],
-        "asked_while_training": [], "stop_ids": [2],
-        "model": handover.Model(path="m", revision=None, trust_remote_code=False, dtype="float32", four_bit=False,
-                                max_seq_len=8),
-        "adapter": handover.Adapter(r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q"], use_rslora=False,
-                                    tensors={"a": [2, 3]}),
+        "asked": [Question(prompt_ids=[1], shown="é", answer="a")], "asked_while_training": [], "stop_ids": [2],
+        "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
     }  # fmt: skip
     return handover.Document(**{**told, **changes})
 
@@ -305,7 +301,7 @@ def test_a_document_is_read_as_it_was_written(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"schema_version": 99}, "has schema version 99, but this worker reads 1"),
+        ({"schema_version": 99}, "has schema version 99, but this worker reads 2"),
         ({"sft_play": "0.0.0"}, "was written by sft_play 0.0.0"),
         ({"stop_ids": ["x"]}, "stop_ids.0"),
         ({"new": 1}, "new"),
@@ -432,21 +428,18 @@ def test_adapters_in_other_places_stop_the_run_before_its_first_step(tmp_path, t
     run = load_config(uneven_run(tmp_path, tiny_llama), overrides=("tuning.mode=lora",)).config
     drawn = build_model_spec(run, Precision("float32", "float32", ""), tokenizer_size=100)
     wanted = {name: list(shape) for name, shape in bridge.adapter_shapes(drawn, trust_remote_code=False).items()}
-    told = document(tmp_path)
-    told = told.model_copy(update={"adapter": told.adapter.model_copy(update={"tensors": wanted})})
 
     def made(**changes: Any) -> Any:
         model = AutoModelForCausalLM.from_pretrained(tiny_llama)
         settings = {"r": 16, "target_modules": sorted(drawn.peft_config.target_modules), "task_type": "CAUSAL_LM"}
         return get_peft_model(model, LoraConfig(**{**settings, **changes}))
 
-    check_loaded(made(), told)
+    check_loaded(made(), wanted, is_4bit=False)
     for changes in ({"r": 8}, {"target_modules": ["q_proj"]}):
         with pytest.raises(BackendError, match="adapters are not those of the run"):
-            check_loaded(made(**changes), told)
-    four_bit = told.model_copy(update={"model": told.model.model_copy(update={"four_bit": True})})
+            check_loaded(made(**changes), wanted, is_4bit=False)
     with pytest.raises(BackendError, match="loaded unquantised weights, and the run asks for 4-bit ones"):
-        check_loaded(made(), four_bit)
+        check_loaded(made(), wanted, is_4bit=True)
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------

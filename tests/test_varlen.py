@@ -150,30 +150,32 @@ def test_what_it_does_not_compute_is_refused(options, says):
 def test_a_class_that_passes_boundaries_on_needs_no_mask(kind):
     from transformers import CONFIG_MAPPING
 
-    from sft_play.training.proofs.boundaries import boundaries_of
+    from sft_play.training.proofs.masking import boundaries_of
 
     found = boundaries_of(CONFIG_MAPPING[kind]())
-    assert found.are_enough, found.reason
+    assert not found.needed, found.reason
     assert found.reason.startswith("chats of one row need no mask: they are told apart by their boundaries")
 
 
 def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
     from transformers import CONFIG_MAPPING, LlamaConfig
 
-    from sft_play.training.proofs import boundaries
+    from sft_play.training.proofs import masking
 
     for kind, says in (("opt", "without one a small model of opt's class differs"), ("falcon", "cannot be measured")):
-        found = boundaries.boundaries_of(CONFIG_MAPPING[kind]())
-        assert not found.are_enough
+        found = masking.boundaries_of(CONFIG_MAPPING[kind]())
+        assert found.needed
         assert found.reason.startswith("chats of one row keep a mask between them: ")
         assert says in found.reason
-    dropping = boundaries.boundaries_of(LlamaConfig(attention_dropout=0.1))
-    assert not dropping.are_enough
+    dropping = masking.boundaries_of(LlamaConfig(attention_dropout=0.1))
+    assert dropping.needed
     assert "varlen attention has no dropout" in dropping.reason
-    assert boundaries.boundaries_of(LlamaConfig()).are_enough
-    for numbers in ((1e-3, 0, 0, 1), (0, 1e-3, 0, 1), (0, 0, 1e-3, 1), (float("nan"), 0, 0, 1), (0, 0, 0, 1e-3)):
-        monkeypatch.setattr(boundaries, "measure", lambda *_, numbers=numbers, **__: boundaries.Difference(*numbers))
-        assert not boundaries.boundaries_of(LlamaConfig()).are_enough, numbers
+    assert not masking.boundaries_of(LlamaConfig()).needed
+    tolerance = masking.BOUNDARIES_TOLERANCE
+    for numbers in ((1e-3, 0, 1), (0, 1e-3, 1), (float("nan"), 0, 1), (0, float("nan"), 1), (0, 0, 1e-3)):
+        found = masking.Difference(*numbers, tolerance)
+        monkeypatch.setattr(masking, "measure_boundaries", lambda *_, found=found, **__: found)
+        assert masking.boundaries_of(LlamaConfig()).needed, numbers
 
 
 def test_an_older_torch_says_what_it_lacks(monkeypatch):
@@ -285,7 +287,7 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
     from sft_play.facts.hardware import named
     from sft_play.facts.models.architecture import shape_of
     from sft_play.planner.plan import PlanRequest, make_plan
-    from sft_play.training.prepare import attention
+    from sft_play.training.prepare import model_spec
 
     def config(wanted: str) -> Any:
         text = f"model: {{name: Qwen/Qwen2.5-0.5B, attn_implementation: '{wanted}'}}\ndata: {{packing: best_fit}}\n"
@@ -298,8 +300,8 @@ def test_a_kernel_of_the_hub_runs_as_flash_attention_2(monkeypatch):
     assert plans[0].choice == plans[1].choice
     assert plans[0].choice.step.attention == "flash_attention_2"
     with pytest.raises(ModelError, match="needs the package kernels, which is not installed; pip install kernels"):
-        attention.choose_attention(config(HUB), LlamaForCausalLM)
-    monkeypatch.setattr(attention.importlib.util, "find_spec", lambda name: name == "kernels")
-    assert attention.choose_attention(config(HUB), LlamaForCausalLM).name == HUB
+        model_spec.choose_attention(config(HUB), LlamaForCausalLM)
+    monkeypatch.setattr(model_spec.importlib.util, "find_spec", lambda name: name == "kernels")
+    assert model_spec.choose_attention(config(HUB), LlamaForCausalLM).name == HUB
     with pytest.raises(ModelError, match="GptOssForCausalLM"):
-        attention.choose_attention(config(HUB), GptOssForCausalLM)
+        model_spec.choose_attention(config(HUB), GptOssForCausalLM)

@@ -83,7 +83,7 @@ def attention() -> dict[str, Any]:
 
     from sft_play.planner.attention import flash_runs
     from sft_play.training.model import sdpa
-    from sft_play.training.model.repeated_keys import attend
+    from sft_play.training.model.sdpa import attend
 
     capability = torch.cuda.get_device_capability() if device() == "cuda" else None
 
@@ -112,7 +112,7 @@ def varlen() -> dict[str, Any]:
     from sft_play.planner.attention import FLASH_SINCE
     from sft_play.training.model import sdpa
     from sft_play.training.model import varlen as ours
-    from sft_play.training.proofs.varlen_proof import Heads, relative_error
+    from sft_play.training.proofs.proof import Heads, relative_error
 
     sdpa.switch(cudnn=False)
     on_gpu = device() == "cuda"

@@ -22,8 +22,7 @@ from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding
 from sft_play.launch.accelerate.reading import find_accelerate_file, read_found_file
-from sft_play.launch.launch_options import with_accelerate
-from sft_play.launch.resolve_options import as_the_mesh_says, machine_of_mesh
+from sft_play.launch.launch_options import as_the_mesh_says, machine_of_mesh, with_accelerate
 from sft_play.log import output_is_lost
 from sft_play.planner.layout import layouts_over
 from sft_play.starting.plan_run import plan_for, shape_for

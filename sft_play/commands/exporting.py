@@ -19,7 +19,7 @@ from sft_play.log import one_line
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
-from sft_play.runs.names import checked_name
+from sft_play.runs.lookup import checked_name
 
 if TYPE_CHECKING:
     from sft_play.finished.export.adapted_model import Base

@@ -22,8 +22,8 @@ from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.launched import refuse_too_few_processes
 from sft_play.launch.accelerate.reading import accelerate_path, find_accelerate_file, read_accelerate_file
 from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
-from sft_play.launch.device import machine_for
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_tasks
+from sft_play.launch.machine import machine_for
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision

@@ -14,7 +14,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.log import escape_control
-from sft_play.runs.names import output_dir
+from sft_play.runs.lookup import output_dir
 
 
 def asked_machine(request: Request) -> Hardware:

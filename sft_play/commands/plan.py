@@ -21,9 +21,9 @@ from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import missing_kernels
 from sft_play.facts.network import DEFAULT_PORT
-from sft_play.launch.deepspeed.layout import keeps_params
-from sft_play.launch.device import machine_for, say_unseen
-from sft_play.launch.resolve_options import machine_of_mesh
+from sft_play.launch.deepspeed.files import keeps_params
+from sft_play.launch.launch_options import machine_of_mesh
+from sft_play.launch.machine import machine_for, say_unseen
 from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget

@@ -20,7 +20,8 @@ from sft_play.config.overrides import split_overrides
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.errors import ConfigError
 from sft_play.launch.exported import node_variables, rank_variables
-from sft_play.launch.launch_options import NODE_VARIABLES, LaunchOptions, launch_options_of
+from sft_play.launch.given import NODE_VARIABLES
+from sft_play.launch.launch_options import LaunchOptions, launch_options_of
 from sft_play.log import escape_control, one_line
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 from sft_play.spelling import did_you_mean, nearest

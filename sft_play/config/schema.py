@@ -106,7 +106,7 @@ class ModelConfig(Section):
 
     attn_implementation: (
         Literal["auto", "sdpa", "eager", "flash_attention_2"] | Annotated[str, Field(pattern=HUB_KERNEL)]
-    ) = leaf("auto", owner="training.prepare.attention")
+    ) = leaf("auto", owner="training.prepare.model_spec")
     """Attention implementation. auto uses sdpa if the model has it, and attends to packs by their boundaries if that is
     exact for the model. `kernels-community/flash-attn2@` and a commit: that kernel of the hub, through the package
     kernels."""
@@ -171,7 +171,7 @@ class TuningConfig(Section):
     """Backend to fall back to if the requested one cannot run (logged and recorded); null stops the run instead."""
 
     trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] = leaf(
-        "all", owner="training.prepare.trainable"
+        "all", owner="training.prepare.lora_config"
     )
     """Which of the mode's weights are trained, by parts of their names: `[layers.0-3, norm, lm_head]`, `[lora]`,
     `[q_proj]`; the others stay frozen. all trains every one."""
@@ -481,7 +481,7 @@ class TrainConfig(Section):
     if that fits, else in bf16 with stochastic rounding. bfloat16 rounds to nearest, which loses nearly all updates at
     usual learning rates. FSDP and DeepSpeed always keep float32 copies."""
 
-    device: Literal["auto", "cpu"] = leaf("auto", owner="launch.device")
+    device: Literal["auto", "cpu"] = leaf("auto", owner="launch.machine")
     """auto: the detected GPUs, or the CPU if there are none. If the machine has an accelerator that cannot be used, or
     the model has more than a billion parameters, the run stops instead and says why. cpu: always the CPU."""
 
@@ -648,10 +648,10 @@ class DistributedConfig(Section):
 class OutputConfig(Section):
     """Where the run is written."""
 
-    dir: Name = leaf("outputs", owner="runs.names")
+    dir: Name = leaf("outputs", owner="runs.lookup")
     """Parent folder of the run folders."""
 
-    name: Name | None = leaf(None, owner="runs.names")
+    name: Name | None = leaf(None, owner="runs.lookup")
     """Name of the run folder; null uses the config's name with the UTC time."""
 
     if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs.creation")

@@ -160,7 +160,7 @@ def _leaf_of(location: list[str]) -> str:
 
 def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
     """The value that a leaf expects, and the one that was found."""
-    hint = _hint(value, raw, leaf.expects) or habit
+    hint = hint_at(value, raw, leaf.expects) or habit
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
 
 
@@ -175,7 +175,8 @@ def _habit(name: str, value: Plain) -> str:
     return f"; {text}" if is_answer else ""
 
 
-def _hint(value: Plain, raw: str | None, expected: str) -> str:
+def hint_at(value: Plain, raw: str | None, expected: str) -> str:
+    """What may have been meant by a value where another kind was expected; empty where nothing comes to mind."""
     if isinstance(value, str):
         word = value.lower()
         if "true or false" in expected and word in ("yes", "on", "y", "no", "off", "n"):

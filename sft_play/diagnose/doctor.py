@@ -18,8 +18,8 @@ from sft_play.facts.installed import COMPUTING, missing_kernels
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import Nodes
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.planner.reasons import eager_words, missing_words

@@ -13,8 +13,8 @@ from sft_play.facts.compiler import WITHOUT_TRITON, block_obstacle, obstacle
 from sft_play.facts.gpus.unseen import ON_CPU, unseen
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed, passed, skipped, warned
-from sft_play.launch.device import CPU_PARAMS, flash_obstacle
 from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.machine import CPU_PARAMS, flash_obstacle
 from sft_play.units import GIB
 
 CPU_RANKS = 2

@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.facts.installed import LINEAR_ATTENTION, unsound
 from sft_play.findings import Finding, passed
-from sft_play.launch.device import P2P_OFF, refuses_p2p
+from sft_play.launch.machine import P2P_OFF, refuses_p2p
 
 Condition = Mapping[str, Any]
 """By the name of a fact: a range of versions or numbers, a list of words, or whether it is true."""

@@ -295,9 +295,8 @@ class _Checks:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.training.prepare.backend import choose_backend
-        from sft_play.training.prepare.model_spec import build_model_spec
+        from sft_play.training.prepare.model_spec import build_model_spec, trainable_note
         from sft_play.training.prepare.origin import origin_of
-        from sft_play.training.prepare.trainable import trainable_note
 
         try:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here

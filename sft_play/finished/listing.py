@@ -18,12 +18,10 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
-from sft_play.runs.files import read_json
+from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
-from sft_play.runs.lookup import run_at, runs_in
-from sft_play.runs.metrics import metric_lines
-from sft_play.runs.names import checked_name
+from sft_play.runs.lookup import checked_name, run_at, runs_in
 from sft_play.starter.names import shown_name
 from sft_play.units import size_of
 

@@ -18,7 +18,7 @@ from sft_play.data.sources.files import data_paths, digest_of
 from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
-from sft_play.runs.resuming import first_day
+from sft_play.runs.manifest import first_day
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE
 from sft_play.training.model import sdpa
 from sft_play.training.model.model_loading import DTYPES, load_model

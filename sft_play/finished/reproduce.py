@@ -34,12 +34,10 @@ from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_fi
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
-from sft_play.runs.files import read_json
+from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
-from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, versions
-from sft_play.runs.metrics import metric_lines
-from sft_play.runs.names import checked_name
-from sft_play.runs.resuming import given_deepspeed
+from sft_play.runs.lookup import checked_name
+from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, given_deepspeed, versions
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from sft_play.facts.models.architecture import config_json, local_folder, text_o
 from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan, plan_from_json
-from sft_play.runs.disk import refusal
+from sft_play.runs.files import refusal
 from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import gib

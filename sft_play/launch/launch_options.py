@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from sft_play.errors import ConfigError
-from sft_play.facts.network import DEFAULT_PORT, Nodes, is_address
-from sft_play.launch.accelerate.reading import AccelerateConfig
-from sft_play.launch.given import whole_number
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.schema import RunConfig
+from sft_play.errors import ConfigError, HardwareError
+from sft_play.facts.hardware import Hardware, detect
+from sft_play.facts.network import DEFAULT_PORT, Nodes
+from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
+from sft_play.launch.accelerate.reading import AccelerateConfig, find_accelerate_file, read_found_file
+from sft_play.launch.deepspeed.fill import same_numbers
+from sft_play.launch.given import nodes_of, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
+from sft_play.planner.mesh import mesh_of, mesh_words
+from sft_play.planner.plan import Plan
 from sft_play.spelling import did_you_mean
-
-NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -60,31 +68,10 @@ def launch_options_of(
 
 
 def _options_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes: tuple[str, ...]) -> LaunchOptions:
-    count = whole_number(values, "NNODES", least=1) or 1
-    rank = whole_number(values, "NODE_RANK", least=0)
-    port = whole_number(values, "MASTER_PORT", least=1)
-    if port is not None and port > 65_535:
-        raise ConfigError(f"MASTER_PORT={port} is not a port; ports go from 1 to 65535")
-    address = values.get("MASTER_ADDR", "").strip()
-    if (rank or 0) >= count and not values.get("NNODES", "").strip():
-        raise ConfigError(f"NODE_RANK={rank} names one of several nodes, but NNODES= does not say how many there are")
-    if (rank or 0) >= count:
-        raise ConfigError(f"NODE_RANK={rank} is not one of NNODES={count}: ranks go from 0 to {count - 1}")
-    if count > 1 and (rank is None or not address):
-        raise ConfigError(
-            f"NNODES={count} needs NODE_RANK=0 to {count - 1} and MASTER_ADDR=, an address at which the others reach "
-            f"node 0 (and MASTER_PORT=, default {DEFAULT_PORT})"
-        )
-    if count > 1 and not is_address(address):
-        raise ConfigError(
-            f"MASTER_ADDR={one_line(address)} is not a host name or an IP address; the port goes into MASTER_PORT="
-        )
     file = values.get("DEEPSPEED_CONFIG")
-    # Without NNODES a file of accelerate may name several machines: address and port are kept for it.
-    is_open = not values.get("NNODES", "").strip()
-    nodes = Nodes(1, 0, address or None, port) if is_open else Nodes()
-    if count > 1:
-        nodes = Nodes(count, rank or 0, address, port or DEFAULT_PORT)
+    nodes = nodes_of(values)
+    if nodes.count == 1 and values.get("NNODES", "").strip():
+        nodes = Nodes()  # without NNODES a file of accelerate may name several: address and port are kept for it
     return LaunchOptions(
         strategy=_strategy(values.get("STRATEGY")),
         processes=whole_number(values, "NPROC", least=1),
@@ -145,3 +132,138 @@ def _gpus(text: str | None) -> tuple[int, ...]:
     if len(set(numbers)) != len(numbers):
         raise ConfigError(f"GPUS={one_line(text or '')} names a GPU twice")
     return numbers
+
+
+logger = logging.getLogger(__name__)
+
+
+def take_choices() -> AccelerateConfig | None:
+    """The choices of `accelerate launch`, removed from this process's environment: the Trainer's arguments set engine
+    and precision, and accelerate would act on its variables as well."""
+    choices = accelerate_choices(os.environ)
+    drop_accelerate(os.environ)
+    return choices
+
+
+def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, with_count: bool = False) -> None:
+    """Log where the plan and the run YAML win over a file of accelerate, or over `accelerate launch`.
+
+    Args:
+        max_grad_norm: the run's, which such a file may contradict.
+        with_count: whether the choices hold a number of processes.
+    """
+    for line in overridden_lines(
+        choices,
+        mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
+        grad_accum=plan.batch.grad_accum,
+        max_grad_norm=max_grad_norm,
+        has_gpus=bool(plan.hardware.gpus),
+        with_count=with_count,
+    ):
+        logger.info("%s", line)
+
+
+def as_accelerate_says(options: LaunchOptions, config: RunConfig) -> tuple[LaunchOptions, AccelerateConfig | None]:
+    """The options with what an accelerate configuration adds, and that configuration; what it adds is logged."""
+    file, accelerate, notes = find_accelerate_file(os.environ), None, options.notes
+    if file is not None:
+        accelerate, of_file = read_found_file(file, os.environ)
+        notes += of_file
+    for note in notes:
+        logger.info("%s", note)
+    return (with_choices(options, accelerate, config) if accelerate else options), accelerate
+
+
+def with_choices(options: LaunchOptions, accelerate: AccelerateConfig, config: RunConfig) -> LaunchOptions:
+    """The options with accelerate's choices; where the run YAML has a mesh, FSDP in accelerate's file means that mesh,
+    not a layout."""
+    mesh = mesh_of(config.model.mesh_shape)
+    # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
+    if mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP":
+        accelerate = dataclasses.replace(accelerate, mesh=mesh)
+    return with_accelerate(options, accelerate)
+
+
+def with_mesh_of(accelerate: AccelerateConfig, loaded: LoadedConfig) -> LoadedConfig:
+    """The run YAML with the mesh of a file of accelerate, where it has none itself; logs which one is used."""
+    own, name = mesh_of(loaded.config.model.mesh_shape), one_line(str(accelerate.path))
+    if accelerate.mesh is None or own == accelerate.mesh:
+        return loaded
+    if own is not None:
+        logger.info("%s says parallelism_config %s, the run YAML model.mesh_shape=%s: the run YAML wins",
+                    name, accelerate.mesh, mesh_words(loaded.config.model.mesh_shape))  # fmt: skip
+        return loaded
+    logger.info("%s: its parallelism_config is model.mesh_shape=%s", name, accelerate.mesh)
+    return load_config(loaded.path, overrides=(*loaded.overrides, f"model.mesh_shape={accelerate.mesh}"))
+
+
+def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
+    """The machine as a run would use it for the mesh of its YAML: as many CPU processes, or as many of its GPUs.
+
+    GPUs that are only named are all used, and too few stay too few: the plan says what the mesh would take.
+    """
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is None:
+        return hardware
+    if not hardware.gpus:
+        return dataclasses.replace(hardware, cpu_ranks=mesh.ranks)
+    return hardware if hardware.named or mesh.ranks >= hardware.ranks else hardware.first(mesh.ranks)
+
+
+def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
+    """The options with as many processes as a mesh has, where no number was given.
+
+    Raises:
+        ConfigError: they do not divide over the nodes, or there are fewer GPUs than the mesh has processes.
+    """
+    mesh = mesh_of(config.model.mesh_shape)
+    if mesh is None or options.processes or options.gpus:
+        return options
+    where, nodes = f"model.mesh_shape={mesh_words(config.model.mesh_shape)}", options.nodes.count
+    if mesh.ranks % nodes:
+        raise ConfigError(f"{where} is a mesh of {mesh.ranks} processes, which {nodes} nodes cannot share equally")
+    per_node, gpus = mesh.ranks // nodes, len(detect().gpus)
+    if gpus and per_node > gpus:
+        raise HardwareError(f"{where} needs {per_node} processes on each node, and there are {gpus} GPUs: one each")
+    return dataclasses.replace(options, processes=per_node)
+
+
+def overridden_lines(
+    accelerate: AccelerateConfig,
+    *,
+    mixed_precision: str,
+    grad_accum: int | None = None,
+    max_grad_norm: float | None = None,
+    has_gpus: bool = True,
+    with_count: bool = True,
+) -> list[str]:
+    """Lines for the log: how the file's process count is read, and where the run YAML or the machine overrides the
+    file.
+
+    `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for the variables that `accelerate
+    launch` sets for a rank, which do not include the count.
+    """
+    total, machines, kind = accelerate.num_processes, accelerate.num_machines, accelerate.distributed_type
+    where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
+    precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp if kind == "FSDP" else {"fsdp_version": 2}
+    offloads = str(of_fsdp.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
+    said = [
+        (with_count and total is None, "names no num_processes: one process for each GPU of each machine"),
+        (with_count and total is not None, f"says num_processes: {total}, accelerate's total over machines ({where})"),
+        (
+            precision not in (None, mixed_precision),
+            f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins",
+        ),
+        (str(of_fsdp.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
+        (offloads, "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"),
+        (
+            not has_gpus and kind == "MULTI_GPU",
+            "says MULTI_GPU without a GPU here: CPU ranks (gloo) are started",
+        ),
+        (has_gpus and accelerate.use_cpu, "says use_cpu: true: CPU ranks (gloo) are started beside idle GPUs"),
+    ]
+    for key, ours in {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}.items():
+        theirs = accelerate.deepspeed.get(key) if kind == "DEEPSPEED" else None
+        if theirs not in (None, "auto") and ours is not None and not same_numbers(theirs, ours):
+            said.append((True, f"says deepspeed_config.{key}: {theirs}, the plan {ours:g}: the plan wins"))
+    return [f"{accelerate.path.name} {text}" for is_so, text in said if is_so]

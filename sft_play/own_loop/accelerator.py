@@ -18,13 +18,13 @@ from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
 from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, adam_obstacles, compiling_words, drop_autos
-from sft_play.launch.device import without_bad_p2p
 from sft_play.launch.exported import rank_variables
+from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
 from sft_play.own_loop.one_process import NoOpAccelerator
 from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, ComputeDevice, DistConfig, asked
 from sft_play.process.environment import deepspeed_on_cpu
-from sft_play.training.ranks.distributed import init_deepspeed
+from sft_play.training.ranks.distributed import init_deepspeed, of_all
 
 logger = logging.getLogger(__name__)
 
@@ -64,12 +64,11 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
     accelerator.dist_config = wanted.settings
-    _require_same_settings(accelerator, wanted)
+    _require_same_settings(wanted)
     return accelerator
 
 
 def _without_accelerate(config: Any) -> Any:
-    """A `NoOpAccelerator` for a single process without the package."""
     wanted = asked(config, device=_device(), has_deepspeed=False)
     ranks = rank_variables(os.environ).get("WORLD_SIZE", "1")
     if ranks != "1":
@@ -124,7 +123,6 @@ def _forget_earlier() -> None:
 
 
 def _new_accelerator(wanted: CheckedSettings, *, on_cpu: bool) -> Any:
-    """The Accelerator itself, including its process group."""
     from accelerate import Accelerator
     from accelerate.state import PartialState
     from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
@@ -174,17 +172,12 @@ def _plugin(config: dict[str, Any]) -> Any:
     return DeepSpeedPlugin(hf_ds_config=config)
 
 
-def _require_same_settings(accelerator: Any, wanted: CheckedSettings) -> None:
+def _require_same_settings(wanted: CheckedSettings) -> None:
     """Raises ConfigError on every rank if ranks were given different settings: they would wait for each other."""
-    if accelerator.num_processes == 1:
-        return
-    import torch.distributed as dist
-
     own = {**wanted.settings.model_dump(), "mixed_precision": wanted.mixed_precision, "DeepSpeed": wanted.deepspeed}
-    every: list[Any] = [None] * accelerator.num_processes
-    dist.all_gather_object(every, own)
-    for rank, other in enumerate(every[1:], start=1):
-        differing = [f"{key} ({every[0][key]} and {value})" for key, value in other.items() if every[0][key] != value]
+    first, *others = of_all(own)
+    for rank, other in enumerate(others, start=1):
+        differing = [f"{key} ({first[key]} and {value})" for key, value in other.items() if first[key] != value]
         if differing:
             raise ConfigError(
                 f"rank {rank} was given different settings from rank 0: {one_line('; '.join(differing), limit=400)}; "
@@ -257,7 +250,6 @@ def _checkpoint_activations(model: Any) -> None:
 def _fill_deepspeed(
     config: dict[str, Any], accelerator: Any, model: Any, others: tuple[Any, ...], micro_batch_size: int | None
 ) -> None:
-    """Fill in DeepSpeed's values that only the model, data and optimizer determine."""
     _fill_batch(config, accelerator, others, micro_batch_size)
     model_config: Any = getattr(model, "config", None)
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config

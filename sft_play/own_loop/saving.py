@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import save_file
 
 from sft_play.errors import RunFolderError, SftPlayError, TrainingError
@@ -24,6 +23,7 @@ from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import gathered, saved_with_adapter
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes, write_weights
+from sft_play.training.ranks.distributed import of_all
 
 logger = logging.getLogger(__name__)
 
@@ -93,10 +93,7 @@ def _together(accelerator: Any, work: Callable[[], Any], path: Path, *, left: st
         work()
     except Exception as error:
         failure, own = error, f"{type(error).__name__}: {one_line(str(error), limit=300)}"
-    every = [own]
-    if accelerator.num_processes > 1:
-        every = [None] * accelerator.num_processes
-        _run(accelerator, lambda: dist.all_gather_object(every, own), path, left=left)
+    every = _run(accelerator, lambda: of_all(own), path, left=left)
     if failure is not None:
         raise failure
     wrong = [f"rank {rank}: {text}" for rank, text in enumerate(every) if text is not None]
@@ -126,7 +123,6 @@ def _told_to_stop() -> Iterator[None]:
 
 
 def _begin(path: Path, aside: Path) -> None:
-    """Check whether the folder may be written, and create the folder beside it."""
     atomic.bring_back(path)
     if path.exists() and not path.is_dir():
         raise RunFolderError(f"{path} is not a folder; name a new folder, or one that holds a saved model")
@@ -172,7 +168,6 @@ def _gathered(accelerator: Any, model: Any, bare: Any, *, keep: bool) -> dict[st
 
 
 def _write(bare: Any, tokenizer: Any, weights: dict[str, torch.Tensor], aside: Path) -> None:
-    """Write the folder beside the old one, and read it back."""
     try:
         if hasattr(bare, "save_pretrained"):
             write_weights(bare, aside, state_dict=weights)

@@ -15,6 +15,7 @@ from pydantic import Field, ValidationError
 
 from sft_play.config.leaves import expects
 from sft_play.config.schema import Name, Section
+from sft_play.config.validation import hint_at
 from sft_play.config.yaml_io import Problem, YamlDocument, parse, read_text, show
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
@@ -75,10 +76,6 @@ KNOWN_AS = {
     "batch_size": "the batch_size of your DataLoader",
 }
 """Keys of other tools, and what they are called here."""
-_PRECISIONS = {
-    "bfloat16": "bf16", "float16": "fp16", "half": "fp16",
-    "float32": "no", "fp32": "no", "32": "no", "none": "no", "false": "no", "off": "no",
-}  # fmt: skip
 _OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
 
 
@@ -199,7 +196,6 @@ def _keys() -> str:
 
 
 def _check_keys(reading: _Reading) -> None:
-    """Each key by itself: valid ones become `values`."""
     data = reading.document.data
     for key in data:
         if key not in DistConfig.model_fields:
@@ -213,7 +209,7 @@ def _check_keys(reading: _Reading) -> None:
         except ValidationError:
             wanted = expects(option.annotation, tuple(option.metadata))
             raw = reading.document.raw.get((key,)) if not isinstance(data[key], str) else None
-            reading.add(key, f"expected {wanted}, found {_shown(data[key], raw)}{_hint(key, data[key])}")
+            reading.add(key, f"expected {wanted}, found {_shown(data[key], raw)}{hint_at(data[key], raw, wanted)}")
 
 
 def _shown(value: Any, raw: str | None = None) -> str:
@@ -224,7 +220,6 @@ def _shown(value: Any, raw: str | None = None) -> str:
 
 
 def _nearest(key: str) -> str:
-    """A hint at what an unknown key may mean."""
     plain = key.lower().replace("-", "_")
     if plain in KNOWN_AS:
         return f"here it is {KNOWN_AS[plain]}"
@@ -232,23 +227,6 @@ def _nearest(key: str) -> str:
     if near:
         return f"did you mean {KNOWN_AS.get(near, near)}?"
     return f"the keys are {_keys()}"
-
-
-def _hint(key: str, value: Any) -> str:
-    annotation = DistConfig.model_fields[key].annotation
-    word = str(value).strip().lower()
-    if key == "mixed_precision":
-        meant = _PRECISIONS.get(word.removeprefix("torch."))
-        near = meant or nearest(word, ["auto", "no", "fp16", "bf16"])
-        return f"; did you mean {near}?" if near else ""
-    if key == "backend":
-        near = nearest(word, ["accelerate", "deepspeed"], alike=0.5)
-        return f"; did you mean {near}?" if near else ""
-    if annotation is bool and word in ("true", "yes", "on", "1", "false", "no", "off", "0"):
-        return f"; write {'true' if word in ('true', 'yes', 'on', '1') else 'false'}"
-    if annotation is int and word.isdigit() and int(word) > 0:
-        return f"; write {int(word)}"
-    return ""
 
 
 def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: ComputeDevice) -> Precision:
@@ -270,7 +248,6 @@ def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: C
 
 
 def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any] | None, str | None]:
-    """DeepSpeed's configuration, or why accelerate runs instead."""
     if not has_deepspeed:
         return None, "the package deepspeed is not installed"
     given, offload = reading.get("deepspeed_config"), bool(reading.get("zero3_offload"))
@@ -312,7 +289,6 @@ def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, A
 
 
 def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[str]:
-    """Where the file and the settings beside it disagree."""
     steps, theirs = reading.get("gradient_accumulation_steps"), config.get("gradient_accumulation_steps", "auto")
     if steps is not None and theirs not in ("auto", None, steps):
         yield (

@@ -10,7 +10,7 @@ its backward pass is not safe: for heads wider than 128, which Hopper's forward 
 `TORCH_CUDNN_SDPA_AVOID_RECOMPILE` (https://github.com/pytorch/pytorch/pull/155958) helps neither masks nor other
 numbers of rows, and is experimental.
 
-Masks are decided from shapes, and measured before a run by `training.proofs.unmasked` and `training.proofs.boundaries`.
+Masks are decided from shapes, and measured before a run by `training.proofs.masking`.
 Attention is causal and padding is at the end, so no token of a chat sees a padded place, mask or not. Chats that share
 a row are told apart by their boundaries: PyTorch's flash kernel takes those of many chats, and keys stay grouped; where
 it does not run, each chat is a call of its own. No S x S mask is held.

@@ -17,7 +17,7 @@ from sft_play.errors import RunFolderError
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import Lock, lock
-from sft_play.runs.names import output_dir, run_name
+from sft_play.runs.lookup import output_dir, run_name
 
 logger = logging.getLogger(__name__)
 

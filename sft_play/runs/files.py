@@ -1,4 +1,5 @@
-"""Files of a run folder: read, written redacted, aside and renamed; digests of files.
+"""Files of a run folder: read, written redacted, aside and renamed; their digests; the lines of metrics.jsonl; and a
+disk that takes no more, recognised in whatever a library makes of it, with one message in its place.
 
 No token, key or credential of the environment, of a config or of a git remote reaches a file, and a kill never leaves
 half of one.
@@ -6,16 +7,28 @@ half of one.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play.errors import RunFolderError, SftPlayError
+from sft_play.facts.host import free_at
 from sft_play.files import atomic
-from sft_play.log import redact, secret_values
+from sft_play.log import one_line, redact, secret_values
+from sft_play.units import size_of
+
+_REFUSES = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+"""Errors that only writing meets, and that may come without the name of a file."""
+_IN_TEXT = re.compile(r"\(os error (\d+)\)|\[Errno (\d+)\]")
+"""The number of an error in those of safetensors, which are no OSError, and in texts that quote one."""
+_OF_TORCH = re.compile(r"PytorchStreamWriter failed|unexpected pos \d+ vs \d+|basic_ios::clear|iostream error")
+"""What torch.save raises where a write fails; it does not say why."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -74,3 +87,114 @@ def flush(folder: Path, *, below: bool = True) -> None:
                 raise
         finally:
             os.close(descriptor)
+
+
+def keep_metrics_until(path: Path, step: int, *, stage: str | None = None) -> None:
+    """Drop the lines of metrics after `step` (in a run with stages, this stage's): a resumed run writes those steps
+    again."""
+    if path.exists():
+        kept = [line for line, entry in metric_lines(path) if entry["step"] <= step or entry.get("stage") != stage]
+        write_text(path, "".join(f"{line}\n" for line in kept))
+
+
+def evaluations(path: Path, *, stage: str | None = None) -> list[dict[str, Any]]:
+    """The figures of the validation rows by step, including before training: `step`, `loss`, `exact_match`.
+
+    A resumed run has those of its earlier starts too.
+    """
+    by_step: dict[int, dict[str, Any]] = {}
+    for _, entry in metric_lines(path) if path.exists() else ():
+        if entry.get("stage") != stage:
+            continue
+        figures = {name: entry[f"eval_{name}"] for name in ("loss", "exact_match") if f"eval_{name}" in entry}
+        if figures:
+            empty = {"step": entry["step"], "loss": None, "exact_match": None}
+            by_step[entry["step"]] = by_step.get(entry["step"], empty) | figures
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def metric_lines(path: Path) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Complete lines of metrics.jsonl, each with its content."""
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int):
+            yield line, entry
+
+
+# --- a disk that takes no more ----------------------------------------------------------------------------------------
+
+
+def refusal(error: BaseException | None) -> str | None:
+    """Why the disk refused to write, in the operating system's words; None where something else went wrong."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        of_ranks = getattr(error, "failures", None)  # of torch's distributed checkpoint
+        texts = [str(error), *(str(one) for one in (of_ranks.values() if isinstance(of_ranks, dict) else ()))]
+        numbers = {int(one or other) for text in texts for one, other in _IN_TEXT.findall(text)}
+        numbers |= {error.errno} if isinstance(error, OSError) and error.errno is not None else set()
+        for number in numbers.intersection(_REFUSES):
+            return os.strerror(number)
+        if isinstance(error, RuntimeError) and any(map(_OF_TORCH.search, texts)):
+            return "writing failed"
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextlib.contextmanager
+def refusals() -> Iterator[None]:
+    """Within it, a disk that is full or read-only is one message that names the file, where the error does.
+
+    Raises:
+        RunFolderError: in place of the error.
+    """
+    try:
+        yield
+    except SftPlayError:
+        raise
+    except Exception as error:
+        reason = refusal(error)
+        if reason is None:
+            raise
+        named = error.filename if isinstance(error, OSError) and isinstance(error.filename, (str, bytes)) else None
+        what = "a file" if named is None else one_line(os.fsdecode(named))
+        free = "" if named is None else f"; {_free_words(Path(os.fsdecode(named)))}"
+        raise RunFolderError(f"{what} cannot be written: {reason}{free}") from error
+
+
+@contextlib.contextmanager
+def room(folder: Path, needed: int, what: str, *, free: int | None) -> Iterator[None]:
+    """Within it, at least `needed` bytes are written into a folder.
+
+    Args:
+        what: begins the message, such as "the checkpoint of step 6".
+        free: bytes that are free there; None where that is not known.
+
+    Raises:
+        RunFolderError: fewer bytes are free, or the disk refuses.
+    """
+    words = f"{what} cannot be written into {one_line(str(folder))}: {{}}; about {needed:,} bytes ({size_of(needed)}) "
+    words += "are needed, and {}. Free space there, then resume the run"
+    if free is not None and free < needed:
+        raise RunFolderError(words.format(os.strerror(errno.ENOSPC), _free_words(folder)))
+    try:
+        yield
+    except Exception as error:
+        reason = refusal(error)
+        if reason is None:
+            raise
+        raise RunFolderError(words.format(reason, _free_words(folder))) from error
+
+
+def free_bytes(path: Path) -> int | None:
+    """What the disk of a path, which may not exist yet, has free; None where it does not say."""
+    _, space = free_at(path)
+    return space.free if space is not None and space.total else None
+
+
+def _free_words(path: Path) -> str:
+    free = free_bytes(path)
+    return "what is free there is not known" if free is None else f"{free:,} bytes ({size_of(free)}) are free there"

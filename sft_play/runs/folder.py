@@ -14,8 +14,7 @@ from sft_play.config.resolved import resolved
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
-from sft_play.runs.files import write_json
-from sft_play.runs.metrics import metric_lines
+from sft_play.runs.files import metric_lines, write_json
 
 Trust = Callable[[ModelConfig], bool]
 """Whether the user allows the code that comes with a model."""

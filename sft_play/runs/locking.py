@@ -123,7 +123,6 @@ def _refuse_second_lock(folder: RunFolder, path: Path) -> None:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at the path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except OSError:

@@ -70,7 +70,6 @@ def cheapest_machine(budget: Budget) -> Hardware | None:
 
 
 def _prices_of(machine: Hardware) -> Iterator[Price]:
-    """The prices of such a machine, or of one of its nodes."""
     entry = next(iter(find(machine.gpus[0].name)), None)
     if entry is not None:
         yield from (one for one in all_prices() if one.gpu == entry.name and machine.gpus_per_node in one.counts)

@@ -77,7 +77,6 @@ def read(path: Path) -> list[Cell]:
 
 
 def _sources(path: Path) -> Iterator[str]:
-    """The text of each code cell."""
     shown = f"NOTEBOOK={one_line(str(path))}"
     try:
         data = json.loads(path.read_bytes())
@@ -190,7 +189,6 @@ def _line(error: BaseException, cell: Cell) -> int:
 
 
 def _failed(error: Exception, cell: Cell) -> int:
-    """Report how a cell failed; returns the exit code."""
     error = error.with_traceback(_own_frames(error, cell) or error.__traceback__)
     if not failures.hand_over(error):
         sys.stderr.write("".join(traceback.format_exception(error)))

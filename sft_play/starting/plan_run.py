@@ -19,9 +19,9 @@ from sft_play.facts.models.architecture import config_json, refuse_quantised, re
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.launch.device import machine_for
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.machine import machine_for
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.candidates import Candidate
@@ -169,7 +169,6 @@ def _request(
 
 
 def _tracer(config: RunConfig, shape: ModelShape) -> Confirm:
-    """A function that traces candidates of this config; the libraries are imported at its first call."""
 
     def confirm(candidate: Candidate) -> Traced:
         from sft_play.trace.confirm import trace_candidate

@@ -13,13 +13,19 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware
-from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.files import (
+    keeps_params,
+    layout_notes,
+    layout_of,
+    read_deepspeed_file,
+    shipped_config,
+    with_batch,
+    with_dtypes,
+)
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
-from sft_play.launch.deepspeed.layout import keeps_params, layout_notes, layout_of
-from sft_play.launch.deepspeed.run_settings import with_batch, with_dtypes
 from sft_play.launch.deepspeed.translate import translate
-from sft_play.launch.device import prepare_libraries
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
+from sft_play.launch.machine import prepare_libraries
 from sft_play.log import one_line
 from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
@@ -27,7 +33,7 @@ from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
 from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.resuming import given_deepspeed
+from sft_play.runs.manifest import given_deepspeed
 from sft_play.starting.plan_run import log_plan, plan_for, refuse_early, shape_for
 from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
 from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows

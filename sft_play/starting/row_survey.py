@@ -130,7 +130,6 @@ def _count(config: RunConfig) -> None:
 
 
 def _limit(config: RunConfig) -> tuple[int, int | None]:
-    """Tokens of a row at most, and the positions of the model."""
     positions = None
     with contextlib.suppress(SftPlayError):  # a class that the tables lack has no known limit
         model = config.model

@@ -19,11 +19,9 @@ from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
 from sft_play.launch.accelerate.reading import AccelerateConfig
 from sft_play.launch.command import Launch
-from sft_play.launch.device import hide_gpus, machine_for, require_machine
 from sft_play.launch.exported import Ranks, refuse_lone_node
-from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import log_idle, machine_of, one_gpu
-from sft_play.launch.resolve_options import (
+from sft_play.launch.launch_options import (
+    LaunchOptions,
     as_accelerate_says,
     as_the_mesh_says,
     log_choices,
@@ -31,6 +29,7 @@ from sft_play.launch.resolve_options import (
     with_choices,
     with_mesh_of,
 )
+from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
 from sft_play.log import one_line, start_log_buffer
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings
@@ -38,7 +37,7 @@ from sft_play.runs.creation import is_finished, new_folder, require_writable, re
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LAUNCHER, Lock, lock
 from sft_play.runs.lookup import find_resumable
-from sft_play.runs.resuming import first_day
+from sft_play.runs.manifest import first_day
 from sft_play.starter.names import BASE_NAME
 from sft_play.starting import as_rank
 from sft_play.starting.launch_ranks import launch_ranks
@@ -197,7 +196,6 @@ def _settled(asked: Asked) -> Asked:
 
 
 def _board(asked: Asked, folder: RunFolder | None) -> contextlib.AbstractContextManager[object]:
-    """A context with TensorBoard over the run's curves, where it was asked for."""
     if folder is None or not asked.options.board or (asked.ranks is not None and not asked.ranks.is_first):
         return contextlib.nullcontext()
     return tensorboard.beside(folder.tensorboard, environment=os.environ, title=folder.path.absolute().name)
@@ -239,7 +237,6 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
 
 
 def _machine(asked: Asked) -> tuple[Hardware, Hardware | None]:
-    """The machine as the run will use it, and the whole of it where that is one of its GPUs."""
     if asked.over_ranks:
         return machine_of(asked.options), None
     here = machine_for(asked.loaded.config, detect())
@@ -264,9 +261,8 @@ def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) ->
     """What a rank's parent has decided, or rank 0, which hands it to the others."""
     handed = as_rank.received(asked.loaded.config, ranks)
     if handed is not None:
-        today = date.fromisoformat(handed.today) if handed.today else date.today()
-        planned = handed.planned() if handed.plan else []
-        return Decided(RunFolder(Path(handed.folder)), handed.resume, planned, has_folder=handed.made, today=today)
+        folder, today = RunFolder(Path(handed.folder)), date.fromisoformat(handed.today)
+        return Decided(folder, handed.resume, handed.planned(), has_folder=handed.made, today=today)
     decided = _decide(asked, held)
     assert decided.folder is not None, "rank 0 names it"
     as_rank.hand_over(decided.folder, decided.planned, resume=decided.is_resumed, today=decided.today)

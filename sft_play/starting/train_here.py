@@ -12,9 +12,8 @@ from typing import Any
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.launch.command import timeout_of, visible_only
-from sft_play.launch.device import prepare_libraries
 from sft_play.launch.exported import Ranks
-from sft_play.launch.machine import check_gpu
+from sft_play.launch.machine import check_gpu, prepare_libraries
 from sft_play.planner import calibration
 from sft_play.planner.kernels import CountedKernels, KernelsName
 from sft_play.planner.plan import Plan, Planned

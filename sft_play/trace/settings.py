@@ -88,7 +88,7 @@ class StepSettings:
     """The script repeats K and V to all heads before attention."""
     repeats_kv: bool = False
     """sdpa repeats them where transformers would leave grouped heads to PyTorch, as this toolkit's runs do where flash
-    attention does not run (training/model/repeated_keys.py)."""
+    attention does not run (training/model/sdpa.py)."""
     cudnn: Literal["never", "training", "always"] = "never"
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
     evaluation."""

@@ -80,7 +80,7 @@ def situated(
     """
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
-    from sft_play.training.model import repeated_keys
+    from sft_play.training.model import sdpa
 
     log = StorageLog(workspace=kernels.workspace, labelled=settings.label_fraction)
     with contextlib.ExitStack() as stack:
@@ -90,7 +90,7 @@ def situated(
         situation = replacements.Situation(settings, log)
         log.is_padded = lambda: situation.mask == "padded"
         stack.enter_context(patches.installed(situation))
-        stack.enter_context(repeated_keys.using(repeated=settings.repeats_kv))
+        stack.enter_context(sdpa.repeating_keys(repeated=settings.repeats_kv))
         model = build.skeleton(settings, depth=depth)
         stack.enter_context(build.reference_code(build.base_of(model)))
         if settings.kernels == "liger":

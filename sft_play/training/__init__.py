@@ -3,20 +3,21 @@
 Begin with `run`, the story of a run; `job` is what it was asked. A folder for each part:
 
 - `prepare/`, what is decided before weights are read: `prepare`, `tokenizer`, `model_spec`, `lora_config`,
-  `trainable`, `attention`, `experts`, `origin`, `backend`, `device_checks`, `run_folder`, `quiet`, `starter_base`.
-- `proofs/`, measured on a small model of the class, in place of lists of names: `packable` (do chats of a row stay
-  apart), `unmasked` (does padding need a mask), `adapter_trial` (which layers take an adapter), `boundaries` and
-  `varlen_proof` (attention by boundaries), `proof` with `kernels` (Liger's) and `compiling` (torch.compile).
-- `model/`: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `repeated_keys`, `sdpa`,
+  `experts`, `origin`, `backend`, `device_checks`, `run_folder`, `quiet`, `starter_base`.
+- `proofs/`, measured in place of lists of names: `small_model` of a class, `masking` (do chats of a row stay apart, by
+a
+  mask or by boundaries; does padding need a mask), `adapter_trial` (which layers take an adapter), `proof` (does other
+  code compute the same) with `kernels` (Liger's) and `compiling` (torch.compile).
+- `model/`: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `sdpa`,
   `varlen`, `context_parallel`, `tensor_parallel`, `fused_head`.
 - `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
   guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `finite` (steps that are not),
   `curriculum` (stages).
 - `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `engine_check`,
-  `node_meeting`, `rendezvous`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
-- `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`, `pickles`,
+  `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
+- `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `gathered_weights`, `model_saving`, `consolidate`, `card`.
-- `measure/`: `monitor`, `measure`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
+- `measure/`: `monitor`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
   `summary`.
 - `unsloth/`, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`; `unsloth_worker`
   and `unsloth_run` on that side.

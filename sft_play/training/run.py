@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.planner.show import precision_name
-from sft_play.runs.metrics import keep_metrics_until
+from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
 from sft_play.training.job import RunJob
@@ -18,9 +18,8 @@ from sft_play.training.loop.curriculum import Stages
 from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import plan_callbacks
-from sft_play.training.measure.evaluate import EvalSet, eval_set_of, evaluate
-from sft_play.training.measure.measure import BeforeTraining, MemoryMeter, Watch
-from sft_play.training.measure.peaks import LoadMeter
+from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate
+from sft_play.training.measure.peaks import LoadMeter, MemoryMeter, Watch
 from sft_play.training.measure.summary import Result, TrainingResult, finish
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import sdpa

@@ -17,9 +17,8 @@ from typing import Any, Literal
 from sft_play.config.leaves import leaves
 from sft_play.diagnose.pages import sized
 from sft_play.finished.listing import Status, best_of, status_of
-from sft_play.runs.files import read_json
+from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import RunFolder
-from sft_play.runs.metrics import metric_lines
 from sft_play.units import GIB
 
 Points = Sequence[tuple[float, float]]

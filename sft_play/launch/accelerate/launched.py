@@ -120,7 +120,6 @@ def _launcher_words() -> list[str]:
 
 
 def _value_of(words: list[str], *names: str) -> str | None:
-    """The value of a flag, in any of argparse's spellings."""
     pattern = re.compile("|".join(f"--?{re.escape(name).replace('_', '[-_]')}" for name in names))
     for index, word in enumerate(words):
         flag, equals, value = word.partition("=")

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
+from pydantic import BaseModel, Field, ValidationError, field_validator
+
+from sft_play.config.leaves import expects
 from sft_play.config.yaml_io import parse_value, show
 from sft_play.errors import ConfigError
 from sft_play.facts.network import is_address
-from sft_play.launch.deepspeed.layout import LAYOUTS
+from sft_play.launch.deepspeed.files import LAYOUTS
 from sft_play.launch.given import text_of
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
@@ -25,7 +28,6 @@ from sft_play.planner.mesh import Mesh
 
 DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
 WANTED = "a configuration that `make setup-accelerate` or `accelerate config` wrote"
-PRECISIONS = ("no", "fp16", "bf16", "fp8")
 PROJECT_FILE = Path("configs/accelerate/default_config.yaml")
 """Where the configuration is written unless `ACCELERATE_CONFIG` names another place: inside the project. accelerate's
 own place is shared by all of a user's projects: it is read where this file is missing, and never written."""
@@ -170,157 +172,125 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
         if "zero_optimization" in data:
             raise ConfigError(f"{name} is a configuration of DeepSpeed: give it as DEEPSPEED_CONFIG; name {WANTED}")
         raise ConfigError(f"{name}: distributed_type is missing; is this {WANTED}?")
-    return _Reader(path, data).config()
+    given, problems = _given(data)
+    mesh = None
+    try:
+        mesh = mesh_in(given.parallelism_config) if given is not None else None
+    except ConfigError as error:
+        problems.append(str(error))
+    if given is None or problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return AccelerateConfig(
+        path=path,
+        distributed_type=given.distributed_type,
+        num_processes=given.total,
+        num_machines=given.num_machines,
+        machine_rank=given.machine_rank,
+        gpu_ids=given.gpu_ids,
+        mixed_precision=given.mixed_precision or ("fp16" if given.fp16 is True else None),
+        use_cpu=given.use_cpu,
+        main_ip=given.main_process_ip,
+        main_port=given.main_process_port,
+        fsdp=given.fsdp_config,
+        deepspeed=given.deepspeed_config,
+        mesh=mesh,
+    )
 
 
-class _Reader:
-    """Reads one file's keys, and collects what is wrong with them."""
+class _Given(BaseModel):
+    """The keys of a file that are read, by accelerate's names and with its defaults; a validator's error says what is
+    expected."""
 
-    def __init__(self, path: Path, data: Mapping[str, Any]) -> None:
-        self._path = path
-        self._data = data
-        self._problems: list[str] = []
+    distributed_type: DistributedType = "NO"
+    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    num_processes: int | None = Field(None, ge=1)
+    num_machines: int = Field(1, ge=1)
+    machine_rank: int = Field(0, ge=0)
+    gpu_ids: tuple[int, ...] | None = None
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
+    fp16: Any = None
+    """The precision's own key before accelerate 0.5."""
+    use_cpu: bool = False
+    main_process_ip: str | None = None
+    main_process_port: int | None = Field(None, ge=1, le=65535)
+    fsdp_config: dict[str, Any] = Field(default_factory=dict)
+    deepspeed_config: dict[str, Any] = Field(default_factory=dict)
+    parallelism_config: dict[str, Any] = Field(default_factory=dict)
 
-    def config(self) -> AccelerateConfig:
-        """The configuration; raises with all problems at once."""
-        kind = self._kind()
-        machines, rank = self._int("num_machines", 1, least=1) or 1, self._int("machine_rank", 0, least=0) or 0
-        total = self._total(kind, machines)
-        if rank >= machines:
-            self._wrong(
-                f"machine_rank: {rank} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
-            )
-        config = AccelerateConfig(
-            path=self._path,
-            distributed_type=kind,
-            num_processes=total,
-            num_machines=machines,
-            machine_rank=rank,
-            gpu_ids=self._gpu_ids(),
-            mixed_precision=self._precision(),
-            use_cpu=self._bool("use_cpu"),
-            main_ip=self._address(),
-            main_port=self._int("main_process_port", None, least=1, most=65535),
-            fsdp=self._block("fsdp_config"),
-            deepspeed=self._deepspeed(kind),
-            mesh=self._mesh(),
-        )
-        each = config.processes_per_machine
-        if config.gpu_ids is not None and each is not None and not config.use_cpu and each > len(config.gpu_ids):
-            listed = ",".join(map(str, config.gpu_ids))
-            self._wrong(
-                f"num_processes: {total} over num_machines: {machines} is {each} on each, and gpu_ids: {listed} names "
-                f"{len(config.gpu_ids)}; one process needs one GPU"
-            )
-        if self._problems:
-            raise ConfigError("\n".join(f"{one_line(str(self._path))}: {problem}" for problem in self._problems))
-        return config
+    # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
+    @field_validator("distributed_type", mode="before")
+    @classmethod
+    def _kind(cls, given: Any) -> str:
+        return "NO" if given is False else str(given).upper()
 
-    def _kind(self) -> DistributedType:
-        given = self._data.get("distributed_type")
-        # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
-        kind = "NO" if given in (None, False) else str(given).upper()
-        environment = self._data.get("compute_environment")
-        if environment not in (None, "LOCAL_MACHINE"):
-            self._wrong(f"compute_environment: {show(environment)} is not supported; only LOCAL_MACHINE is")
-        kinds: tuple[DistributedType, ...] = get_args(DistributedType)
-        if kind not in kinds:
-            self._wrong(f"distributed_type: {show(given)} is not supported; supported are {', '.join(kinds)}")
-        return next((one for one in kinds if one == kind), "NO")
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _precision(cls, given: Any) -> str:
+        return "no" if given is False else str(given).strip().lower()
 
-    def _total(self, kind: DistributedType, machines: int) -> int | None:
-        if self._data.get("num_processes") == -1:  # accelerate's marker for "given at launch"
-            return None
-        total = self._int("num_processes", 1 if kind == "NO" else None, least=1)
-        if total is None:
-            return None
-        if total < machines:
-            self._wrong(
-                f"num_processes: {total} is the total over num_machines: {machines}, so some machines would start "
-                f"none; give at least {machines}"
-            )
-        elif total % machines:
-            each = -(-total // machines)  # rounded up
-            self._wrong(
-                f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it; "
-                f"use {machines * (total // machines)} or {machines * each}"
-            )
-        return total
-
-    def _gpu_ids(self) -> tuple[int, ...] | None:
-        given = self._data.get("gpu_ids")
-        if given is None or (isinstance(given, str) and given.strip().lower() in ("all", "")):
-            return None
-        words = [str(item) for item in given] if isinstance(given, list) else str(given).split(",")
-        ids = [word.strip() for word in words]
-        if isinstance(given, bool | float | dict) or not all(re.fullmatch(r"[0-9]{1,4}", word) for word in ids):
-            self._wrong(f"gpu_ids: {show(given)} cannot be read; expected all, or numbers such as 0,1")
-            return None
-        if len(set(ids)) < len(ids):
-            self._wrong(f"gpu_ids: {show(given)} names a GPU twice")
-        return tuple(map(int, ids))
-
-    def _precision(self) -> str | None:
-        old = self._data.get("fp16")  # its own key before accelerate 0.5
-        given = self._data.get("mixed_precision")
-        if given is None:
-            return "fp16" if old is True else None
-        word = "no" if given is False else str(given).strip().lower()
-        if word not in PRECISIONS:
-            self._wrong(f"mixed_precision: {show(given)} is not one of {', '.join(PRECISIONS)}")
-        return word
-
-    def _address(self) -> str | None:
-        given = self._data.get("main_process_ip")
-        if given is None:
-            return None
-        if not isinstance(given, str) or not is_address(given):
-            self._wrong(f"main_process_ip: {show(given)} is not a host name or an IP address")
-        return str(given)
-
-    def _deepspeed(self, kind: DistributedType) -> dict[str, Any]:
-        block = self._block("deepspeed_config")
-        stage = block.get("zero_stage", 2)
-        if kind == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
-            self._wrong(f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3")
-            return {}
-        return block
-
-    def _mesh(self) -> Mesh | None:
-        try:
-            return mesh_in(self._block("parallelism_config"))
-        except ConfigError as error:
-            self._wrong(str(error))
-            return None
-
-    def _block(self, key: str) -> dict[str, Any]:
-        given = self._data.get(key)
-        if given is None:
-            return {}
-        if not isinstance(given, dict):
-            self._wrong(f"{key}: {show(given)} is not a mapping of keys")
-            return {}
+    @field_validator("num_processes", "num_machines", "machine_rank", "main_process_port", mode="before")
+    @classmethod
+    def _number(cls, given: Any) -> Any:
+        if isinstance(given, bool):
+            raise ValueError("a whole number")
         return given
 
-    def _int(self, key: str, default: int | None, *, least: int, most: int = 10**6) -> int | None:
-        given = self._data.get(key)
-        if given is None:
-            return default
-        value = int(given) if isinstance(given, str) and re.fullmatch(r"[0-9]{1,9}", given.strip()) else given
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            upper = f" to {most}" if most < 10**6 else ""
-            self._wrong(f"{key}: {show(given)} is not a whole number from {least}{upper}")
-            return default
-        return value
+    @field_validator("gpu_ids", mode="before")
+    @classmethod
+    def _gpus(cls, given: Any) -> list[str] | None:
+        if isinstance(given, str) and given.strip().lower() in ("all", ""):
+            return None
+        ids = [str(one).strip() for one in (given if isinstance(given, list) else str(given).split(","))]
+        if not all(re.fullmatch(r"[0-9]{1,4}", one) for one in ids) or len(set(ids)) < len(ids):
+            raise ValueError("all, or numbers such as 0,1, each once")
+        return ids
 
-    def _bool(self, key: str) -> bool:
-        given = self._data.get(key)
-        if given in (None, False) or str(given).lower() in ("no", "false", "off"):
-            return False
-        if given is True or str(given).lower() in ("yes", "true", "on"):
-            return True
-        self._wrong(f"{key}: {show(given)} is neither true nor false")
-        return False
+    @field_validator("main_process_ip")
+    @classmethod
+    def _address(cls, given: str | None) -> str | None:
+        if given is not None and not is_address(given):
+            raise ValueError("a host name or an IP address")
+        return given
 
-    def _wrong(self, problem: str) -> None:
-        self._problems.append(problem)
+    @property
+    def total(self) -> int | None:
+        """Processes over all machines; None: one for each GPU."""
+        return 1 if self.num_processes is None and self.distributed_type == "NO" else self.num_processes
+
+    def contradictions(self) -> Iterator[str]:
+        """What is wrong with values that are valid alone."""
+        machines, total, ids = self.num_machines, self.total, self.gpu_ids
+        if self.machine_rank >= machines:
+            rank = f"machine_rank: {self.machine_rank}"
+            yield f"{rank} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
+        if total is not None and total % machines:
+            fitting = [machines * (total // machines), machines * -(-total // machines)]
+            yield (
+                f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it; use "
+                f"{' or '.join(str(one) for one in fitting if one)}"
+            )
+        elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
+            yield (
+                f"num_processes: {total} over num_machines: {machines} is {total // machines} on each, and gpu_ids: "
+                f"{','.join(map(str, ids))} names {len(ids)}; one process needs one GPU"
+            )
+        stage = self.deepspeed_config.get("zero_stage", 2)
+        if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+            yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"
+
+
+def _given(data: Mapping[str, Any]) -> tuple[_Given | None, list[str]]:
+    """The keys that are read of a file's data, None where one of them is wrong; and all that is wrong."""
+    # accelerate's marker for "given at launch" is -1, and null is a key that is not there
+    kept = {key: value for key, value in data.items() if value is not None and (key, value) != ("num_processes", -1)}
+    try:
+        given = _Given.model_validate(kept)
+        return given, list(given.contradictions())
+    except ValidationError as error:
+        problems = {}  # a union reports one error for each of its members
+        for one in error.errors(include_url=False):
+            key, field = str(one["loc"][0]), _Given.model_fields[str(one["loc"][0])]
+            is_ours = one["type"] == "value_error"
+            wanted = str(one["ctx"]["error"]) if is_ours else expects(field.annotation, tuple(field.metadata))
+            problems[key] = f"{key}: {show(data[key])} is not valid; expected {wanted}"
+        return None, list(problems.values())

@@ -12,9 +12,9 @@ import yaml
 
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.network import DEFAULT_PORT, is_address
+from sft_play.facts.network import Nodes, is_address
 from sft_play.launch.accelerate.reading import WANTED, DistributedType
-from sft_play.launch.given import text_of, whole_number
+from sft_play.launch.given import nodes_of, text_of
 from sft_play.log import one_line
 from sft_play.runs.files import write_text
 
@@ -23,17 +23,7 @@ _MARK = "# Written by sft-play setup-accelerate; sha256 of the lines below: "
 _TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
 
 
-@dataclass(frozen=True)
-class Machines:
-    """The machines of a run, and which of them this is. `main_ip` and `main_port` are where rank 0 listens."""
-
-    num_machines: int = 1
-    machine_rank: int = 0
-    main_ip: str | None = None
-    main_port: int | None = None
-
-
-ALONE = Machines()
+ALONE = Nodes()
 
 
 @dataclass(frozen=True)
@@ -62,7 +52,7 @@ def write_accelerate_file(
     hardware: Hardware,
     *,
     mixed_precision: Precision,
-    machines: Machines = ALONE,
+    machines: Nodes = ALONE,
     gpu_ids: Sequence[int] | None = None,
     processes: int | None = None,
     overwrite: bool = False,
@@ -78,7 +68,7 @@ def write_accelerate_file(
     """
     ids = _chosen_gpus(hardware, gpu_ids)
     per_machine = _processes(hardware, ids, processes)
-    total = per_machine * machines.num_machines  # accelerate counts over all machines, torchrun on each
+    total = per_machine * machines.count  # accelerate counts over all machines, torchrun on each
     kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
     body = _TOTAL + yaml.safe_dump(
         {
@@ -99,7 +89,6 @@ def write_accelerate_file(
 
 
 def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int, ...]:
-    """Indices of the GPUs that one machine uses."""
     indices = tuple(gpu.index for gpu in hardware.gpus[: hardware.gpus_per_node if hardware.gpus else 0])
     if gpu_ids is None:
         return indices
@@ -111,7 +100,6 @@ def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int
 
 
 def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) -> int:
-    """Processes of one machine."""
     if processes is None:
         return len(ids) if hardware.gpus else 2  # on a CPU the fewest that are several
     if processes < 1 or (hardware.gpus and processes > len(ids)):
@@ -120,7 +108,7 @@ def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) 
     return processes
 
 
-def _fields(kind: DistributedType, machines: Machines, precision: str, *, total: int, on_cpu: bool) -> dict[str, Any]:
+def _fields(kind: DistributedType, machines: Nodes, precision: str, *, total: int, on_cpu: bool) -> dict[str, Any]:
     """The fields that `accelerate config` writes for every kind."""
     fields: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
@@ -128,10 +116,10 @@ def _fields(kind: DistributedType, machines: Machines, precision: str, *, total:
         "distributed_type": kind,
         "downcast_bf16": "no",
         "enable_cpu_affinity": False,
-        "machine_rank": machines.machine_rank,
+        "machine_rank": machines.rank,
         "main_training_function": "main",
         "mixed_precision": precision,
-        "num_machines": machines.num_machines,
+        "num_machines": machines.count,
         "num_processes": total,
         "rdzv_backend": "static",
         "same_network": True,
@@ -140,10 +128,10 @@ def _fields(kind: DistributedType, machines: Machines, precision: str, *, total:
         "tpu_use_sudo": False,
         "use_cpu": on_cpu,
     }
-    if machines.main_ip is not None:
-        fields["main_process_ip"] = machines.main_ip
-    if machines.main_port is not None:
-        fields["main_process_port"] = machines.main_port
+    if machines.address is not None:
+        fields["main_process_ip"] = machines.address
+    if machines.port is not None:
+        fields["main_process_port"] = machines.port
     return fields
 
 
@@ -173,39 +161,14 @@ def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "ren
     )
 
 
-# --- the machines that it is for --------------------------------------------------------------------------------------
-
-
-def machines_of(environment: Mapping[str, str]) -> Machines:
-    """`NUM_MACHINES`, `MACHINE_RANK`, `MAIN_IP` and `MAIN_PORT` from the command line.
+def machines_of(environment: Mapping[str, str]) -> Nodes:
+    """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line.
 
     Raises:
-        ConfigError: one is not a number or out of range, no such rank or address, or several machines without a main
-            address.
+        ConfigError: as `nodes_of`, or the address is none.
     """
-    machines = Machines(
-        num_machines=whole_number(environment, "NUM_MACHINES", least=1) or 1,
-        machine_rank=whole_number(environment, "MACHINE_RANK", least=0) or 0,
-        main_ip=environment.get("MAIN_IP", "").strip() or None,
-        main_port=whole_number(environment, "MAIN_PORT", least=1),
-    )
-    count, rank = machines.num_machines, machines.machine_rank
-    if not 0 <= rank < count:
-        raise ConfigError(
-            f"MACHINE_RANK={rank} is not one of NUM_MACHINES={count}: ranks go from 0 to {count - 1}, "
-            "and the machine of rank 0 is the one at MAIN_IP"
-        )
-    if machines.main_ip is not None and not is_address(machines.main_ip):
-        raise ConfigError(f"MAIN_IP={one_line(machines.main_ip)} is not a host name or an IP address")
-    if machines.main_port is not None and not 1 <= machines.main_port <= 65535:
-        raise ConfigError(
-            f"MAIN_PORT={machines.main_port} is not a port; ports go from 1 to 65535 (default {DEFAULT_PORT})"
-        )
-    if count == 1:
-        return machines
-    if machines.main_ip is None:
-        raise ConfigError(
-            f"NUM_MACHINES={count} needs MAIN_IP=, the address of the machine of rank 0 that the others can reach "
-            f"(and MAIN_PORT=, default {DEFAULT_PORT})"
-        )
-    return Machines(count, rank, machines.main_ip, machines.main_port or DEFAULT_PORT)
+    given = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
+    nodes = nodes_of(given, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
+    if nodes.address is not None and not is_address(nodes.address):
+        raise ConfigError(f"MAIN_IP={one_line(nodes.address)} is not a host name or an IP address")
+    return nodes

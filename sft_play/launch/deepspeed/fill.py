@@ -23,9 +23,9 @@ from sft_play.config.schema import RunConfig
 from sft_play.config.training_options import training_options
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed import keys
+from sft_play.launch.deepspeed.files import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES, STAGES, layout_of, offloads
 from sft_play.launch.deepspeed.keys import AUTO, Config, holder_of, leaves_of, put_at, shown_value, value_at
-from sft_play.launch.deepspeed.layout import STAGES, layout_of, offloads
-from sft_play.launch.deepspeed.run_settings import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES
+from sft_play.planner.layout import LayoutName
 from sft_play.planner.plan import Plan
 
 ADAM: dict[str, Any] = {"betas": [0.9, 0.999], "eps": 1e-8}
@@ -44,7 +44,7 @@ formula in words."""
 class PlanNumbers:
     """What DeepSpeed needs from a plan. `hidden_size` is the model's widest."""
 
-    layout: str
+    layout: LayoutName
     micro_batch: int
     grad_accum: int
     data_parallel_ranks: int

@@ -101,7 +101,6 @@ def fields_of(section: str, folder: Path) -> frozenset[str]:
 
 
 def _names(field: ast.AnnAssign) -> set[str]:
-    """The names that a field may have in a file."""
     if not isinstance(field.target, ast.Name):
         return set()
     keywords = {item.arg: item.value for item in field.value.keywords} if isinstance(field.value, ast.Call) else {}

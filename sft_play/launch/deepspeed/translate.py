@@ -194,7 +194,6 @@ def _check_of(path: str) -> tuple[Check, str] | None:
 
 
 def _wrong_values(config: Config) -> list[str]:
-    """What is wrong with the values of a configuration whose keys are known, a line for each."""
     problems = []
     known = keys.known()
     for path, value in leaves_of(config):

@@ -21,7 +21,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
-from sft_play.runs.files import write_text
+from sft_play.runs.files import read_json, write_text
 from sft_play.starter.names import BASE_NAME, shown_name
 from sft_play.training.measure.exact_match import stop_ids
 from sft_play.training.model.model_loading import TEXT_TOWER_KEYS
@@ -108,7 +108,6 @@ def card_of(facts: CardFacts, base: Base) -> str:
 
 
 def _template() -> Template:
-    """`card.md.jinja`."""
     loader = FileSystemLoader(Path(__file__).parent)
     environment = Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
     environment.filters["json"] = json.dumps  # jinja2's own escapes what HTML needs
@@ -143,21 +142,13 @@ def base_of(config: RunConfig) -> Base:
     folder = local_folder(name)
     if folder is None:
         return Base(name, True, _license_on_hub(name, config.model.revision))
-    settings = _json_of(folder / "config.json")
+    settings = read_json(folder / "config.json")
     cached, recorded = _HUB_CACHE.search(str(folder.resolve())), str(settings.get("_name_or_path") or "")
     hub_id = "/".join(cached.groups()) if cached else recorded
     is_on_hub = _HUB_ID.fullmatch(hub_id) is not None and not Path(hub_id).exists()
     return Base(
         hub_id if is_on_hub else folder.resolve().name, is_on_hub, _license_of(folder / CARD) or _named(settings)
     )
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _license_of(card: Path) -> dict[str, str]:
@@ -213,7 +204,6 @@ def _loading(facts: CardFacts, base: Base) -> tuple[list[str], list[str]]:
 
 
 def _results(facts: CardFacts) -> list[list[str]]:
-    """Figures before and after training; empty where nothing was measured."""
     rows = []
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     for name, key, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
@@ -224,7 +214,6 @@ def _results(facts: CardFacts) -> list[list[str]]:
 
 
 def _scored(facts: CardFacts) -> str:
-    """The rows that these figures are of."""
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
     return f"{count:,} {'validation' if split == 'val' else split} rows" if count else ""

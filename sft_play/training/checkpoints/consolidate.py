@@ -21,15 +21,14 @@ from transformers.utils import logging as transformers_logging
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, ModelError, RunFolderError
-from sft_play.files import atomic
 from sft_play.log import one_line
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import RunFolder, Trust, trust_none
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
 from sft_play.training.checkpoints.full_state_dict import adapter_names, read_weights
-from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes, write_weights
-from sft_play.training.checkpoints.pickles import without_code
+from sft_play.training.checkpoints.last_checkpoint import without_code
+from sft_play.training.checkpoints.model_saving import save_model, whole_shapes
 from sft_play.training.prepare.model_spec import build_model_spec, empty_model, grown
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import GIB, MIB
@@ -92,17 +91,13 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     else:
         weights = _weights(source, model)
     logger.info("Checkpoint: %s (%s)", source, _kind(source))
-    with contextlib.ExitStack() as stack:
-        try:
-            building = stack.enter_context(atomic.replacing(target))
-            building.mkdir()
-        except OSError as error:
-            raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
-        dtype = None if is_adapter else model_spec.dtype
-        write_weights(model, building, native_names=native, state_dict=weights, tensors=tensors, dtype=dtype)
-        tokenizer.save_pretrained(building)
-        has_learned = checkpoints.step_of(source) > 1  # the first step may have a learning rate of zero
-        size = check_saved_weights(building, expected=whole_shapes(model), must_have_learned=has_learned)
+    try:
+        size = save_model(
+            model, tokenizer, target, native_names=native, state_dict=weights, tensors=tensors,
+            dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.step_of(source),
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"OUT={one_line(str(target))} cannot be written: {error.strerror}") from None
     logger.info("Written to: %s (%.1f MiB of weights)", target, size / MIB)
     return target
 

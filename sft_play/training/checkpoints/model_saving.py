@@ -23,34 +23,27 @@ def save_model(
     tokenizer: Any,
     path: Path,
     *,
-    native_names: bool = False,
-    state_dict: dict[str, Any] | None = None,
-    tensors: Tensors | None = None,
-    dtype: torch.dtype | None = None,
     steps: int = 0,
     moved: Callable[[int], None] | None = None,
-) -> None:
-    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked, then renamed.
+    **weights: Any,
+) -> int:
+    """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked, then renamed;
+    returns the bytes of its tensors.
 
     Args:
-        native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
-            image-text model that it came from could not be loaded as the class that its config names.
-        state_dict: the weights, where the model itself holds only a part of them.
-        tensors: the same, one after the other: at most one file's worth is in memory where the model's tensors keep
-            their names (`keeps_names`).
-        dtype: the dtype of whole weights in the files (None: unchanged). The model has it from then on.
         steps: optimizer steps taken; after more than one (the first may have a learning rate of zero) an adapter whose
             every lora_B is still zero has learned nothing.
         moved: called with the bytes of each tensor that is read back.
+        weights: the options of `write_weights`.
 
     Raises:
         ModelError: what was written is empty, not finite, or not what the model holds.
     """
     with atomic.replacing(path, aside=path.with_name(f".{path.name}.building")) as building:
-        write_weights(model, building, native_names=native_names, state_dict=state_dict, tensors=tensors, dtype=dtype)
+        write_weights(model, building, **weights)
         (building / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(building)
-        check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1, moved=moved)
+        return check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1, moved=moved)
 
 
 def write_weights(
@@ -62,7 +55,16 @@ def write_weights(
     tensors: Tensors | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model's config and weights into a folder; the arguments are those of `save_model`."""
+    """Write a model's config and weights into a folder.
+
+    Args:
+        native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
+            image-text model that it came from could not be loaded as the class that its config names.
+        state_dict: the weights, where the model itself holds only a part of them.
+        tensors: the same, one after the other: at most one file's worth is in memory where the model's tensors keep
+            their names (`keeps_names`).
+        dtype: the dtype of whole weights in the files (None: unchanged). The model has it from then on.
+    """
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
     if is_adapter(model):
         options["save_embedding_layers"] = _saves_embeddings(model)

@@ -194,8 +194,6 @@ def _worded(failure: str) -> Iterator[None]:
 
 
 class _Counter:
-    """Adds up bytes and passes them on."""
-
     def __init__(self, moved: Moved | None) -> None:
         self._moved, self.total = moved, 0
 
@@ -230,8 +228,6 @@ class _Counted(io.FileIO):
 
 
 class _Disk(FileSystem):
-    """torch's file system, counted."""
-
     def __init__(self, counter: _Counter) -> None:
         super().__init__()
         self._counter = counter

@@ -163,7 +163,6 @@ def _scale_of(optimizer: Any) -> float | None:
 
 
 def _fp16_fault(model: Any) -> str:
-    """What non-finite numbers in fp16 mean for this model."""
     text = model.config.get_text_config()
     eager = getattr(text, "_attn_implementation", None) == "eager"
     dropout = getattr(text, "attention_dropout", None) or 0.0

@@ -25,7 +25,7 @@ from sft_play.runs.folder import DEEPSPEED_FILE
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
 from sft_play.training.job import RunJob, resume_command
-from sft_play.training.measure.measure import Watch
+from sft_play.training.measure.peaks import Watch
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.prepare.run_folder import spread_facts
 from sft_play.training.ranks import distributed
@@ -122,7 +122,6 @@ class Stages:
                     stage.plan.max_seq_len, stage.plan.batch.micro_batch, stage.plan.batch.grad_accum)  # fmt: skip
 
     def _finish(self, status: str) -> dict[str, Any]:
-        """Write and log the result of the whole run."""
         summary = self._record(status, exit_code=0)
         if distributed.is_first():
             for one in self._summaries:
@@ -136,7 +135,6 @@ class Stages:
         return summary
 
     def _record(self, status: str, *, exit_code: int) -> dict[str, Any]:
-        """The summary of the whole run, written by the first rank."""
         job = self._job
         summary = _whole(self._summaries, [stage.loaded.config for stage in job.stages])
         summary |= {"status": status, "exit": exit_code, "wall_s": round(time.time() - self._watch.started, 2)}
@@ -181,7 +179,6 @@ def _measured(peak: dict[str, Any]) -> int:
 
 
 def _evaluated_on(config: RunConfig) -> tuple[Any, ...]:
-    """The options that decide which rows a stage is evaluated on."""
     data = config.data
     held = [(source.path, source.val_path) for source in data.sources]
     return data.test_path, data.val_path, data.val_fraction, data.train_path if data.val_fraction else "", held

@@ -108,7 +108,6 @@ class FiniteSteps(TrainerCallback):
             )
 
     def _decide(self, what: str, *, was_taken: bool) -> None:
-        """Log that the step is left out; raises TrainingError where the run stops."""
         step = int(self._trainer.state.global_step) + 1
         kept = checkpoints.kept(Path(self._trainer.args.output_dir))
         new_run = "start a new run with a lower train.learning_rate"

@@ -14,17 +14,17 @@ from sft_play.training.loop.rows import SOURCES
 from sft_play.training.loop.trainer import build_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import configured_stops, stop_ids
-from sft_play.training.measure.measure import Watch
 from sft_play.training.measure.monitor import Monitor, expected_of
+from sft_play.training.measure.peaks import Watch
 from sft_play.training.model import context_parallel, fsdp_loading, sdpa, tensor_parallel
 from sft_play.training.model.fused_head import name_backbone
 from sft_play.training.model.model_loading import load_model, read_model
+from sft_play.training.prepare.lora_config import train_only
 from sft_play.training.prepare.model_spec import ModelSpec, grown
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.prepare.trainable import train_only
 from sft_play.training.proofs.compiling import compile_blocks
 from sft_play.training.proofs.kernels import take_kernels
-from sft_play.training.proofs.varlen_proof import trust_kernel
+from sft_play.training.proofs.proof import trust_kernel
 from sft_play.training.ranks import engines
 
 
@@ -60,7 +60,7 @@ def load_trainer(
     taken = take_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
     trust_kernel(model_spec, plan, device=arguments.device)
-    sdpa.begin(model_spec, plan, device=arguments.device)
+    sdpa.begin(model_spec.hf_config, plan, attention=model_spec.attention.name, device=arguments.device)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))

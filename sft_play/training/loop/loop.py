@@ -30,7 +30,7 @@ from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.process.endings import leave_with
-from sft_play.training.checkpoints.pickles import without_code
+from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.loop.collate import COUNTS, Collator
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
 from sft_play.training.loop.rows import (

@@ -22,8 +22,7 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer, TrainerCallback
 
 from sft_play.errors import SftPlayError, TrainingError
-from sft_play.runs.disk import free_bytes, room
-from sft_play.runs.files import flush
+from sft_play.runs.files import flush, free_bytes, room
 from sft_play.training.checkpoints import (
     checkpoints,
     full_state_dict,
@@ -144,7 +143,6 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _needed_files(self) -> tuple[str, ...]:
-        """Files without which a checkpoint of this engine cannot be resumed."""
         if self.is_deepspeed_enabled:
             return ("trainer_state.json", "latest")
         if self.in_parts:
@@ -239,8 +237,10 @@ class CheckpointedLoop(Trainer):
         with tempfile.TemporaryDirectory() as aside:
             super()._save_rng_state(aside)  # rng_state_RANK.pth
             own_files = {item.name: item.read_bytes() for item in Path(aside).iterdir()}
-        for name, content in distributed.gathered(own_files):
-            (Path(output_dir) / name).write_bytes(content)
+        of_ranks = distributed.of_all(own_files)
+        for files in of_ranks if distributed.is_first() else ():
+            for name, content in files.items():
+                (Path(output_dir) / name).write_bytes(content)
 
     # --- reading ------------------------------------------------------------------------------------------------------
 
@@ -286,8 +286,7 @@ class CheckpointedLoop(Trainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises TrainingError when a checkpoint's weights did not all find their place."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
-        missing = sorted(set(load_result.missing_keys) - tied)
+        missing = sorted(set(load_result.missing_keys) - full_state_dict.tied_names(self.model))
         if missing or load_result.unexpected_keys:
             names = ", ".join([*missing, *load_result.unexpected_keys][:4])
             raise TrainingError(f"the checkpoint does not match the model: {names}; it was written by another version")

@@ -79,7 +79,6 @@ def trained_tokens(dataset: Dataset) -> int:
 
 
 def _flat(column: Any) -> npt.NDArray[Any]:
-    """The values of a column of lists, one row after the other."""
     flat = pc.list_flatten(column)
     assert isinstance(flat, pa.ChunkedArray)
     values: np.ndarray[Any, np.dtype[Any]] = flat.to_numpy()
@@ -171,7 +170,6 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
         }
 
     def _row(self, read: dict[str, npt.NDArray[np.int64]], first: int, end: int) -> dict[str, Any]:
-        """The row made of what was read from index `first` up to `end`."""
         starts = read["starts"]
         row: dict[str, Any] = {
             name: read[name][starts[first] : starts[end]] for name in ("input_ids", "labels", "sources")

@@ -100,7 +100,6 @@ def training_arguments(
 
 
 def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
-    """When the run evaluates and saves."""
     train = config.train
     eval_strategy, eval_steps = ("epoch", None) if config.eval.steps is None else ("steps", config.eval.steps)
     if not has_eval or eval_steps == 0:

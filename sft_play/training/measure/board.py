@@ -160,7 +160,6 @@ class Board(TrainerCallback):
         self._writers.clear()
 
     def _writer_of(self, tag: str) -> Any:
-        """The writer of this tag's run."""
         from torch.utils.tensorboard import SummaryWriter
 
         name = SPLITS.get(tag.partition("/")[0], "")

@@ -6,13 +6,17 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from transformers import TrainerCallback
+
 from sft_play.data.build.splits import Split
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import Answer, Question, questions
+from sft_play.training.measure.peaks import LoadMemory, LoadMeter
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed
+from sft_play.training.ranks.engine_check import EngineCheck, check_engine, engine_check_of_one
 
 logger = logging.getLogger(__name__)
 
@@ -103,3 +107,36 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
     metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=asked)
     answers = tuple(trainer.last_answers) if asked else ()
     return Figures(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers)
+
+
+class BeforeTraining(TrainerCallback):
+    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows.
+
+    An engine wraps the model when training begins, so with one this is a callback. Without one, `measure` is called
+    before training.
+    """
+
+    def __init__(
+        self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
+    ) -> None:
+        self._job, self._trainer, self._eval_set, self._loading = job, trainer, eval_set, loading
+        self._is_resumed = is_resumed
+        self._engine_check: EngineCheck | None = None
+        self.figures: Figures | None = None
+        self.loading: LoadMemory | None = None
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
+        self._engine_check = check_engine(self._trainer, self._job.plan)
+        logger.info("%s", self._engine_check.line)
+        self.measure()
+
+    def measure(self) -> None:
+        """Measure what loading took, and the figures of the held-out rows."""
+        self.loading = self._loading.stop()
+        self.figures = evaluate_before(self._job, self._trainer, self._eval_set, resumed=self._is_resumed)
+
+    @property
+    def engine_check(self) -> EngineCheck:
+        """What each rank holds; without an engine, what the one process holds now."""
+        return self._engine_check or engine_check_of_one(self._trainer)

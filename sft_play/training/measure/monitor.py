@@ -27,6 +27,8 @@ PARTS = ("data", "forward_backward", "optimizer")
 PAUSES: dict[str, RunMoment] = {"checkpoint": "saving", "evaluation": "evaluation"}
 """What happens between steps, and the moment that its memory is counted for. Its time is logged, but counts neither for
 the step nor for the speed."""
+_SUMMED = torch.float64
+"""What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24."""
 
 
 @dataclass(frozen=True)
@@ -207,8 +209,7 @@ class Monitor(TrainerCallback):
         # 3 places of the batches, 4 samples, 5 to 7 memory; from 8 on the head's sums, at the end those by source
         own = [self._loss, self._trained, self._tokens, self._places, self._samples, *self._memory()]
         own += [*of_head, *of_sources]
-        dtype = _summing_dtype(device)
-        vector = torch.stack([torch.as_tensor(number, dtype=dtype, device=device) for number in own])
+        vector = torch.stack([torch.as_tensor(number, dtype=_SUMMED, device=device) for number in own])
         all_ranks = distributed.gathered_numbers(vector)
         counted = all_ranks[:: self._copies]  # one of each tensor-parallel group
         self._reset()
@@ -249,7 +250,6 @@ class Monitor(TrainerCallback):
         return [now / GIB, reserved / GIB, max(now, highest.allocated if highest else 0) / GIB]
 
     def _memory_figures(self, ranks: list[list[float]]) -> dict[str, float]:
-        """The highest of all ranks, and each rank's, of what `_memory` gives."""
         names = ("allocated", "reserved", "peak") if self._on_gpu else ("resident", None, "peak")
         figures: dict[str, float] = {}
         for name, values in zip(names, zip(*ranks, strict=True), strict=True):
@@ -259,11 +259,6 @@ class Monitor(TrainerCallback):
             if len(values) > 1:
                 figures |= {f"memory_{name}_gib_rank_{n}": value for n, value in enumerate(values)}
         return figures
-
-
-def _summing_dtype(device: torch.device) -> torch.dtype:
-    """What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24; MPS has no float64."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def scored_labels(inputs: Any) -> torch.Tensor:
@@ -281,8 +276,7 @@ def tokens_in(inputs: Any) -> torch.Tensor:
 def head_sums(outputs: Any) -> torch.Tensor:
     """Of a pass with TRL's head: the sums of entropy, right predictions and scored tokens, the balancing loss of the
     routers, and 1 if there is one: [5], on the device."""
-    dtype = _summing_dtype(outputs.log_probs.device)
-    sums = [part.detach().sum(dtype=dtype) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
+    sums = [part.detach().sum(dtype=_SUMMED) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
     none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
     has_balance = outputs.aux_loss is not None
     balance = [outputs.aux_loss.detach().to(none), none + 1] if has_balance else [none, none]
@@ -308,12 +302,11 @@ def source_sums(
         sources: of all tokens, or of each next token [B, T].
     """
     device = log_probs.device
-    dtype = _summing_dtype(device)
     marks = torch.arange(count, device=device)[:, None, None]
     of_scored = sources[:, -log_probs.shape[1] :].to(device)
     mine = (of_scored == marks) & scored  # [sources, B, T - 1]
-    losses = -torch.where(mine, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=dtype)
-    return torch.stack([losses, mine.sum(dim=(1, 2)).to(dtype)], dim=1)
+    losses = -torch.where(mine, log_probs.detach().float(), 0.0).sum(dim=(1, 2), dtype=_SUMMED)
+    return torch.stack([losses, mine.sum(dim=(1, 2)).to(_SUMMED)], dim=1)
 
 
 def source_losses(ranks: list[list[float]], names: Sequence[str] = SOURCES, *, prefix: str = "") -> dict[str, float]:

@@ -9,6 +9,7 @@ next, and would be counted as reserved by it.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import resource
 import sys
@@ -22,13 +23,17 @@ import psutil
 import torch
 
 from sft_play.planner.plan import Plan
+from sft_play.process.heap import give_back_free_memory
 from sft_play.training.ranks import distributed
+from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
 RunMoment = Literal["training", "evaluation", "generation", "saving"]
 
+_EVERY_S = 0.005
+"""How often a process's memory is sampled while it loads."""
 _CLEAR = Path("/proc/self/clear_refs")
 """Writing 5 resets the peak of resident memory to the present value (proc_pid_clear_refs(5), since Linux 4.0)."""
 
@@ -143,8 +148,56 @@ def _cleared() -> bool:
     return True
 
 
-_EVERY_S = 0.005
-"""How often a process's memory is sampled while it loads."""
+class MemoryMeter:
+    """Predicted and measured peaks of a run: torch's counters on a GPU, resident memory on a CPU."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        on_gpu = plan.hardware.device == "cuda"
+        if not on_gpu:
+            # What an earlier run in this process freed and the C library kept is resident already. This run would take
+            # from it without the process growing, and its measured peak would be 0.
+            gc.collect()
+            give_back_free_memory()
+        self.level = psutil.Process().memory_info().rss
+        """Resident bytes before anything of the run was loaded."""
+        self.peaks = Peaks(on_gpu=on_gpu, level_bytes=self.level)
+
+    def peak(self) -> dict[str, int | None]:
+        """`peak_bytes` of the summary: of the training steps only."""
+        return {
+            "predicted_allocated": self._plan.memory.allocated,
+            "measured_allocated": None,
+            "predicted_reserved": self._plan.memory.reserved,
+            "measured_reserved": None,
+            **self._measured(self.peaks.highest("training")),
+        }
+
+    def by_moment(self) -> dict[str, dict[str, int | None]]:
+        """`peak_bytes_by_moment` of the summary: predicted bytes of tensors and measured bytes of each moment."""
+        moments = self._plan.memory.moments
+        steps = [size for name, size in moments.items() if name not in ("evaluation", "saving")]
+        predicted = {**moments, "training": max(steps, default=None)}
+        return {
+            moment: {"predicted_allocated": predicted.get(moment), **self._measured(highest)}
+            for moment, highest in self.peaks.by_moment().items()
+        }
+
+    def _measured(self, highest: Highest | None) -> dict[str, int | None]:
+        if not self.peaks.on_gpu:
+            return {"measured_rss": highest.allocated if highest else None, "level_rss": self.level}
+        if highest is None:
+            return {}
+        return {"measured_allocated": highest.allocated, "measured_reserved": highest.reserved}
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What is tracked during a run: memory peaks, signs of life, and its start (seconds since 1970)."""
+
+    memory: MemoryMeter
+    beat: Heartbeat
+    started: float
 
 
 @dataclass(frozen=True)

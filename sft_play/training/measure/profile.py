@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
-import os
 import socket
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +19,7 @@ from transformers import TrainerCallback
 from sft_play.config.schema import RunConfig
 from sft_play.planner.plan import Plan
 from sft_play.training.ranks import communication
-from sft_play.training.ranks.distributed import is_first, world_size
+from sft_play.training.ranks.distributed import is_first, of_all
 
 logger = logging.getLogger(__name__)
 
@@ -80,23 +76,6 @@ def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[S
     return communication, computation
 
 
-@contextlib.contextmanager
-def _without_probes() -> Iterator[None]:
-    """While open, kineto's lines for tracers (`USDT:`) are left out; others are printed at the end."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with tempfile.TemporaryFile() as said:
-        os.dup2(said.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(kept, 2)
-            os.close(kept)
-            said.seek(0)
-            os.write(2, b"".join(line for line in said if not line.startswith(b"USDT:")))
-
-
 class ProfileWindow(TrainerCallback):
     """Profiles `steps` optimizer steps of this rank, from the third on; rank 0 writes the trace into `folder`.
 
@@ -121,8 +100,7 @@ class ProfileWindow(TrainerCallback):
                 acc_events=True,  # else torch warns that it keeps the last cycle only, and there is one
                 record_shapes=self._plan is not None,
             )
-            with _without_probes():
-                self._profile.start()
+            self._profile.start()
             self._started_s = time.perf_counter()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -146,8 +124,7 @@ class ProfileWindow(TrainerCallback):
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - self._started_s
-        with _without_probes():
-            self._profile.stop()
+        self._profile.stop()
         events = self._profile.events()
         communication, computation = spans_of(events, on_gpu=on_gpu)
         busy_s = sum(end - start for start, end in merged(communication)) / 1e6
@@ -178,9 +155,8 @@ class ProfileWindow(TrainerCallback):
         own = communication.Counted(
             rank, socket.gethostname(), seconds, busy_s, exposed_s, tuple(collectives), tuple(timed)
         )
-        counted: list[Any] | None = [None] * world_size() if is_first() else None
-        dist.gather_object(own, counted)
-        if counted is None:
+        counted = of_all(own)
+        if not is_first():
             return
         report = communication.communication_report(
             counted, plan.choice.layout, steps=steps, planned=plan.speed.collectives, moved=plan.speed.moved_bytes

@@ -13,8 +13,7 @@ import torch
 
 from sft_play.errors import Interrupted
 from sft_play.log import one_line
-from sft_play.runs.disk import free_bytes, room
-from sft_play.runs.metrics import evaluations
+from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter.names import CONFIG
 from sft_play.training.checkpoints import gathered_weights
 from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
@@ -23,8 +22,7 @@ from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import StopAfter
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.measure.evaluate import Figures
-from sft_play.training.measure.measure import MemoryMeter
-from sft_play.training.measure.peaks import LoadMemory
+from sft_play.training.measure.peaks import LoadMemory, MemoryMeter
 from sft_play.training.measure.updates import UpdateFacts
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.proofs.compiling import CompileFacts
@@ -209,7 +207,6 @@ def _moments_line(peaks: Mapping[str, Mapping[str, int | None]]) -> str:
 
 
 def _next_lines(job: RunJob) -> list[str]:
-    """What to try next."""
     run = job.folder.quoted
     lines = [f"Talk to it: make chat RUN={run}", f"Is it better than its base: make ship RUN={run}"]
     if job.loaded.config.tuning.mode != "full":

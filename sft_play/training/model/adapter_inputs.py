@@ -15,14 +15,12 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-_DEVICES = ("cuda", "cpu", "mps")
-
 
 class _OutsideAutocast:
     """True while autocast is off: nothing else casts then, as in generation, which PEFT runs on the base model."""
 
     def __bool__(self) -> bool:
-        return not any(torch.is_autocast_enabled(device) for device in _DEVICES)
+        return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
 
 
 def cast_outside_autocast(model: nn.Module) -> int:

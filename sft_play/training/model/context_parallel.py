@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import AttentionInterface
 
 from sft_play.planner.layout import Layout
-from sft_play.training.model import repeated_keys, varlen
+from sft_play.training.model import sdpa, varlen
 
 ATTENTION = "ulysses_sdpa"
 """The attention's name in transformers, which makes no mask for names that it does not know."""
@@ -66,7 +66,7 @@ def attend(
     if copies > 1:  # fewer key heads than ranks: each goes to the ranks whose queries read it
         key, value = (heads.repeat_interleave(copies, dim=_HEADS) for heads in (key, value))
     query, key, value = (_exchange(heads, mesh, _TOKENS, _HEADS) for heads in (query, key, value))
-    if repeated_keys.in_use():
+    if sdpa.repeats_keys():
         times = query.shape[_HEADS] // key.shape[_HEADS]
         key, value = (heads.repeat_interleave(times, dim=_HEADS) for heads in (key, value))
     output = nn.functional.scaled_dot_product_attention(

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.training.model import repeated_keys
+from sft_play.training.model import sdpa
 from sft_play.training.model.model_loading import DTYPES, keep_4bit_trainable, quantization
 from sft_play.training.prepare.model_spec import ModelSpec, grown, location
 from sft_play.training.ranks import distributed
@@ -58,7 +58,7 @@ def load_for_sharding(
     Raises:
         ModelError: the first rank could not read it; every rank raises the same.
     """
-    repeated_keys.use(repeated=model_spec.attention.repeats_kv)
+    sdpa.repeat_keys(repeated=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
     answer: list[Any] = [None]
     if distributed.is_first():
@@ -88,7 +88,6 @@ def load_for_sharding(
 
 
 def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """A module's own tensors that are not parameters."""
     yield from ((name, tensor) for name, tensor in module._buffers.items() if tensor is not None)
     yield from ((name, item) for name, item in vars(module).items() if isinstance(item, torch.Tensor))
 
@@ -241,7 +240,6 @@ class _Filling:
             owner._parameters[name] = filled
 
     def _received(self, name: str, parameter: nn.Parameter, shape: torch.Size) -> torch.Tensor:
-        """The first rank's value, whole, on this rank's device."""
         if distributed.is_first():
             own = self._source.get(base_name(name), parameter)
             assert own.untyped_storage().nbytes() >= own.nbytes, f"{name} has no value"

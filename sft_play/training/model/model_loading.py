@@ -19,7 +19,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training.checkpoints.full_state_dict import tied_names
-from sft_play.training.model import repeated_keys
+from sft_play.training.model import sdpa
 from sft_play.training.prepare.model_spec import ModelSpec, location
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def load_model(
     device: str | None,
     storage: DtypeName | None = None,
 ) -> Any:
-    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `mps`, `cpu`).
+    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `cpu`).
 
     `device` None leaves the placement to DeepSpeed's ZeRO-3, which divides plain weights while they are read; NF4
     weights are first quantised whole on the process's own device, and divided when the engine starts. `storage` is the
@@ -60,7 +60,7 @@ def load_model(
     on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
-    repeated_keys.use(repeated=model_spec.attention.repeats_kv)
+    sdpa.repeat_keys(repeated=model_spec.attention.repeats_kv)
     model = read_model(config, precision, model_spec, options)
     keep_4bit_trainable(model)
     model.config.use_cache = False

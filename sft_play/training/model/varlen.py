@@ -1,6 +1,6 @@
 """Attention over chats that lie one behind the other, told apart by their boundaries: no mask, no other package.
 
-Where `varlen_proof` has shown it on the run's own GPU, `torch.nn.attention.varlen` runs, PyTorch's own flash kernel for
+Where `proofs.proof` has shown it on the run's own GPU, `torch.nn.attention.varlen` runs, PyTorch's own flash kernel for
 rows of many lengths; elsewhere each chat is attended to alone by PyTorch's sdpa. Everything but that last call is the
 same, so a CPU tests what a GPU runs. Sliding windows are given to the kernel; grouped heads stay grouped there. Rows
 that are not packed have boundaries only where a window needs them; else they are sdpa's.
@@ -27,7 +27,7 @@ from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from sft_play.training.model import repeated_keys
+from sft_play.training.model import sdpa
 
 ATTENTION = "varlen_sdpa"
 """The attention's name in transformers."""
@@ -93,7 +93,7 @@ def attend(
     rows, _, length, _ = query.shape
     slides = sliding_window is not None and sliding_window < length and length == key.shape[2]
     if cu_seq_lens_q is None and not (slides and attention_mask is None):
-        usual = repeated_keys.attend if repeated_keys.in_use() else sdpa_attention_forward
+        usual = sdpa.attend if sdpa.repeats_keys() else sdpa_attention_forward
         output: tuple[torch.Tensor, None] = usual(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
         )

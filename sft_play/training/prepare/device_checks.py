@@ -104,6 +104,28 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
         )
 
 
+def require_room(config: RunConfig, plan: Plan, need: int | None, *, found: str, instead: str) -> None:
+    """Warns that a run needs more than was planned; None: not more.
+
+    Args:
+        found: what was found since the plan was made, and how the run goes on: "... without it".
+        instead: what to set where that does not fit.
+
+    Raises:
+        DoesNotFit: the plan chose its batch for less, and does not fit with this.
+    """
+    if need is None:
+        return
+    train, room = config.train, plan.budget_bytes
+    text = (
+        f"{one_line(config.model.name)} {found} this run needs {need / GIB:.2f} GiB, where "
+        f"{plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
+    )
+    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
+        raise DoesNotFit(f"{text}; {instead}", plan=plan.as_json())
+    logger.warning("%s", text)
+
+
 @contextlib.contextmanager
 def out_of_memory_explained(plan: Plan) -> Iterator[None]:
     """Raises DoesNotFit in place of torch's out-of-memory error inside."""

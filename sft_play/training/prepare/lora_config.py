@@ -1,8 +1,15 @@
-"""The LoRA config of a run: which linear layers get adapters, with every name of the YAML checked against the model."""
+"""Which weights a run trains: linear layers get adapters by its LoRA config, with every name of the YAML checked
+against the model; of all that a mode would train, `tuning.trainable` chooses by parts of their names.
+
+A pattern is a run of dotted pieces of a weight's name: `q_proj`, `layers.3.mlp`. A piece may be a glob (`*_proj`) or a
+range of numbers (`layers.0-3`). `lora` means the adapters, `norm` every norm.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import fnmatch
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peft import LoraConfig as PeftLoraConfig
@@ -18,6 +25,9 @@ from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers
 
 _SHOWN_NAMES = 24
 """Names of linear layers that an error lists at most."""
+_WORDS = {"lora": "lora_*", "norm": "*norm*"}
+"""Pieces that stand for a glob."""
+_RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, list[str]]:
@@ -101,3 +111,69 @@ def _matches(target: str, name: str) -> bool:
 def _nearest(target: str, names: Iterable[str]) -> str:
     near = did_you_mean(target, {name.rpartition(".")[2] for name in names})
     return f" ({near})" if near else ""
+
+
+# --- tuning.trainable -------------------------------------------------------------------------------------------------
+
+
+def is_meant(pattern: str, name: str) -> bool:
+    """Whether a pattern matches a weight: its pieces occur in the weight's name, one directly after the other."""
+    pieces, parts = pattern.split("."), name.split(".")
+    return any(
+        all(_fits(piece, part) for piece, part in zip(pieces, parts[at:], strict=False))
+        for at in range(len(parts) - len(pieces) + 1)
+    )
+
+
+def _fits(piece: str, part: str) -> bool:
+    span = _RANGE.fullmatch(piece)
+    if span is not None:
+        return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
+    return fnmatch.fnmatchcase(part, _WORDS.get(piece, piece))
+
+
+def chosen(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The names that any of the patterns matches."""
+    return [name for name in names if any(is_meant(pattern, name) for pattern in patterns)]
+
+
+def chosen_note(config: RunConfig, model: nn.Module) -> str:
+    """A line on what `tuning.trainable` chooses of a model, whose weights may be on the meta device.
+
+    Raises:
+        ModelError: a pattern matches nothing that the mode trains.
+    """
+    patterns = config.tuning.trainable
+    sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
+    for pattern in patterns:
+        if not chosen([pattern], sizes):
+            raise ModelError(_no_match(config, pattern, sizes))
+    kept = chosen(patterns, sizes)
+    share = sum(sizes[name] for name in kept) / sum(sizes.values())
+    return (
+        f"Trainable: {', '.join(patterns)}: {len(kept):,} of {len(sizes):,} tensors that tuning.mode="
+        f"{config.tuning.mode} trains ({share:.2%} of their parameters); the plan counts memory for all of them"
+    )
+
+
+def _no_match(config: RunConfig, pattern: str, names: Iterable[str]) -> str:
+    # without torch's and PEFT's own words, which every name has
+    pieces = {part for name in names for part in name.split(".")} - {"default", "weight", "bias", "base_model"}
+    words = sorted(piece for piece in pieces if not piece.isdigit())
+    near = did_you_mean(pattern.rpartition(".")[2], words)
+    hint = f" ({near})" if near else ""
+    layers = max((int(piece) for piece in pieces if piece.isdigit()), default=-1) + 1
+    counted = f"; layers are numbered 0 to {layers - 1}" if layers else ""
+    return (
+        f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode={config.tuning.mode} trains{hint}. "
+        f"The parts of their names are: {one_line(', '.join(words), limit=500)}{counted}"
+    )
+
+
+def train_only(model: nn.Module, patterns: Any) -> None:
+    """Freeze every weight that no pattern matches; `all` changes nothing."""
+    if patterns == "all":
+        return
+    for name, weight in model.named_parameters():
+        if weight.requires_grad and not chosen(patterns, [name]):
+            weight.requires_grad_(False)

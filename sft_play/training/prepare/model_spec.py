@@ -1,8 +1,12 @@
-"""What is known of a model before its weights are read: class, attention, adapters, vocabulary, by its shapes alone."""
+"""What is known of a model before its weights are read: class, attention, adapters, vocabulary, by its shapes alone.
+
+`planner.attention` has the rule for attention; here the implementation is checked against the model's class.
+"""
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,18 +25,36 @@ from sft_play.data.build.packing import wants_packing
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder, refuse_quantised
 from sft_play.log import one_line
+from sft_play.planner.attention import attention_of, is_hub_kernel
 from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
-from sft_play.training.model import tensor_parallel
+from sft_play.training.model import context_parallel, tensor_parallel, varlen
 from sft_play.training.model.tensor_parallel import Style
-from sft_play.training.model.varlen import ATTENTION
 from sft_play.training.prepare import experts
-from sft_play.training.prepare.attention import Attention, choose_attention
-from sft_play.training.prepare.lora_config import peft_config_of
-from sft_play.training.proofs.boundaries import boundaries_of
-from sft_play.training.proofs.packable import require_packable
-from sft_play.training.proofs.unmasked import padding_of
+from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
+from sft_play.training.proofs.masking import boundaries_of, padding_of, require_packable
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention implementation by its name in transformers, and why it was chosen; `repeats_kv`: keys and values
+    are repeated to all heads (`training.model.sdpa`)."""
+
+    name: str
+    reason: str
+    repeats_kv: bool = False
+
+    @property
+    def repeating(self) -> Attention:
+        """The same with keys and values repeated, and the reason for it, where it is sdpa."""
+        if self.name not in ("sdpa", context_parallel.ATTENTION):
+            return self
+        why = (
+            "; keys and values are repeated to all heads, since flash attention does not run on this GPU in this "
+            "precision and PyTorch's math kernel would hold S x S scores"
+        )
+        return replace(self, reason=self.reason + why, repeats_kv=True)
 
 
 @dataclass(frozen=True)
@@ -137,12 +159,12 @@ def _measured(
     if by_boundaries and attention.name == "sdpa":
         boundaries = boundaries_of(hf_config, trust_remote_code=trusted)
         notes.append(f"Attention: {boundaries.reason}")
-        attention = replace(attention, name=ATTENTION) if boundaries.are_enough else attention
+        attention = replace(attention, name=varlen.ATTENTION) if not boundaries.needed else attention
     # full blocks of text have no padding, and a part of a row has no mask (`context_parallel`)
     if not masks and config.task_mode != "cpt" and layout.context_parallel == 1:
         padding = padding_of(hf_config, attention=attention.name, trust_remote_code=trusted)
         notes.append(f"Attention: {padding.reason}")
-        masks = padding.masks
+        masks = padding.needed
     return attention, masks, notes
 
 
@@ -185,6 +207,17 @@ def empty_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
         model = AutoModelForCausalLM.from_config(model_spec.hf_config, trust_remote_code=trust_remote_code)
         adapter = model_spec.peft_config
         return model if adapter is None else get_peft_model(model, copy.deepcopy(adapter))
+
+
+def trainable_note(config: RunConfig, model_spec: ModelSpec) -> str | None:
+    """A line on what is trained, found without loading weights; None where it is all that the mode trains.
+
+    Raises:
+        ModelError: a pattern of `tuning.trainable` matches nothing that the mode trains.
+    """
+    if config.tuning.trainable == "all":
+        return None
+    return chosen_note(config, empty_model(model_spec, trust_remote_code=config.model.trust_remote_code))
 
 
 def location(config: RunConfig) -> str:
@@ -238,3 +271,64 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int) -> int | No
             "tuning.mode=full, or take the tokenizer that belongs to the model"
         )
     return tokenizer_size
+
+
+# --- attention --------------------------------------------------------------------------------------------------------
+
+
+def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> Attention:
+    """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one for rows whose tokens
+    several ranks share.
+
+    Raises:
+        ModelError: the model lacks the one that was asked for, or cannot share rows.
+    """
+    if shares_rows:
+        if not getattr(model_class, "_supports_attention_backend", False):
+            raise ModelError(
+                f"{model_class.__name__} cannot share rows over context-parallel ranks: its class does not call its "
+                "attention through transformers; use a layout without cp (model.mesh_shape=null lets the plan choose)"
+            )
+        return Attention(
+            context_parallel.ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)"
+        )
+    wanted = config.model.attn_implementation
+    has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
+    if wanted == "auto":
+        reasons = {
+            "sdpa": "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask",
+            "eager": f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared",
+        }
+        name = attention_of(wanted, has_sdpa=has_sdpa)
+        return Attention(name, reasons[name])
+    if wanted == "sdpa" and not has_sdpa:
+        raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
+    if is_hub_kernel(wanted):
+        repository = wanted.partition("@")[0]
+        if importlib.util.find_spec("kernels") is None:
+            raise ModelError(
+                f"model.attn_implementation={wanted} needs the package kernels, which is not installed; pip install "
+                "kernels, or use auto"
+            )
+        _require_flash(model_class, repository)
+    if wanted == "flash_attention_2":
+        if importlib.util.find_spec("flash_attn") is None:
+            raise ModelError(
+                "model.attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed; "
+                "use sdpa, which is as fast for unpacked rows"
+            )
+        _require_flash(model_class, wanted)
+    return Attention(wanted, f"{wanted}, as model.attn_implementation says")
+
+
+def _require_flash(model_class: Any, wanted: str) -> None:
+    """Raises ModelError where the class has no flash attention, or not this one."""
+    setting = f"model.attn_implementation={wanted}: {model_class.__name__}"
+    if not getattr(model_class, "_supports_flash_attn", False):
+        raise ModelError(f"{setting} has none; use sdpa")
+    compatible = getattr(model_class, "_compatible_flash_implementations", None)
+    if compatible and wanted not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
+        raise ModelError(
+            f"{setting} runs only with other kernels ({', '.join(compatible)}), and transformers would use one of "
+            "those instead; use auto"
+        )

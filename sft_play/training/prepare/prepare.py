@@ -12,28 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.resolved import resolved_without_paths
-from sft_play.config.schema import RunConfig
 from sft_play.data.build.splits import Splits, build_splits
 from sft_play.data.checks import first_lines
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import content_digest_of
-from sft_play.errors import BackendError, ConfigError, DoesNotFit, in_stage
+from sft_play.errors import BackendError, ConfigError, in_stage
 from sft_play.facts.installed import COMPUTING
 from sft_play.facts.models.architecture import check_available
 from sft_play.log import one_line
-from sft_play.planner.plan import Plan
 from sft_play.runs.manifest import versions
 from sft_play.training.job import RunJob
 from sft_play.training.loop.trainer import check_trackers
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.backend import Backend, choose_backend, fall_back, model_problem
-from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec
+from sft_play.training.prepare.device_checks import require_room
+from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, trainable_note
 from sft_play.training.prepare.origin import Origin, origin_of
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
-from sft_play.training.prepare.trainable import trainable_note
 from sft_play.training.proofs.kernels import check_kernels
-from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +113,11 @@ def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
     )  # fmt: skip
     keeps_mask = step.varlen and model_spec.attention.name == "sdpa"
     if keeps_mask or (model_spec.masks and not step.masks):
-        _require_room_for_masks(config, plan)
+        require_room(
+            config, plan, plan.masked_bytes,
+            found="needs masks that the plan left out, as a small model of its class showed, and with them",
+            instead="set train.batch_size=1 and eval.batch_size=1, whose rows are never padded, and data.packing=none",
+        )  # fmt: skip
     planned = step.attention
     if model_spec.attention.name in ("sdpa", "eager") and model_spec.attention.name != planned:
         logger.warning(
@@ -125,27 +126,6 @@ def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
         )  # fmt: skip
     trained = trainable_note(config, model_spec)
     return replace(model_spec, notes=(*model_spec.notes, *([trained] if trained else [])))
-
-
-def _require_room_for_masks(config: RunConfig, plan: Plan) -> None:
-    """Warns that padded rows or packs keep a mask that the plan did not count.
-
-    Raises:
-        DoesNotFit: the plan fits without it, and would not with it.
-    """
-    need, room = plan.masked_bytes, plan.budget_bytes
-    if need is None:  # no row is padded
-        return
-    words = f"{need / GIB:.2f} GiB, where {plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
-    train = config.train
-    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
-        raise DoesNotFit(
-            f"{one_line(config.model.name)} needs masks that the plan left out, as a small model of its class showed, "
-            f"and with them this plan needs {words}; set train.batch_size=1 and eval.batch_size=1, whose rows are "
-            "never padded, and data.packing=none",
-            plan=plan.as_json(),
-        )
-    logger.warning("Attention: with the masks that rows keep this run needs %s", words)
 
 
 def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:

@@ -14,11 +14,10 @@ from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
 from sft_play.runs.creation import create_run, discard_run, write_start
-from sft_play.runs.disk import refusals
+from sft_play.runs.files import refusals
 from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED
 from sft_play.runs.locking import Lock, lock
-from sft_play.runs.manifest import new_manifest
-from sft_play.runs.resuming import check_same_run
+from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.prepare import Prepared, choices
 from sft_play.training.ranks import distributed
@@ -111,7 +110,6 @@ def _write_deepspeed(job: RunJob) -> None:
 
 
 def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The manifest of a new run."""
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
     manifest["cpu"] = cpu_facts()
@@ -123,7 +121,6 @@ def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any
 
 
 def _record_failure(job: RunJob, error: BaseException) -> None:
-    """Write to the manifest how the run failed; remove a new folder in which nothing was trained."""
     if isinstance(error, Interrupted):  # its state was saved, and `finish` has written so
         return
     # only for the user's mistakes: a fault of ours keeps its folder and log for a report

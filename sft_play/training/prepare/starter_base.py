@@ -105,7 +105,6 @@ def _digest(seed: int) -> str:
 
 
 def _make(folder: Path, final: Path, *, seed: int) -> None:
-    """Train the base in a folder aside, then rename it into the cache."""
     if not detect().gpus:
         deepspeed_on_cpu()
     from transformers.utils import logging as transformers_logging
@@ -168,7 +167,6 @@ def make_model(*, seed: int = SEED) -> Any:
 
 
 def _train(building: Path, start: Path, corpus: Path, *, seed: int) -> None:
-    """Run base.yaml in a process of its own, and log its lines as they come."""
     recipe = building / "base.yaml"
     recipe.write_text(_recipe(), encoding="utf-8")
     overrides = {

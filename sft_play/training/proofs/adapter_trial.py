@@ -26,7 +26,7 @@ from sft_play.facts.installed import remembered
 from sft_play.facts.models.families import FAMILIES, why_no_adapter
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
-from sft_play.training.proofs.packable import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model
+from sft_play.training.proofs.small_model import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model
 
 _FOUND = TypeAdapter(dict[str, str])
 VERSION = 1

@@ -22,12 +22,10 @@ import torch
 from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
-from sft_play.log import one_line
 from sft_play.planner.plan import Plan
 from sft_play.training.prepare.model_spec import blocks_of
-from sft_play.training.proofs.packable import small_config, small_model
-from sft_play.training.proofs.proof import Proof, attention_of, compared, has_boundaries, in_dtype, numbers
-from sft_play.training.ranks import distributed
+from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, has_boundaries, in_dtype, numbers
+from sft_play.training.proofs.small_model import small_config, small_model
 
 logger = logging.getLogger(__name__)
 
@@ -145,20 +143,19 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
     same; None where the plain code stays. All ranks call it, and do the same."""
     if not config.train.compile:
         return None
-    began, proof, reason = time.perf_counter(), None, None
+    began = time.perf_counter()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    try:
-        proof = prove(
-            inner.config, attention=attention_of(inner), device=device, dtype=getattr(torch, plan.precision.compute)
-        )
-        if not proof.holds:
-            reason = f"a small model of this class computes something else compiled: {proof.words}"
-    except Exception as error:  # a class can break at anything that dynamo traces, inductor writes or a compiler builds
-        reason = f"not proven: {type(error).__name__}: {one_line(str(error), limit=200)}"
-    if distributed.any_rank(reason is not None):
-        logger.warning("Compiled blocks: none, the plain code runs: %s", reason or "another rank cannot")
+
+    def tried() -> tuple[Proof, str | None]:
+        dtype = getattr(torch, plan.precision.compute)
+        found = prove(inner.config, attention=attention_of(inner), device=device, dtype=dtype)
+        differs = f"a small model of this class computes something else compiled: {found.words}"
+        return found, None if found.holds else differs
+
+    proof, reason = agreed(tried)
+    if proof is None:
+        logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
         return None
-    assert proof is not None
     seconds = time.perf_counter() - began
     blocks = compile_in_place(model)
     logger.info("Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, proof.words)

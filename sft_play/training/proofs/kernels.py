@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFit
+from sft_play.errors import ConfigError
 from sft_play.facts.installed import LIGER
 from sft_play.log import one_line
 from sft_play.planner.kernels import LIGER_VERSION
 from sft_play.planner.plan import Plan
-from sft_play.training.proofs.packable import small_config, small_model
-from sft_play.training.proofs.proof import Proof, attention_of, compared, in_dtype, numbers, worst
-from sft_play.training.ranks import distributed
+from sft_play.training.prepare.device_checks import require_room
+from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, in_dtype, numbers, worst
+from sft_play.training.proofs.small_model import small_config, small_model
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -90,17 +90,16 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
     if config.train.kernels == "none":
         return Taken()
     dtype = getattr(torch, plan.precision.compute)
-    reason, proof = _problem(plan), None
-    try:
-        reason = reason or _unknown(model)
-        if reason is None:
-            proof = prove(model.config, attention=attention_of(model), device=device, dtype=dtype)
-    except Exception as error:  # each class checks its sizes in its own way, and Triton compiles on this machine
-        reason = f"not proven: {type(error).__name__}: {one_line(str(error), limit=200)}"
-    if proof is not None and not proof.holds:
-        reason = f"they differ on a small model of this class: {proof.words}"
-    if distributed.any_rank(reason is not None):
-        reason = reason or "another rank cannot"
+
+    def tried() -> tuple[Proof | None, str | None]:
+        problem = _problem(plan) or _unknown(model)
+        if problem is not None:
+            return None, problem
+        found = prove(model.config, attention=attention_of(model), device=device, dtype=dtype)
+        return found, None if found.holds else f"they differ on a small model of this class: {found.words}"
+
+    proof, reason = agreed(tried)
+    if reason is not None:
         say = logger.warning if config.train.kernels == "liger" else logger.info
         say("Kernels: the plain ones; train.kernels=%s: %s", config.train.kernels, reason)
         _require_room(config, plan, reason)
@@ -113,23 +112,9 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
 
 
 def _require_room(config: RunConfig, plan: Plan, reason: str) -> None:
-    """Warns that the plain kernels take more than was planned.
-
-    Raises:
-        DoesNotFit: the plan chose its batch for Liger's, and does not fit with the plain ones.
-    """
-    if plan.kernels is None or plan.kernels.plain_bytes is None:
-        return
-    need, room = plan.kernels.plain_bytes, plan.budget_bytes
-    words = f"{need / GIB:.2f} GiB, where {plan.memory.required / GIB:.2f} were planned and {room / GIB:.2f} are there"
-    train = config.train
-    if plan.fits and need > room and train.batch_size == train.grad_accum == "auto":
-        raise DoesNotFit(
-            f"{one_line(config.model.name)} was planned with Liger's kernels, which it cannot have ({reason}), and "
-            f"with the plain ones this plan needs {words}; set train.kernels=none",
-            plan=plan.as_json(),
-        )
-    logger.warning("Kernels: with the plain ones this run needs %s", words)
+    need = plan.kernels.plain_bytes if plan.kernels else None
+    found = f"was planned with Liger's kernels, which it cannot have ({reason}), and with the plain ones"
+    require_room(config, plan, need, found=found, instead="set train.kernels=none")
 
 
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:

@@ -1,19 +1,32 @@
-"""How far other code for a model's class is from the plain code, by logits and gradients of a small model.
+"""Whether other code computes what the plain code does, by measurement before a run relies on it.
 
-In fp32 both have to agree; in 16 bits the other code must not be further from fp32 than the plain one is.
+Other code for a model's class is compared by logits and gradients of a small model: in fp32 both have to agree; in 16
+bits the other code must not be further from fp32 than the plain one is. PyTorch's varlen kernel is compared with a call
+for each chat, on random numbers with the model's heads, dtype and window, forwards and backwards, on the run's own GPU:
+which GPUs and versions it is exact on is not left to lists.
+
+Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import logging
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from sft_play.log import one_line
+from sft_play.planner.plan import Plan
 from sft_play.training.model import context_parallel, varlen
+from sft_play.training.prepare.model_spec import ModelSpec
+from sft_play.training.ranks import distributed
+
+logger = logging.getLogger(__name__)
 
 FP32_GAP = 1e-3
 """Difference in fp32, over the size of what is compared, that counts as rounding: 6e-6 at most for llama, mistral,
@@ -22,8 +35,16 @@ interpreter, benchmarks/LOG.md); a norm that is wrong by 1% is further off."""
 HALF_RATIO = 1.5
 """How many times as far from fp32 as the plain code other code may be in 16 bits."""
 _ROWS, _LENGTH = 2, 23
+LENGTHS = (100, 1, 27, 256, 129)
+"""Tokens of the chats on which a kernel is tried: one alone, and some beyond a kernel's tiles of 64 and 128."""
+WINDOW = 48
+"""Longest window that is tried: shorter than most of the chats."""
+KERNEL_TOLERANCE = 0.02
+"""Relative error that counts as rounding in 16 bits, which give 0.004. A chat that sees another, or a window that is
+off by one, is off by 0.1 and more."""
 
 Numbers = list[torch.Tensor]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -45,6 +66,22 @@ class Proof:
         """The figures."""
         text = f"{self.fp32:.0e} in fp32"
         return f"{text}, {self.half:.2f} of the plain ones' own error in 16 bits" if self.half else text
+
+
+def agreed(look: Callable[[], tuple[Found, str | None]]) -> tuple[Found | None, str | None]:
+    """What `look` finds where it has no problem on any rank; else None and the problem, or that another rank has one.
+
+    All ranks call it, and do the same. What `look` raises is a problem too: a class can break at anything that is put
+    into it, compiled for this machine, or run by a kernel that it may lack.
+    """
+    found, problem = None, None
+    try:
+        found, problem = look()
+    except Exception as error:
+        problem = f"not proven: {type(error).__name__}: {one_line(str(error), limit=200)}"
+    if distributed.any_rank(problem is not None):
+        return None, problem or "another rank cannot"
+    return found, None
 
 
 def compared(exact: Numbers, half: Numbers, other: Numbers, other_half: Numbers) -> Proof:
@@ -108,3 +145,90 @@ def has_boundaries(attention: str) -> bool:
 def _largest(figures: Iterable[float]) -> float:
     listed = list(figures)
     return math.nan if any(map(math.isnan, listed)) else max(listed)  # max() would pass over a nan
+
+
+# --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, order=True)
+class Heads:
+    """Heads of queries and of keys, and their width."""
+
+    queries: int
+    keys: int
+    width: int
+
+
+def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
+    """Use PyTorch's kernel from here on where the plan counts on it and it is proven on this device; else each chat is
+    a call of its own. All ranks call it, and do the same."""
+    varlen.use_flash(used=False)
+    if model_spec.attention.name != varlen.ATTENTION or plan.choice.step.one_by_one:
+        return
+    dtype = getattr(torch, plan.precision.compute)
+
+    def tried() -> tuple[float, str | None]:
+        largest, problem = 0.0, varlen.why_not()
+        for heads, window in () if problem else _cases(model_spec.hf_config, plan.choice.layout.tensor_parallel):
+            error = relative_error(varlen.flash, heads, window=window, dtype=dtype, device=device)
+            largest = max(largest, error)
+            if not error <= KERNEL_TOLERANCE:
+                return error, f"it is wrong on {device} for {heads}, window {window}: {error:.2g}"
+        return largest, problem
+
+    error, problem = agreed(tried)
+    if problem is not None:
+        logger.warning(
+            "Attention: falls back to one call of sdpa for each chat, with the same numbers, but slower and with more "
+            "memory than planned: PyTorch's varlen kernel: %s", problem,
+        )  # fmt: skip
+        return
+    varlen.use_flash(used=True)
+    logger.info("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", error)
+
+
+def relative_error(
+    kernel: Callable[..., torch.Tensor], heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device
+) -> float:
+    """How far a kernel (`varlen.kernel`) is from a call for each chat in fp32 on the CPU: the largest 2-norm of an
+    output's or gradient's difference in one chat, over that of its values; nan where any is. No random state changes.
+    """
+    draw = torch.Generator().manual_seed(1)
+    shapes = [(sum(LENGTHS), count, heads.width) for count in (heads.queries, heads.keys, heads.keys, heads.queries)]
+    *exact, weight = (torch.randn(shape, generator=draw).to(dtype).float() for shape in shapes)
+    given = [one.to(device, dtype).requires_grad_() for one in exact]
+    exact = [one.requires_grad_() for one in exact]
+    scale = heads.width**-0.5
+    ends = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32, device=device)
+    found = kernel(*given, ends, max(LENGTHS), scale=scale, window=window)
+    query, key, value = exact
+    wanted = varlen.one_by_one(query, key, value, LENGTHS, scale=scale, window=window)
+    pairs = [
+        (found, wanted),
+        *zip(
+            torch.autograd.grad(found, given, weight.to(device, dtype)),
+            torch.autograd.grad(wanted, exact, weight),
+            strict=True,
+        ),
+    ]
+    return float(torch.stack([_apart(one.detach().cpu().float(), other.detach()) for one, other in pairs]).amax())
+
+
+def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The largest relative difference of a chat [T, H, D]; one whose values are nearly 0 is measured by the others'."""
+    least = wanted.square().mean() / 10
+    parts = zip((found - wanted).split(LENGTHS), wanted.split(LENGTHS), strict=True)
+    return torch.stack([gap.square().mean() / one.square().mean().clamp(min=least) for gap, one in parts]).amax().sqrt()
+
+
+def _cases(hf_config: Any, parts: int) -> list[tuple[Heads, int | None]]:
+    """The heads of a model on one of `parts` tensor-parallel ranks, with and without the window that it has."""
+    queries = hf_config.num_attention_heads
+    own = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
+    widths = {own, getattr(hf_config, "global_head_dim", None) or own}
+    grouped = getattr(hf_config, "num_key_value_heads", None) or queries
+    groups = {grouped, getattr(hf_config, "num_global_key_value_heads", None) or grouped}
+    window = getattr(hf_config, "sliding_window", None)
+    windows = [None, *([min(window, WINDOW)] if isinstance(window, int) and window > 0 else [])]
+    heads = {Heads(max(1, queries // parts), max(1, keys // parts), width) for keys in groups for width in widths}
+    return list(itertools.product(sorted(heads), windows))

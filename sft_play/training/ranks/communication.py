@@ -243,7 +243,6 @@ def collectives_of(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:
 
 
 def _bytes_of(tensors: Any) -> int:
-    """Bytes of a recorded tensor, or of a list of them."""
     if isinstance(tensors, list | tuple):
         return sum(_bytes_of(one) for one in tensors)
     if not hasattr(tensors, "sizes"):

@@ -1,4 +1,8 @@
-"""The ranks of a run: their process group, and what they tell each other about files, settings and figures."""
+"""The ranks of a run: their process group, and what they tell each other about files, settings and figures.
+
+Beside the group they share the launcher's store, by torch's rendezvous (`MASTER_ADDR`, `MASTER_PORT`): rank 0 hands the
+run over, all publish how far they are, and no shared disk is needed.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,12 @@ logger = logging.getLogger(__name__)
 _HOST = socket.gethostname()
 PATIENCE = datetime.timedelta(days=7)
 """How long ranks wait for a disk at most. The heartbeat ends the wait earlier where no bytes move."""
+_MEETING = datetime.timedelta(minutes=10)
+_PLANNING = datetime.timedelta(days=1)
+"""The longest wait for rank 0's plan: it counts the tokens of every row first. Where rank 0 ends, the store's
+connection or the launcher ends the others."""
+_stores: list[Any] = []
+"""Rank 0 may be the one that serves the store: it must not be garbage-collected while others use it."""
 
 
 def world_size() -> int:
@@ -184,13 +194,6 @@ def require_disk(written: Path, plan: Plan) -> bool:
     return False
 
 
-def gathered(files: Mapping[str, bytes]) -> list[tuple[str, bytes]]:
-    """The files of all ranks on the first one, nothing on the others; all ranks call it."""
-    of_ranks: list[Any] | None = [None] * world_size() if is_first() else None
-    dist.gather_object(dict(files), of_ranks)
-    return [item for part in of_ranks or () for item in part.items()]
-
-
 def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
     """A vector of numbers of every rank, on all ranks."""
     if world_size() == 1:
@@ -228,3 +231,35 @@ def init_deepspeed(*, on_cpu: bool) -> None:
     finally:
         if build is not None:
             backend.build_shm_op = build
+
+
+# --- the store beside the process group -------------------------------------------------------------------------------
+
+
+def meeting_point(name: str) -> Any:
+    """A namespace of the launcher's store over a connection of its own: one that waits does not block another."""
+    store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))
+    _stores.append(store)
+    return dist.PrefixStore(name, store)
+
+
+def say_gpu(name: str, rank: int) -> None:
+    """Tell rank 0 which GPU this rank has."""
+    meeting_point("sft_play_gpus").set(str(rank), name)
+
+
+def gpus_of_all(world: int) -> list[str]:
+    """What every rank says of its GPU, in their order: waits until all have."""
+    store, names = meeting_point("sft_play_gpus"), [str(number) for number in range(world)]
+    store.wait(names, _MEETING)
+    return [str(store.get(name), "utf-8") for name in names]
+
+
+def handed_over(text: str | None) -> str:
+    """Rank 0's text, on every rank: rank 0 passes it, the others pass None and wait for it."""
+    store = meeting_point("sft_play")
+    if text is not None:
+        store.set("handed", text)
+        return text
+    store.wait(["handed"], _PLANNING)
+    return str(store.get("handed"), "utf-8")

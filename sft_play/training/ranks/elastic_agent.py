@@ -149,7 +149,6 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_r
 
 
 def _others(ended: Sequence[Ended], root: Ended) -> str:
-    """What happened to the other ranks that did not end well, in one line."""
     others = [one for one in ended if one is not root]
     words = root.own and (root.own.kind, root.own.name, root.own.message)
     same = [one.rank for one in others if one.own and (one.own.kind, one.own.name, one.own.message) == words]
@@ -231,7 +230,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
-    """What the launcher saw of a rank, with the files of that rank's folder."""
     note = _newest(log_dir, f"{failure.local_rank}/{failures.BEAT_NAME}")
     fault = _newest(log_dir, f"{failure.local_rank}/{failures.FAULT_NAME}")
     last = noted(note) if note is not None else None
@@ -282,7 +280,6 @@ def _note_in_run(lines: Sequence[str], code: int) -> None:
 
 
 def _no_meeting(error: Exception, given: Any) -> str:
-    """The message for ranks that could not start because nodes did not meet."""
     text = one_line(str(error).partition("\n")[0], limit=300)
     where = f"{given.master_addr}:{given.master_port}"
     if "EADDRINUSE" in str(error) or "address already in use" in str(error):

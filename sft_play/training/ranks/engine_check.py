@@ -17,20 +17,6 @@ from sft_play.training.ranks.distributed import of_all, world_size
 from sft_play.training.ranks.engines import is_deepspeed, local, masters, zero_stage
 from sft_play.units import MIB
 
-WRAPPED_CLASS = {
-    "ddp": "DistributedDataParallel",
-    "fsdp": "FSDPModule",
-    "fsdp_hybrid": "FSDPModule",
-    "tp": "FSDPModule",
-    "fsdp_tp": "FSDPModule",
-    "fsdp_cp": "FSDPModule",
-    "zero1": "DeepSpeedEngine",
-    "zero2": "DeepSpeedEngine",
-    "zero3": "DeepSpeedEngine",
-    "zero2_offload": "DeepSpeedEngine",
-    "zero3_offload": "DeepSpeedEngine",
-}
-"""The class that a layout's wrapped model is an instance of."""
 SHARD_SLACK = 0.10
 """How much more than its share of the bytes a rank may hold: uneven parts are padded."""
 
@@ -93,7 +79,7 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
     names = {kind.__name__ for kind in type(wrapped).__mro__}
-    wanted = WRAPPED_CLASS.get(layout.name)
+    wanted = "DeepSpeedEngine" if layout.is_zero else "FSDPModule" if layout.is_fsdp else "DistributedDataParallel"
     if wanted not in names:
         raise TrainingError(
             f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a {wanted}: the "

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from sft_play.process import failures
 from sft_play.process.failures import numbered
-from sft_play.training.ranks.rendezvous import meeting_point
+from sft_play.training.ranks.distributed import meeting_point
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,6 @@ def noted(path: Path) -> tuple[int, int, str] | None:
 
 
 def _bytes_in(folder: Path) -> int:
-    """Bytes of the files under a folder; files that vanish meanwhile count as empty."""
     total = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -356,7 +355,6 @@ class Heartbeat:
         return beats
 
     def _who_left(self) -> str:
-        """Which ranks no longer give signs of life, as far as the store still answers."""
         beats, silent = self._looked_twice()
         gone = [beat for beat in beats if beat.rank in silent]
         if not gone:

@@ -115,7 +115,6 @@ def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
 
 
 def _served(nodes: Nodes, addresses: list[str], limit_s: float) -> TCPStore:
-    """The store as node 0 serves it."""
     if not any(is_own(address) for address in addresses):
         raise ConfigError(
             f"NODE_RANK=0 is the machine at MASTER_ADDR={one_line(str(nodes.address))}, and this one has another "
@@ -215,7 +214,6 @@ def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: 
 
 
 def _check(nodes: Nodes, mine: Card, card: Card) -> None:
-    """Raises ConfigError where another node's card contradicts this node's."""
     first, other = sorted((mine, card), key=lambda one: int(one["node"]))
     if card["node"] == nodes.rank and card["start"] != mine["start"]:
         raise ConfigError(
@@ -267,5 +265,4 @@ def gpus_as_nodes(came: Collection[int], count: int, per_node: int) -> str:
 
 
 def _ranks_on(card: Card) -> int:
-    """Ranks on a node, as its card says."""
     return int((card.get("alike") or {}).get("number of ranks", 1))

@@ -23,6 +23,7 @@ from typing import Any
 from sft_play import errors
 from sft_play._version import __version__
 from sft_play.config.resolved import resolved
+from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
@@ -30,7 +31,7 @@ from sft_play.process import endings, failures
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import Question, stop_ids
+from sft_play.training.measure.exact_match import stop_ids
 from sft_play.training.measure.summary import describe
 from sft_play.training.prepare.backend import answer_here
 from sft_play.training.prepare.model_spec import ModelSpec, empty_model
@@ -79,7 +80,8 @@ def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float)
             shutil.rmtree(work / name, ignore_errors=True)
     summary: dict[str, Any] = json.loads((job.folder.path / "summary.json").read_text(encoding="utf-8"))
     if "model_path" in summary:  # else it was stopped before its end
-        read_back(job.folder.model_path(adapter=True), document, tokenizer=prepared.tokenizer, steps=summary["steps"])
+        path, lora = job.folder.model_path(adapter=True), job.loaded.config.tuning.lora
+        read_back(path, lora, document, tokenizer=prepared.tokenizer, steps=summary["steps"])
         describe(job, prepared, summary)
     summary["backend"] = "unsloth"
     job.folder.write_json("summary.json", summary)
@@ -97,6 +99,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = local_folder(config.model.name)
     peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
+    shapes = adapter_shapes(prepared.model_spec, trust_remote_code=config.model.trust_remote_code)
     return handover.Document(
         schema_version=handover.SCHEMA,
         sft_play=__version__,
@@ -116,38 +119,13 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
             if part is not None
         },
         held_out=eval_set.name,
-        asked=_asked(eval_set.asked),
-        asked_while_training=_asked(eval_set.asked_while_training),
+        asked=eval_set.asked,
+        asked_while_training=eval_set.asked_while_training,
         stop_ids=stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, None) if asks else [],
-        model=handover.Model(
-            path=str(folder.absolute()) if folder is not None else config.model.name,
-            revision=config.model.revision,
-            trust_remote_code=config.model.trust_remote_code,
-            dtype=plan.precision.compute,
-            four_bit=config.tuning.mode == "qlora",
-            max_seq_len=plan.max_seq_len,
-        ),
-        adapter=handover.Adapter(
-            r=peft.r,
-            lora_alpha=peft.lora_alpha,
-            lora_dropout=float(peft.lora_dropout),
-            target_modules=sorted(peft.target_modules),
-            use_rslora=peft.use_rslora,
-            tensors={
-                name: list(shape)
-                for name, shape in adapter_shapes(
-                    prepared.model_spec, trust_remote_code=config.model.trust_remote_code
-                ).items()
-            },
-        ),
+        model_path=str(folder.absolute()) if folder is not None else config.model.name,
+        target_modules=sorted(peft.target_modules),
+        tensors={name: list(shape) for name, shape in shapes.items()},
     )
-
-
-def _asked(questions: Sequence[Question]) -> list[handover.HandedQuestion]:
-    return [
-        handover.HandedQuestion(prompt_ids=list(one.prompt_ids), shown=one.shown, answer=one.answer)
-        for one in questions
-    ]
 
 
 def adapter_shapes(model_spec: ModelSpec, *, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
@@ -155,7 +133,7 @@ def adapter_shapes(model_spec: ModelSpec, *, trust_remote_code: bool) -> dict[st
     return whole_shapes(empty_model(model_spec, trust_remote_code=trust_remote_code))
 
 
-def read_back(path: Path, document: handover.Document, *, tokenizer: Any, steps: int) -> None:
+def read_back(path: Path, lora: LoraConfig, document: handover.Document, *, tokenizer: Any, steps: int) -> None:
     """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
 
     Raises:
@@ -163,13 +141,12 @@ def read_back(path: Path, document: handover.Document, *, tokenizer: Any, steps:
     """
     from peft import PeftConfig
 
-    adapter = document.adapter
-    expected = {name: tuple(shape) for name, shape in adapter.tensors.items()}
+    expected = {name: tuple(shape) for name, shape in document.tensors.items()}
     check_saved_weights(path, expected=expected, must_have_learned=steps > 1)
     read = PeftConfig.from_pretrained(str(path))
     wanted = {
-        "r": adapter.r, "lora_alpha": adapter.lora_alpha, "use_rslora": adapter.use_rslora,
-        "base_model_name_or_path": document.model.path,
+        "r": lora.r, "lora_alpha": lora.alpha, "use_rslora": lora.use_rslora,
+        "base_model_name_or_path": document.model_path,
     }  # fmt: skip
     differing = [f"{name}={getattr(read, name)!r} and not {value!r}" for name, value in wanted.items()
                  if getattr(read, name) != value]  # fmt: skip

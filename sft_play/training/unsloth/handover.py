@@ -17,8 +17,9 @@ from sft_play._version import __version__
 from sft_play.errors import BackendError
 from sft_play.log import one_line
 from sft_play.runs.files import sha256_of, write_text
+from sft_play.training.measure.exact_match import Question
 
-SCHEMA = 1
+SCHEMA = 2
 """The form of the document; the worker refuses any other."""
 DOCUMENT = "handover.json"
 _ROWS_AT_ONCE = 10_000
@@ -37,38 +38,8 @@ class Rows(_Part):
     sha256: str
 
 
-class Model(_Part):
-    """Where the base weights are, and how they are loaded (dtype by its name in torch)."""
-
-    path: str
-    revision: str | None
-    trust_remote_code: bool
-    dtype: str
-    four_bit: bool
-    max_seq_len: int
-
-
-class Adapter(_Part):
-    """PEFT's settings, and the name and shape of every tensor that the adapter's file will hold."""
-
-    r: int
-    lora_alpha: int
-    lora_dropout: float
-    target_modules: list[str]
-    use_rslora: bool
-    tensors: dict[str, list[int]]
-
-
-class HandedQuestion(_Part):
-    """A question of the exact match: the prompt as token ids, as shown, and the reference answer."""
-
-    prompt_ids: list[int]
-    shown: str
-    answer: str
-
-
 class Document(_Part):
-    """All that the worker needs; times are in seconds, `started` since 1970."""
+    """All that the worker needs beside the settings and the plan; times are in seconds, `started` since 1970."""
 
     schema_version: int
     sft_play: str
@@ -84,11 +55,14 @@ class Document(_Part):
     own_template: str | None
     splits: dict[str, Rows]
     held_out: str
-    asked: list[HandedQuestion]
-    asked_while_training: list[HandedQuestion]
+    asked: list[Question]
+    asked_while_training: list[Question]
     stop_ids: list[int]
-    model: Model
-    adapter: Adapter
+    model_path: str
+    """The folder of the base weights, or their name on the hub."""
+    target_modules: list[str]
+    tensors: dict[str, list[int]]
+    """Name and shape of every tensor that the adapter's file will hold."""
 
     def write(self, path: Path) -> None:
         """Write it as JSON."""

@@ -32,7 +32,7 @@ from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import check_trackers, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import Question
-from sft_play.training.measure.measure import MemoryMeter, Watch
+from sft_play.training.measure.peaks import MemoryMeter, Watch
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.backend import Backend
 from sft_play.training.prepare.device_checks import check_device, check_gpu
@@ -70,7 +70,7 @@ def train(path: Path) -> None:
         log_file = write_log_to(job.folder.log_path) if distributed.is_first() else None
         try:
             train_model(
-                job, _prepared(document), Watch(memory, beat, document.started),
+                job, _prepared(document, job.loaded.config), Watch(memory, beat, document.started),
                 eval_set_of=functools.partial(_eval_set, document), load_trainer=functools.partial(_trainer, document),
             )  # fmt: skip
         finally:
@@ -89,14 +89,13 @@ def _job(document: handover.Document) -> RunJob:
     )
 
 
-def _prepared(document: handover.Document) -> Prepared:
-    """What `prepare` returns in other runs, from the document."""
+def _prepared(document: handover.Document, config: RunConfig) -> Prepared:
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(document.tokenizer, trust_remote_code=document.model.trust_remote_code)
+    trusted = config.model.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(document.tokenizer, trust_remote_code=trusted)
     splits = {name: Split(handover.read_rows(rows), _NOT_HANDED_OVER) for name, rows in document.splits.items()}
-    adapter = document.adapter
-    peft = LoraConfig(task_type="CAUSAL_LM", r=adapter.r, target_modules=adapter.target_modules)
+    peft = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=document.target_modules)
     return Prepared(
         Backend("unsloth", ""),
         LoadedTokenizer(tokenizer, (), "", document.own_template),
@@ -107,14 +106,9 @@ def _prepared(document: handover.Document) -> Prepared:
 
 
 def _eval_set(document: handover.Document, _: RunJob, prepared: Prepared) -> EvalSet:
-    """The evaluation set whose questions were handed over."""
-    asked, while_training = (
-        [Question(one.prompt_ids, one.shown, one.answer) for one in questions]
-        for questions in (document.asked, document.asked_while_training)
-    )
     splits = prepared.splits
     split = {"train": splits.train, "val": splits.val, "test": splits.test}.get(document.held_out)
-    return EvalSet(split, document.held_out, asked, while_training)
+    return EvalSet(split, document.held_out, document.asked, document.asked_while_training)
 
 
 class UnslothLoop(PlannedLoop):
@@ -144,7 +138,7 @@ def _trainer(
     """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
     config, plan = job.loaded.config, job.plan
     arguments = _arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
-    model = load(document, seed=config.train.seed, checkpointing=plan.choice.checkpointed > 0)
+    model = load(document, config, plan)
     ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # one id or a list of them
     own_stops = {*(ends if isinstance(ends, list) else [ends])} - {None}
     return trainer_of(
@@ -183,7 +177,7 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
     return arguments
 
 
-def load(document: handover.Document, *, seed: int, checkpointing: bool) -> Any:
+def load(document: handover.Document, config: RunConfig, plan: Plan) -> Any:
     """Unsloth's model with the adapters of the document.
 
     Raises:
@@ -191,15 +185,18 @@ def load(document: handover.Document, *, seed: int, checkpointing: bool) -> Any:
     """
     from unsloth import FastLanguageModel
 
-    model, adapter = document.model, document.adapter
-    checkpoints: Any = "unsloth" if checkpointing else False  # "unsloth": its own, which offloads activations
+    model, lora, seed = config.model, config.tuning.lora, config.train.seed
+    is_4bit = config.tuning.mode == "qlora"
+    checkpoints: Any = (
+        "unsloth" if plan.choice.checkpointed > 0 else False
+    )  # "unsloth": its own, which offloads activations
     try:
         loaded, _ = FastLanguageModel.from_pretrained(
-            model_name=model.path,
+            model_name=document.model_path,
             revision=model.revision,
-            max_seq_length=model.max_seq_len,
-            dtype=getattr(torch, model.dtype),
-            load_in_4bit=model.four_bit,
+            max_seq_length=plan.max_seq_len,
+            dtype=getattr(torch, plan.precision.compute),
+            load_in_4bit=is_4bit,
             load_in_8bit=False,
             full_finetuning=False,
             trust_remote_code=model.trust_remote_code,
@@ -210,36 +207,34 @@ def load(document: handover.Document, *, seed: int, checkpointing: bool) -> Any:
         )
         adapted = FastLanguageModel.get_peft_model(
             loaded,
-            r=adapter.r,
-            target_modules=list(adapter.target_modules),
-            lora_alpha=adapter.lora_alpha,
-            lora_dropout=adapter.lora_dropout,
+            r=lora.r,
+            target_modules=document.target_modules,
+            lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout,
             bias="none",
             use_gradient_checkpointing=checkpoints,
             random_state=seed,
-            use_rslora=adapter.use_rslora,
-            max_seq_length=model.max_seq_len,
+            use_rslora=lora.use_rslora,
+            max_seq_length=plan.max_seq_len,
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Unsloth checks models and options in many ways
-        raise BackendError(
-            f"Unsloth cannot load {one_line(model.path)}: {type(error).__name__}: {one_line(str(error), limit=300)}"
-        ) from error
-    check_loaded(adapted, document)
+        reason = f"{type(error).__name__}: {one_line(str(error), limit=300)}"
+        raise BackendError(f"Unsloth cannot load {one_line(document.model_path)}: {reason}") from error
+    check_loaded(adapted, document.tensors, is_4bit=is_4bit)
     keep_4bit_trainable(adapted)
     adapted.config.use_cache = False
     return adapted
 
 
-def check_loaded(model: Any, document: handover.Document) -> None:
+def check_loaded(model: Any, wanted_shapes: dict[str, list[int]], *, is_4bit: bool) -> None:
     """Raises BackendError where the model is not quantised as asked, or its adapters are not those of the run."""
     has_4bit = any(type(module).__name__ == "Linear4bit" for module in model.modules())
-    if has_4bit != document.model.four_bit:
-        loaded, wanted = ("4-bit" if flag else "unquantised" for flag in (has_4bit, document.model.four_bit))
+    if has_4bit != is_4bit:
+        loaded, wanted = ("4-bit" if flag else "unquantised" for flag in (has_4bit, is_4bit))
         raise BackendError(f"Unsloth loaded {loaded} weights, and the run asks for {wanted} ones; nothing was trained")
     shapes = {name: list(shape) for name, shape in whole_shapes(model).items()}
-    wanted_shapes = document.adapter.tensors
     differing = [name for name in {**wanted_shapes, **shapes} if shapes.get(name) != wanted_shapes.get(name)]
     if differing:
         name = differing[0]

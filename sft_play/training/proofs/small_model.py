@@ -1,8 +1,6 @@
-"""Whether a model keeps the chats of one row apart: measured on a small model of its class with random weights.
+"""A small model of a class, with random weights: what it shows takes the place of lists of names.
 
-No list of names decides. Some classes derive no mask from position ids (transformers 5.23: falcon, opt, bloom,
-gpt-oss), some carry a state from token to token that position ids do not reset (mamba and its hybrids); in both a chat
-would see the one before it. A few narrow layers of every kind show it, in a second or two on a CPU.
+A few narrow layers of every kind, by the class's own config, compute in a second or two on a CPU.
 """
 
 from __future__ import annotations
@@ -15,22 +13,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.training.loop.collate import COUNTS, Collator
 
-TOLERANCE = 1e-3
-"""Difference of logits over their spread that counts as rounding: of 151 classes of transformers 5.23, 94 differ by
-2e-4 at most (93 of them by 2e-5), the others by 0.19 and more (fp32, 2026-11-21)."""
-TELLING = 0.05
-"""Least difference that a chat's beginning must make to its end: in a model below it, no leak would show."""
-LENGTHS = (19, 23)
-"""Tokens of the two chats: longer than the small windows below, so that windows and chunks cross the border."""
 VOCABULARY = 128
 MOST_PARAMETERS = 200_000_000
 """Of a model at full width with few layers: more would take longer than a few seconds."""
@@ -54,73 +43,7 @@ _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _MOST_LAYERS = 12
 """Layers kept where the config does not list their kinds: periods of hybrids are 6 to 8 (jamba 8, zamba 6)."""
-_INSTEAD = "use data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
-
-
 Found = TypeVar("Found")
-
-
-@dataclass(frozen=True)
-class Apart:
-    """Largest differences of the second chat's logits, over their spread, in a row that it shares with another."""
-
-    leak: float
-    """When the first chat is changed."""
-    alone: float
-    """From the same chat in a row of its own."""
-    padded: float
-    """The same in a batch of two padded rows."""
-    seen: float
-    """When the first is changed and both are one chat: what a leak looks like in this model."""
-
-    @property
-    def is_telling(self) -> bool:
-        """Whether the differences are finite, and a leak would have shown."""
-        return math.isfinite(self.worst) and self.seen >= TELLING
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether no difference is more than rounding."""
-        return self.worst < TOLERANCE
-
-    @property
-    def worst(self) -> float:
-        """The largest difference that should be none."""
-        return max(self.leak, self.alone, self.padded)
-
-
-def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> str:
-    """A line that a model of this config keeps the chats of one row apart, with the measured difference.
-
-    Args:
-        attention: the attention implementation by its name in transformers. Flash attention is measured as sdpa or
-            eager.
-
-    Raises:
-        ConfigError: it does not, or it cannot be measured.
-    """
-    kind = kind_of(hf_config)
-    apart, problem = on_small_model(hf_config, measure, attention=attention, trust_remote_code=trust_remote_code)
-    if apart is None or not apart.is_telling:
-        if apart is not None and not math.isfinite(apart.worst):
-            problem = "a small model of its class computes numbers that are not finite"
-        elif apart is not None:
-            problem = (
-                f"in a small model of its class a token hardly depends on those before it: by {apart.seen:.1g} of the "
-                "spread"
-            )
-        raise ConfigError(
-            f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured ({problem}), and "
-            f"a chat that sees another would be trained wrong; {_INSTEAD}"
-        )
-    if not apart.is_exact:
-        raise ConfigError(
-            f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {_how(apart)}; {_INSTEAD}"
-        )
-    return (
-        f"Packing: {kind} keeps the chats of a row apart (on a small model of its class the logits of a chat differ by "
-        f"{apart.worst:.0e} of their spread, alone, packed, or after another chat)"
-    )
 
 
 def kind_of(hf_config: Any) -> str:
@@ -171,58 +94,11 @@ def _look(
     return None, problem
 
 
-def _how(apart: Apart) -> str:
-    if apart.leak >= TOLERANCE:
-        return (
-            f"when the first chat is changed, the logits of the second change by {apart.leak:.2g} of their spread "
-            "(measured on a small model of its class): it sees the first"
-        )
-    return (
-        f"packed, the logits of the second chat differ by {max(apart.alone, apart.padded):.2g} of their spread from "
-        "those of the same chat alone (measured on a small model of its class)"
-    )
-
-
-def measure(small: Any, *, attention: str, trust_remote_code: bool = False) -> Apart:
-    """How two chats in one row affect each other, in fp32 on the CPU; no random state is changed."""
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = small_model(small, attention, trust_remote_code)
-        draw = torch.Generator().manual_seed(1)
-        begin, length = LENGTHS
-        first, other, second = (
-            torch.randint(3, VOCABULARY, (size,), generator=draw).numpy() for size in (begin, begin, length)
-        )
-        alone = _logits(model, [[second]])[0]
-        packed, changed = (_logits(model, [[chat, second]])[0, begin:] for chat in (first, other))
-        one, another = (_logits(model, [[np.concatenate([chat, second])]])[0, begin:] for chat in (first, other))
-        batch = _logits(model, [[first, second], [second]])
-        spread = float(alone.std()) or 1.0
-        padded = max(_gap(batch[0, begin:], alone), _gap(batch[1, :length], alone))
-        gaps = (_gap(packed, changed), _gap(packed, alone), padded, _gap(one, another))
-        return Apart(*(gap / spread for gap in gaps))
-
-
 def small_config(hf_config: Any) -> Any:
     """A config of the same class with few narrow layers, at least one of every kind, and a vocabulary of 128."""
     small = _short(hf_config)
     _narrow(small)
     return small
-
-
-def _gap(one: torch.Tensor, two: torch.Tensor) -> float:
-    return float((one - two).abs().max())
-
-
-def _logits(model: Any, packs: list[list[Any]]) -> torch.Tensor:
-    """Logits [B, T, V] of packs, fed as in training."""
-    rows = []
-    for pack in packs:
-        tokens = np.concatenate(pack)
-        rows.append({"input_ids": tokens, "labels": tokens, "chat_lengths": np.array([len(chat) for chat in pack])})
-    batch = Collator(pad_id=0)(rows)
-    inputs = {name: value for name, value in batch.items() if name not in (*COUNTS, "labels")}
-    logits: torch.Tensor = model(**inputs, use_cache=False).logits
-    return logits
 
 
 def small_model(small: Any, attention: str, trust_remote_code: bool) -> Any:
@@ -246,6 +122,40 @@ def small_model(small: Any, attention: str, trust_remote_code: bool) -> Any:
                 scale = 1.0 if id(parameter) in tables else 1.5 / math.sqrt(parameter.shape[-1])
                 parameter.copy_(torch.randn(parameter.shape, generator=draw) * scale)
     return model.eval()
+
+
+@dataclass(frozen=True)
+class Passed:
+    """What a model computed of rows, in fp32."""
+
+    logits: torch.Tensor
+    """Of the real places, [tokens, words]."""
+    gradients: torch.Tensor
+    """Of all weights, one after the other; none where it did not train."""
+
+
+def passed(
+    model: Any, rows: list[dict[str, Any]], *, flat: bool = False, masks: bool = True, trains: bool = True, **more: Any
+) -> Passed:
+    """A pass over rows as in training, forward and, where it `trains`, backward.
+
+    Args:
+        flat: packs lie one behind the other, told apart by their boundaries.
+        masks: padded rows come with their mask.
+        more: what else the model is given.
+    """
+    batch = Collator(pad_id=0, flat=flat, masks=masks, tells_lengths=flat)(rows)
+    left_out = COUNTS if trains else (*COUNTS, "labels")
+    inputs = {name: value for name, value in batch.items() if name not in left_out}
+    model.zero_grad(set_to_none=True)
+    output = model(**inputs, **more, use_cache=False)
+    if trains:
+        output.loss.backward()
+    lengths = [len(row["input_ids"]) for row in rows]
+    is_joined = flat and "chat_lengths" in rows[0]
+    real = output.logits[0] if is_joined else torch.cat([output.logits[n, :length] for n, length in enumerate(lengths)])
+    gradients = [one.grad.flatten() for one in model.parameters() if one.grad is not None]
+    return Passed(real.detach().float(), torch.cat(gradients).float() if gradients else torch.zeros(0))
 
 
 def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
