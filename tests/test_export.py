@@ -195,7 +195,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path, monkeypatch):
     converter()
-    monkeypatch.setattr(check_export, "has_llama_cpp", lambda: False)
+    monkeypatch.setattr(check_export.gguf_model, "has_llama_cpp", lambda: False)
     run = run_of(tmp_path, model("Olmo2"))
     export_run(run, "gguf")
     tested = export_test(run, rows=3)

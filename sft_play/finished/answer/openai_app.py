@@ -40,17 +40,7 @@ from sft_play.data.sources.formats import Chat, first_format, to_example
 from sft_play.data.sources.messages import Message
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
-from sft_play.finished.answer.openai_requests import (
-    BodyLimit,
-    ChatRequest,
-    CompletionRequest,
-    ResponseRequest,
-    StopTexts,
-    UntilStop,
-    accepted,
-    refused,
-    until_stop,
-)
+from sft_play.finished.answer import openai_requests as requests
 from sft_play.finished.answer.respond import Responder
 
 SERVED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health")
@@ -83,7 +73,9 @@ def openai_app(responder: Responder, name: str, *, hosts: Sequence[str] | None =
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _as_openai_error)
-    app.add_middleware(BodyLimit, most=max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0)))
+    app.add_middleware(
+        requests.BodyLimit, most=max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0))
+    )
     if hosts is not None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
     for part in ("chat_completion", "completion", "response"):
@@ -129,7 +121,7 @@ def _prepare(responder: Responder) -> None:
         if positions is not None:
             config.max_new_tokens = max(1, min(config.max_new_tokens, positions - length))
         if stops:
-            until = StopTexts(options["tokenizer"], stops, prompt_tokens=length)
+            until = requests.StopTexts(options["tokenizer"], stops, prompt_tokens=length)
             options["stopping_criteria"] = StoppingCriteriaList([until])
         return generate(*words, generation_config=config, **options)
 
@@ -182,11 +174,13 @@ class _OneModel(ModelManager):
         lengths = [len(self.text_ids(str(message.get("content") or ""))) for message in messages]
         if self.positions is not None and len(messages) + sum(lengths) > 2 * self.positions:
             # before it is rendered, which costs more; a template may leave out some of the text
-            raise refused(f"the messages are far longer than the model's {self.positions} positions", "messages")
+            raise requests.refused(
+                f"the messages are far longer than the model's {self.positions} positions", "messages"
+            )
         try:
             return request_ids(self.responder, messages, tools)
         except DataError as error:
-            raise refused(str(error), "messages") from error
+            raise requests.refused(str(error), "messages") from error
 
     def text_ids(self, text: str) -> list[int]:
         """The prompt that a text is."""
@@ -214,9 +208,9 @@ class _Answers(GenerateManager):
     ) -> Any:
         text, length, ids = await super().generate_non_streaming(model, processor, inputs, gen_config, **options)
         stops = gen_config.stop_strings or ()
-        cut = until_stop(text, stops)
+        cut = requests.until_stop(text, stops)
         if cut != text:  # think text and tool calls are read from the ids, in which special tokens are
-            raw = until_stop(processor.decode(ids), stops)
+            raw = requests.until_stop(processor.decode(ids), stops)
             ids = torch.tensor(processor(raw, add_special_tokens=False)["input_ids"], dtype=ids.dtype)
         return cut, length, ids
 
@@ -225,7 +219,7 @@ class _Pieces:
     """The queue from which the server streams, up to the first stop text."""
 
     def __init__(self, queue: asyncio.Queue[Any], stops: Sequence[str]) -> None:
-        self._queue, self._until, self._ready = queue, UntilStop(stops), deque[Any]()
+        self._queue, self._until, self._ready = queue, requests.UntilStop(stops), deque[Any]()
 
     async def get(self) -> Any:
         """The next piece."""
@@ -257,19 +251,19 @@ class _Handler:
     ends_with_done = True
 
     async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
-        asked = accepted(body, self.accepts)
+        asked = requests.accepted(body, self.accepts)
         manager: _OneModel = self.model_manager  # type: ignore[attr-defined]
         if asked.get("stream") and not hasattr(manager.tokenizer, "_tokenizer"):
-            raise refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
+            raise requests.refused("this model's tokenizer cannot stream; ask without stream=True", "stream")
         if asked.get("temperature"):
             asked["temperature"] = max(asked["temperature"], _COLDEST)
         _check_bias(asked, manager)
         async with manager.is_rendering:  # one at a time: so does the tokenizer
             ids = await run_in_threadpool(self._make_prompt(asked, manager))
         if not ids:
-            raise refused("the prompt is empty", "prompt")
+            raise requests.refused("the prompt is empty", "prompt")
         if manager.positions is not None and len(ids) >= manager.positions:
-            raise refused(f"the prompt has {len(ids)} tokens and the model {manager.positions} positions")
+            raise requests.refused(f"the prompt has {len(ids)} tokens and the model {manager.positions} positions")
         _PROMPT.set(ids)
         answer = await super().handle_request({"stream": False, **asked}, request_id)  # type: ignore[misc]
         if isinstance(answer, StreamingResponse) and self.ends_with_done:
@@ -285,26 +279,26 @@ class _Handler:
 
 
 class _ChatHandler(_Handler, ChatCompletionHandler):
-    accepts = ChatRequest
+    accepts = requests.ChatRequest
 
     def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
         return lambda: manager.chat_ids(asked["messages"], asked.get("tools"))
 
 
 class _ResponseHandler(_Handler, ResponseHandler):
-    accepts = ResponseRequest
+    accepts = requests.ResponseRequest
     ends_with_done = False
 
     def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
         try:
             messages, tools = self._normalize_input(asked), self._normalize_tools(asked.get("tools"))
         except (KeyError, TypeError, AttributeError) as error:
-            raise refused(f"input is not in the form of the API: {error!r}", "input") from error
+            raise requests.refused(f"input is not in the form of the API: {error!r}", "input") from error
         return lambda: manager.chat_ids(messages, tools)
 
 
 class _CompletionHandler(_Handler, CompletionHandler):
-    accepts = CompletionRequest
+    accepts = requests.CompletionRequest
 
     def _make_prompt(self, asked: dict[str, Any], manager: _OneModel) -> Callable[[], list[int]]:
         return lambda: manager.text_ids(asked["prompt"])
@@ -315,7 +309,7 @@ def _check_bias(asked: dict[str, Any], manager: _OneModel) -> None:
     for key in asked.get("logit_bias", {}):
         if not (key.isascii() and key.isdigit() and int(key) < len(manager.tokenizer)):
             words = f"{json.dumps(key)} is not a token id below {len(manager.tokenizer)}"
-            raise refused(f"logit_bias: {words}", "logit_bias")
+            raise requests.refused(f"logit_bias: {words}", "logit_bias")
     if not asked.get("logit_bias", True):
         del asked["logit_bias"]
 

@@ -23,20 +23,8 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.finished.answer.respond import Responder
+from sft_play.finished.evaluate import ship_rule as rule
 from sft_play.finished.evaluate.score import RowScore, batch_tokens, compute_dtype, score_rows
-from sft_play.finished.evaluate.ship_rule import (
-    FORMAT,
-    Evidence,
-    GeneralEvidence,
-    Losses,
-    MergeEvidence,
-    TaskEvidence,
-    Thresholds,
-    Verdict,
-    chance_losses,
-    evidence_lines,
-    judge,
-)
 from sft_play.finished.export.check_merge import merge_test
 from sft_play.finished.export.merge import merged_model, whole_model
 from sft_play.finished.load import HeldOut, continued_by, evenly_spaced, held_out, of_each_model, renderer_of
@@ -74,9 +62,9 @@ class Shipped:
     """A verdict with its evidence, as it is written to ship.json."""
 
     run: Path
-    evidence: Evidence
-    thresholds: Thresholds
-    verdict: Verdict
+    evidence: rule.Evidence
+    thresholds: rule.Thresholds
+    verdict: rule.Verdict
     about: dict[str, Any]
     """Digests, versions and date."""
 
@@ -88,7 +76,7 @@ class Shipped:
     def as_json(self) -> dict[str, Any]:
         """In plain data, from which `replay` computes the verdict again."""
         return {
-            "format": FORMAT, "ok": self.ok, "kind": "done" if self.ok else "do_not_ship",
+            "format": rule.FORMAT, "ok": self.ok, "kind": "done" if self.ok else "do_not_ship",
             "verdict": self.verdict.word, "reasons": self.verdict.reasons,
             "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
             "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),
@@ -101,7 +89,7 @@ class Shipped:
             if self.ok
             else next_line("eval", "shows rows", RUN=self.run)
         )
-        evidence = evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
+        evidence = rule.evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
 
 
@@ -115,7 +103,7 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
         RunFolderError: another process writes the run folder.
     """
     quiet_libraries()
-    thresholds = Thresholds()
+    thresholds = rule.Thresholds()
     if tolerance is not None:
         thresholds = dataclasses.replace(thresholds, max_text_rise=tolerance, max_chat_rise=tolerance)
     sample, continued = general_sample(), continued_by(run)
@@ -133,10 +121,12 @@ def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) 
             evidence = measured.evidence()
             about["rows_sha256"] = measured.rows_sha256
         except ModelError as error:
-            evidence = Evidence(TaskEvidence(""), GeneralEvidence(), MergeEvidence("not needed"), str(error))
-        if not judge(evidence, thresholds).reasons:
+            evidence = rule.Evidence(
+                rule.TaskEvidence(""), rule.GeneralEvidence(), rule.MergeEvidence("not needed"), str(error)
+            )
+        if not rule.judge(evidence, thresholds).reasons:
             evidence = dataclasses.replace(evidence, merge=_merge_evidence(run))
-        shipped = Shipped(run.folder.path, evidence, thresholds, judge(evidence, thresholds), about)
+        shipped = Shipped(run.folder.path, evidence, thresholds, rule.judge(evidence, thresholds), about)
         with writing(run.folder.path / SHIP_FILE):
             run.folder.write_json(SHIP_FILE, shipped.as_json())
     return shipped
@@ -166,15 +156,15 @@ class _ShipRows:
         self.chats, self.refused = chat_rows(sample, general)
         self.rows_sha256 = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
-    def evidence(self) -> Evidence:
+    def evidence(self) -> rule.Evidence:
         """All but the merge; raises ModelError where the model cannot be loaded."""
         (base, right_base), (tuned, right_tuned) = of_each_model(self.run, self._measured)
         text = _losses(base["text"], tuned["text"], self.text.rows, self.text.kinds)
         chats = _losses(base["chats"], tuned["chats"], self.chats.rows, self.chats.kinds)
         split = "" if self.held.name == "train" else self.held.name
         losses = _losses(base["task"], tuned["task"], self.rows)
-        task = TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
-        return Evidence(task, GeneralEvidence(text, chats, self.refused), MergeEvidence("not needed"))
+        task = rule.TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
+        return rule.Evidence(task, rule.GeneralEvidence(text, chats, self.refused), rule.MergeEvidence("not needed"))
 
     def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
         logger.info("Measuring the %s", whose)
@@ -205,22 +195,24 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
 
 def _losses(
     base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row], kinds: Sequence[str] = ()
-) -> Losses:
+) -> rule.Losses:
     counts = [at for at, score in enumerate(base) if score.tokens]
     trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
-    chance = chance_losses(trained) if counts else []
+    chance = rule.chance_losses(trained) if counts else []
 
     def numbers(scores: Sequence[RowScore]) -> tuple[float | None, ...]:
         return tuple(scores[at].nll if math.isfinite(scores[at].nll) else None for at in counts)
 
     tokens, guessed = tuple(base[at].tokens for at in counts), tuple(chance[at] for at in counts)
-    return Losses(numbers(base), numbers(tuned), tokens, guessed, tuple(kinds[at] for at in counts) if kinds else ())
+    return rule.Losses(
+        numbers(base), numbers(tuned), tokens, guessed, tuple(kinds[at] for at in counts) if kinds else ()
+    )
 
 
-def _merge_evidence(run: FinishedRun) -> MergeEvidence:
+def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
     """The merged model compared with the adapter; it is made first where it is missing or older."""
     if not run.is_adapter:
-        return MergeEvidence("no adapter")
+        return rule.MergeEvidence("no adapter")
     try:
         if merged_model(run) is None:
             whole_model(run, is_locked=True)
@@ -228,9 +220,9 @@ def _merge_evidence(run: FinishedRun) -> MergeEvidence:
     except DataError:
         raise
     except SftPlayError as error:
-        return MergeEvidence("failed", reason=one_line(str(error), limit=500))
+        return rule.MergeEvidence("failed", reason=one_line(str(error), limit=500))
     kl = compared.kl_merged if math.isfinite(compared.kl_merged) else None
-    return MergeEvidence("compared", kl, compared.kl_limit, compared.kl_base)
+    return rule.MergeEvidence("compared", kl, compared.kl_limit, compared.kl_base)
 
 
 # --- the general sample -----------------------------------------------------------------------------------------------

@@ -22,19 +22,9 @@ import torch
 from transformers import AutoConfig
 
 from sft_play.errors import RunFolderError
+from sft_play.finished.export import gguf_model
 from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
 from sft_play.finished.export.exported import EXPORT
-from sft_play.finished.export.gguf_model import (
-    LlamaCppModel,
-    NotReadHere,
-    Weights,
-    compare_gguf_weights,
-    different_settings,
-    embedding_rows,
-    has_llama_cpp,
-    load_gguf,
-    tensor_types,
-)
 from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTokenizer, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
@@ -110,7 +100,7 @@ class ExportTest(Outcome):
     prompts: int
     checks: tuple[ExportCheck, ...]
     answering: tuple[Answering, ...]
-    weights: Weights | None
+    weights: gguf_model.Weights | None
     divergence_of_base: float | None
 
     @property
@@ -227,13 +217,13 @@ def export_test(
         prompts.tokenizer,
     )  # fmt: skip
     known = read_pre_tokenizers(find_converter(llama_cpp).vocabularies)
-    types = tensor_types(file)
-    problems = different_settings(file, fields, AutoConfig.from_pretrained(model))
+    types = gguf_model.tensor_types(file)
+    problems = gguf_model.different_settings(file, fields, AutoConfig.from_pretrained(model))
     words = "; ".join(problems) or "layers, heads and positions are the model's"
     checks = [*_prompt_checks(run, prompts, asked, fields, known), ExportCheck("Settings", not problems, words)]
     seen, weights, read_checks = _read_and_answer(file, model, material, types)
     checks += read_checks
-    if has_llama_cpp():
+    if gguf_model.has_llama_cpp():
         own, check = _answered_by_llama_cpp(file, material)
         seen, checks = [*seen, own], [*checks, check]
     base_divergence, answering = _beside_trained(run, material, seen, types)
@@ -263,7 +253,7 @@ def _prompt_checks(
     try:
         own = GgufTokenizer(fields, known)
     except UnreadableTokenizer as error:
-        return [*checks, ExportCheck("Tokenizer", has_llama_cpp() or None, str(error))]
+        return [*checks, ExportCheck("Tokenizer", gguf_model.has_llama_cpp() or None, str(error))]
     same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
     words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
     checks.append(ExportCheck("Tokenizer", same == len(asked) > 0, words))
@@ -274,17 +264,17 @@ def _prompt_checks(
 
 def _read_and_answer(
     file: Path, model: Path, material: _Material, types: set[str]
-) -> tuple[list[_Seen], Weights | None, list[ExportCheck]]:
+) -> tuple[list[_Seen], gguf_model.Weights | None, list[ExportCheck]]:
     """The merged model, and the file as transformers reads it: answers of both, and their weights compared."""
     whole = load_folder(model)
     seen = [material.seen_by(whole, "merged")]  # its answers tell the merge's faults from the file's
     try:
-        read = load_gguf(file, model, dtype=whole.dtype, rows=embedding_rows(file))
-    except NotReadHere as error:
-        words, is_covered = f"{error}; llama.cpp itself is asked", has_llama_cpp()
+        read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=gguf_model.embedding_rows(file))
+    except gguf_model.NotReadHere as error:
+        words, is_covered = f"{error}; llama.cpp itself is asked", gguf_model.has_llama_cpp()
         words += "" if is_covered else " where llama-cpp-python is installed"
         return seen, None, [ExportCheck("Weights", is_covered or None, words)]
-    weights = compare_gguf_weights(read, whole, types, rows=embedding_rows(file))
+    weights = gguf_model.compare_gguf_weights(read, whole, types, rows=gguf_model.embedding_rows(file))
     del whole
     free_memory()
     seen.append(material.seen_by(read, "GGUF", is_file=True))
@@ -301,7 +291,7 @@ def _read_and_answer(
 def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, ExportCheck]:
     asked, most = material.asked, material.max_new_tokens
     lengths = [*(len(one.ids) + most for one in asked), *(len(row["input_ids"]) for row in material.rows)]
-    model = LlamaCppModel(file, context=max(lengths) + 1)
+    model = gguf_model.LlamaCppModel(file, context=max(lengths) + 1)
     same = sum(model.prompt_ids(one.text) == one.ids for one in asked)
     given = [model.answer(one.ids, stop=material.stop, max_new_tokens=most) for one in asked]
     words = f"{same} of {len(asked)} prompts have training's token ids by llama.cpp itself"

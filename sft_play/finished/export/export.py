@@ -21,15 +21,8 @@ from typing import Any
 from sft_play.diagnose import engines
 from sft_play.errors import ConfigError, DataError, ModelError, RunFolderError, TokenizerError
 from sft_play.facts.models.architecture import local_folder
+from sft_play.finished.export import gguf_tokenizer
 from sft_play.finished.export.exported import EXPORT, EXPORT_FILE, Exported, Format, Quant, shell_word
-from sft_play.finished.export.gguf_tokenizer import (
-    GgufTokenizer,
-    UnreadableTokenizer,
-    is_sentencepiece,
-    prefixes_space,
-    read_fields,
-    write_pieces,
-)
 from sft_play.finished.export.llama_cpp import Converter, convert, find_converter
 from sft_play.finished.export.merge import merge_record, merge_words, whole_model
 from sft_play.finished.export.ollama import modelfile_of
@@ -182,7 +175,7 @@ def _write_gguf(
     shutil.rmtree(staged)
     checked, notes = _check_file(run, file, prompts, converter, vocabulary)
     notes = (*notes, *_engine_notes(prompts))
-    fields = read_fields(file)
+    fields = gguf_tokenizer.read_fields(file)
     served = target / file.name
     own = shell_word(name.lower())
     command = (
@@ -235,8 +228,8 @@ def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
     own = staged / "tokenizer.model"
     if pieces.is_file() and not own.exists():
         own.symlink_to(pieces.resolve())
-    if not own.exists() and is_sentencepiece(tokenizer):
-        write_pieces(tokenizer, own)
+    if not own.exists() and gguf_tokenizer.is_sentencepiece(tokenizer):
+        gguf_tokenizer.write_pieces(tokenizer, own)
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
     path = staged / "tokenizer_config.json"
     settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -270,7 +263,7 @@ def _vocabulary(prompts: Prompts, converter: Converter) -> tuple[dict[str, Any],
     others.sort(key=lambda token: tokenizer.convert_ids_to_tokens(token) != prompts.end_of_turn.strip())
     kinds = ("eos", "eot", "eom") if own is not None else ("eot", "eom")
     ids = dict(zip(kinds, ([own] if own is not None else []) + others, strict=False))
-    prefix = prefixes_space(tokenizer) if is_sentencepiece(tokenizer) else None
+    prefix = gguf_tokenizer.prefixes_space(tokenizer) if gguf_tokenizer.is_sentencepiece(tokenizer) else None
     return {"pre": pre, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": prefix}, pre
 
 
@@ -282,7 +275,7 @@ def _check_file(
     Raises:
         TokenizerError: it is another tokenizer, or another chat template.
     """
-    fields = read_fields(file)
+    fields = gguf_tokenizer.read_fields(file)
     if prompts.template is not None and fields.get("tokenizer.chat_template") != prompts.template:
         raise TokenizerError(f"{converter.version} wrote another chat template into the GGUF than the one trained with")
     wanted, written = vocabulary["add_bos"], bool(fields.get("tokenizer.ggml.add_bos_token"))
@@ -290,8 +283,8 @@ def _check_file(
         what = "lack the BOS that they had" if wanted else "begin with a BOS that they did not have"
         raise TokenizerError(f"{converter.version} wrote add_bos_token={written}: prompts would {what} in training")
     try:
-        own = GgufTokenizer(fields, read_pre_tokenizers(converter.vocabularies))
-    except UnreadableTokenizer as error:
+        own = gguf_tokenizer.GgufTokenizer(fields, read_pre_tokenizers(converter.vocabularies))
+    except gguf_tokenizer.UnreadableTokenizer as error:
         return 0, (f"Tokenizer: {error}; make export-test reads it where llama-cpp-python is installed",)
     asked = _some_prompts(run, prompts)
     for one in asked:
