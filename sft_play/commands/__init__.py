@@ -24,8 +24,7 @@ _COMMANDS = {
     "finished_runs": ("runs", "prune", "report", "compare", "eval", "ship", "reproduce"),
     "answering": ("chat", "infer", "serve"),
     "exporting": ("merge", "merge-test", "export", "export-test", "push", "consolidate"),
-    "measuring": ("bench", "memory-model-score", "verify-layouts", "gpu-selftest", "mask-score"),
-    "generate": ("generate",),
+    "developing": ("bench", "memory-model-score", "verify-layouts", "gpu-selftest", "mask-score", "generate"),
 }
 FILES = {command: file for file, commands in _COMMANDS.items() for command in commands}
 """Each command and its file, in the order of the help."""

@@ -1,18 +1,25 @@
-"""`bench`, `memory-model-score`, `verify-layouts`, `gpu-selftest` and `mask-score`: measurements of the project itself,
-by tools that only a checkout has: `benchmarks/` is beside the package and is not installed with it."""
+"""Developers' commands. `bench`, `memory-model-score`, `verify-layouts`, `gpu-selftest` and `mask-score` measure the
+project itself, by tools that only a checkout has: `benchmarks/` is beside the package and is not installed with it.
+`generate` writes the files of a checkout that are made from the code."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import re
 import sys
+from pathlib import Path
 from types import ModuleType
 
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
+from sft_play.config.reference import write_generated
 from sft_play.errors import ConfigError
+from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
 from sft_play.files import ROOT
+from sft_play.process.variables import help_lines
+from sft_play.starter import files
 
 logger = logging.getLogger(__name__)
 
@@ -22,11 +29,16 @@ HELP = {
     "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
     "gpu-selftest": "measure kernels, peaks, speeds and layouts on this machine's GPUs, and compare with the plan",
     "mask-score": "score the loss masks of chat templates (TEMPLATES=, TOKENIZER=)",
+    "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, "
+    "transformers' defaults of configs, the variables in make's help",
 }
+_VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 
 
 def run(request: Request) -> Answer:
-    """Figures, each beside what was predicted or measured elsewhere."""
+    """Figures, each beside what was predicted or measured elsewhere; or the files that were written."""
+    if request.command == "generate":
+        return _generate()
     return {
         "bench": _bench,
         "memory-model-score": _memory_model_score,
@@ -107,3 +119,24 @@ def _mask_score(request: Request) -> Answer:
         )
     score = tool("mask_score.score", command=request.command).score
     return answer_of(score(request.templates, request.tokenizer))
+
+
+def _generate() -> Answer:
+    written = [*write_generated(Path.cwd()), *files.write(Path.cwd())]
+    table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
+    if (Path.cwd() / table).is_file():
+        renewed = importlib.import_module("sft_play.trace.meta_shape").class_defaults(CLASS_DEFAULTS)
+        (Path.cwd() / table).write_text(defaults_text(renewed), encoding="utf-8")
+        written.append(table)
+    for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
+        if makefile.is_file():
+            text = with_variables(makefile.read_text(encoding="utf-8"), maintaining=makefile.parent.name != "")
+            makefile.write_text(text, encoding="utf-8")
+            written.append(makefile)
+    return Answer({"ok": True, "written": [str(path) for path in written]}, [f"wrote {path}" for path in written])
+
+
+def with_variables(makefile: str, *, maintaining: bool) -> str:
+    """A Makefile with the help of its variables as the table has it; with `maintaining`, that of benchmarks/."""
+    lines = "".join(f"#: {line}\n" for line in help_lines(maintaining=maintaining))
+    return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)
