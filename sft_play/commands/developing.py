@@ -113,10 +113,7 @@ def _gpu_selftest(request: Request) -> Answer:
 
 def _mask_score(request: Request) -> Answer:
     if request.templates is None or request.tokenizer is None:
-        raise ConfigError(
-            "mask-score needs both: make mask-score TEMPLATES=FOLDER TOKENIZER=FOLDER OUT=score.json (a folder of "
-            ".jinja files, and the folder or hub id of a tokenizer)"
-        )
+        raise ConfigError("mask-score needs both: TEMPLATES=FOLDER (.jinja files) and TOKENIZER=FOLDER (or a hub id)")
     score = tool("mask_score.score", command=request.command).score
     return answer_of(score(request.templates, request.tokenizer))
 

@@ -110,10 +110,8 @@ def _spreads(request: Request, loaded: LoadedConfig) -> bool:
         ConfigError: a layout of several was asked for.
     """
     if request.options.strategy not in (None, "single") or request.options.deepspeed:
-        raise ConfigError(
-            f"{request.command} runs one process, and a layout or DeepSpeed was asked for: use train-distributed or "
-            "train-deepspeed, or start the ranks with torchrun"
-        )
+        asked = f"{request.command} runs one process, and a layout or DeepSpeed was asked for"
+        raise ConfigError(f"{asked}: use train-distributed or train-deepspeed, or start the ranks with torchrun")
     mesh = mesh_of(loaded.config.model.mesh_shape)
     return request.options.nodes.count > 1 or (mesh is not None and mesh.ranks > 1) or accelerate_names_machines()
 
@@ -162,10 +160,8 @@ def launched_ranks(request: Request) -> Ranks | None:
         return None
     wanted, started = options.processes, ranks.local_world_size
     if wanted not in (None, started):
-        raise ConfigError(
-            f"NPROC={wanted} asks for {wanted} processes on this node, and the launcher started {started}: leave out "
-            "NPROC=, or give the launcher the same number"
-        )
+        asked = f"NPROC={wanted} asks for {wanted} processes on this node, and the launcher started {started}"
+        raise ConfigError(f"{asked}: leave out NPROC=, or give the launcher the same number")
     wants_engine = options.deepspeed or options.strategy not in (None, "single")
     if ranks.world_size == 1 and ranks.folder is None and not wants_engine:
         return None
@@ -181,10 +177,7 @@ def _setup_accelerate(request: Request) -> Answer:
     path = accelerate_path(os.environ)
     if os.environ.get("INTERACTIVE", "") not in ("", "0"):
         if not (sys.stdin and sys.stdin.isatty()):
-            raise ConfigError(
-                "INTERACTIVE=1 lets accelerate ask its questions, and there is no terminal to answer them in; start it "
-                "in one, or leave INTERACTIVE= out: the file is then written for this machine"
-            )
+            raise ConfigError("INTERACTIVE=1: there is no terminal to answer accelerate's questions in; leave it out")
         words = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config", "--config_file", str(path)]
         with stdout_to_stderr(wanted=request.json):
             code = subprocess.call(words)

@@ -106,10 +106,8 @@ class RenderedFile:
     def lines(self) -> list[str]:
         """What was written, in words."""
         stats, (tokens, trained) = self.stats, self._tokens
-        lines = [
-            f"{self.path}: {stats.kept:,} of {stats.rows:,} rows of {stats.source}; {tokens:,} tokens, "
-            f"{trained:,} of them trained ({trained / max(1, tokens):.0%})"
-        ]
+        count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
+        lines = [f"{self.path}: {stats.kept:,} of {stats.rows:,} rows of {stats.source}; {count}"]
         if stats.tokens_cut:
             lines.append(f"max_seq_len cuts {stats.tokens_cut:,} tokens, {stats.lost_by_cut:,} of them trained")
         if stats.too_long:

@@ -292,8 +292,7 @@ def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
     if request.config_given or request.command not in flag_commands("CONFIG"):
         return
     if "CONFIG" in environment:
-        raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset CONFIG to "
-                          "run the starter")  # fmt: skip
+        raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
     if not request.overrides or request.command not in (*TRAINING, *DESCRIBING):
         return
     if not request.config.is_file():
@@ -321,8 +320,8 @@ def _refuse_words(command: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for words that are not settings, or settings where the command reads no run YAML."""
     for word in overrides:
         if not word.partition("=")[1] and word.lower().endswith((".yaml", ".yml")):
-            raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML: "
-                              f"--config {shlex.quote(one_line(word))}")  # fmt: skip
+            flag = f"--config {shlex.quote(one_line(word))}"
+            raise ConfigError(f"{one_line(word)} is not key=value, such as train.epochs=1; to name a run YAML: {flag}")
     refuse_variables(overrides)
     if overrides and command not in flag_commands("SET"):
         raise ConfigError(f"{command} reads no run YAML, so {one_line(overrides[0])} would change nothing")
@@ -335,7 +334,5 @@ def refuse_variables(overrides: Sequence[str]) -> None:
         name = key.upper()
         if name in VARIABLES and key not in sections():  # `output={dir: x}` is a section of the run YAML
             flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
-            raise ConfigError(
-                f"{one_line(word)} is a variable of make, not a setting: give it to make (make plan {name}=...), or in "
-                f"the environment{flag}"
-            )
+            how = f"give it to make (make plan {name}=...), or in the environment{flag}"
+            raise ConfigError(f"{one_line(word)} is a variable of make, not a setting: {how}")

@@ -116,8 +116,7 @@ def check_disk(use: DiskUse, *, folder: Path, there: Path, space: Space | None, 
     written = f"a {one}" if use.count == 1 else several
     needed = f"{written} and {size_of(use.weights)} at the end: {size_of(use.total)}; {free}"
     if space.free < use.total:
-        return failed("disk", needed, "free space, set output.dir to a larger disk, train.save_total_limit=1, or a "
-                      "larger train.save_steps")  # fmt: skip
+        return failed("disk", needed, "free space, set output.dir to a larger disk, or train.save_total_limit=1")
     return passed("disk", needed)
 
 

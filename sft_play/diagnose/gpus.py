@@ -33,9 +33,8 @@ def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Findin
         machine = replace(hardware, cpu_ranks=count)
         if options.gpus:
             asked = ",".join(map(str, options.gpus))
-            return machine, failed("GPUs", f"GPUS={asked} names GPUs, but the driver shows none",
-                                   "install the NVIDIA driver, give the container its GPUs (docker run --gpus all), "
-                                   "or leave GPUS= out to run on the CPU")  # fmt: skip
+            remedy = "install the driver, give the container its GPUs (docker run --gpus all), or leave GPUS= out"
+            return machine, failed("GPUs", f"GPUS={asked} names GPUs, but the driver shows none", remedy)
         return machine, skipped("GPUs", f"none found; {count} CPU ranks are used instead")
     by_index = {gpu.index: gpu for gpu in hardware.gpus}
     missing = [index for index in options.gpus if index not in by_index]
@@ -111,9 +110,8 @@ def _errors(states: Sequence[GpuState]) -> list[Finding]:
     counted = [f"{state.index} ({state.uncorrected_errors})" for state in states if state.uncorrected_errors]
     if counted:
         words = f"uncorrected memory errors since the last start: GPU {each_once(counted)}"
-        findings.append(failed("GPU health", words,
-                            "reset the GPU or restart the machine (nvidia-smi -q -d ECC, dmesg | grep Xid); replace it "
-                            "if they come back"))  # fmt: skip
+        remedy = "reset the GPU or restart the machine (dmesg | grep Xid); replace it if they come back"
+        findings.append(failed("GPU health", words, remedy))
     pending = [state.index for state in states if state.remap_pending and not state.remap_failed]
     if pending:
         findings.append(warned("GPU health", f"GPU {each_once(pending)}: a memory row waits to be remapped",
@@ -142,16 +140,13 @@ def _modes(states: Sequence[GpuState]) -> list[Finding]:
 
 
 def _busy(states: Sequence[GpuState]) -> list[Finding]:
-    busy = [
-        f"GPU {state.index}: pid {', '.join(str(pid) for pid, _ in state.others)} "
-        f"({sum(size for _, size in state.others) / GIB:.1f} GiB)"
-        for state in states
-        if state.compute_mode != EXCLUSIVE and sum(size for _, size in state.others) >= BUSY_BYTES
-    ]
-    if not busy:
-        return []
-    return [warned("other processes", "; ".join(busy), "stop them, or name other GPUs: GPUS=0,1; the plan counts "
-                   "what is free now, and both would be slower")]  # fmt: skip
+    busy = []
+    for state in states:
+        held = sum(size for _, size in state.others)
+        if state.compute_mode != EXCLUSIVE and held >= BUSY_BYTES:
+            busy.append(f"GPU {state.index}: pid {each_once(pid for pid, _ in state.others)} ({held / GIB:.1f} GiB)")
+    remedy = "stop them, or name other GPUs: GPUS=0,1; the plan counts what is free now"
+    return [warned("other processes", "; ".join(busy), remedy)] if busy else []
 
 
 def check_peer_path(states: Sequence[GpuState]) -> list[Finding]:

@@ -241,17 +241,14 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         # every rank holds as much, and one of them alone needs more, to write a checkpoint
         wanted = (prediction.host - prediction.host_save) * len(group.ranks) + prediction.host_save
         if wanted > ram.free_bytes + ram.run_bytes:
-            yield (
-                f"RAM: the plan counts on {gib(wanted)} GiB for the ranks of this machine, and {gib(ram.free_bytes)} "
-                f"are free beside the {gib(ram.run_bytes)} that they hold{_biggest(group)}"
-            )
+            free = f"{gib(ram.free_bytes)} are free beside the {gib(ram.run_bytes)} that they hold"
+            counted = f"the plan counts on {gib(wanted)} GiB for the ranks of this machine"
+            yield f"RAM: {counted}, and {free}{_biggest(group)}"
         return
     margin = prediction.margin * len(group.ranks)
     if ram.free_bytes < margin:
-        yield (
-            f"RAM: {gib(ram.free_bytes, digits=2)} GiB are free, less than the plan's margin of "
-            f"{gib(margin, digits=2)}{_biggest(group)}"
-        )
+        least = f"less than the plan's margin of {gib(margin, digits=2)}"
+        yield f"RAM: {gib(ram.free_bytes, digits=2)} GiB are free, {least}{_biggest(group)}"
 
 
 def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:

@@ -227,8 +227,8 @@ class _Checks:
         names = TokenBytes(self._tokenizer)
         pieces = token_pieces(whole.input_ids, whole.labels, names, kept=[True] * len(whole.input_ids))
         shown = Shown(number, whole.where, tuple(whole.input_ids), tuple(whole.labels), tuple(pieces))
-        yield passed("example", f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):\n"
-                            f"{example_line(shown)}")  # fmt: skip
+        head = f"row {number:,} of {survey.split}, trained part in [[ ]] (make preview shows more):"
+        yield passed("example", f"{head}\n{example_line(shown)}")
 
     def _memory(self) -> Iterator[Finding]:
         from sft_play.planner.show import choice_line, memory_line

@@ -235,10 +235,8 @@ def _parts(folder: RunFolder, what: What) -> dict[Path, int]:
 
 def _require_finished(folder: RunFolder, status: str) -> None:
     if status != "finished":
-        raise RunFolderError(
-            f"{folder.path} is not finished ({status}): without its checkpoints and curves it could not be resumed; "
-            "remove the whole run, or finish it with make resume"
-        )
+        ways = "could not be resumed; remove the whole run, or finish it with make resume"
+        raise RunFolderError(f"{folder.path} is not finished ({status}): without them it {ways}")
 
 
 def prune(output: Path, chosen: Mapping[Path, int]) -> Pruned:

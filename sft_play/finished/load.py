@@ -96,10 +96,7 @@ def load_before(run: FinishedRun) -> Any:
     if not file.is_file():
         raise ModelError(f"{file} is gone; {run.folder.path} continued its training")
     if digest_of(file) != before.sha256:
-        raise ModelError(
-            f"{file} is not the adapter that {run.folder.path} continued (its digest is "
-            f"{digest_of(file)[:12]}, the run's manifest has {before.sha256[:12]}): put it back"
-        )
+        raise ModelError(f"{file} is not the adapter that {run.folder.path} continued, by its digest: put it back")
     from peft import PeftModel
 
     return PeftModel.from_pretrained(load_base(run), str(before.folder)).eval()

@@ -134,8 +134,7 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     if exit_code == Interrupted.exit_code:
         raise Interrupted(f"stopped by the user; what was trained is in {old.with_name(name)}")
     if exit_code:
-        raise TrainingError(f"{old} could not be trained again: its training ended with exit code {exit_code}, and "
-                            "says why above")  # fmt: skip
+        raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
     new = RunFolder(old.with_name(name))
     told += _other_plan(run.folder, new)
     tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))

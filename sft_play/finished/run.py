@@ -101,10 +101,9 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
         raise RunFolderError(f"there is no finished run in {base}{also}; train one with make train")
     manifest = folder.manifest()
     if manifest.get("status") != "finished":
-        raise RunFolderError(
-            f"the run {folder.path} is not finished (its manifest says {one_line(str(manifest.get('status')))}): "
-            f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
-        )
+        status = f"its manifest says {one_line(str(manifest.get('status')))}"
+        command = f"make resume RUN={shlex.quote(folder.path.name)} trains it to its end"
+        raise RunFolderError(f"the run {folder.path} is not finished ({status}): {command}")
     config = folder.settings(trusts=trusts)
     if config.curriculum:
         # the weights are those of the last stage, whose settings differ from those of the whole run
@@ -178,10 +177,8 @@ def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
 
     now = weights_facts(run.config.model.name, None)["sha256"]
     if recorded.get("sha256") not in (None, now):
-        raise ModelError(
-            f"the weights in {run.config.model.name} are not those that {run.folder.path} was trained on (their digest "
-            f"is {str(now)[:12]}, the run's manifest has {str(recorded['sha256'])[:12]}): put the base back"
-        )
+        weights = f"the weights in {run.config.model.name}"
+        raise ModelError(f"{weights} are not those that {run.folder.path} was trained on: put the base back")
 
 
 def text_only_of(run: FinishedRun) -> tuple[str, ...]:

@@ -140,10 +140,7 @@ def warning_of(host: str) -> str | None:
     """The warning for an address that others can reach; None for this machine's own."""
     if _is_loopback(host):
         return None
-    return (
-        f"HOST={one_line(host)}: there is no password, so anyone in the network who reaches this machine can use the "
-        f"model; to keep it to yourself, leave HOST out and use an ssh tunnel"
-    )
+    return f"HOST={one_line(host)}: there is no password; to keep the model to yourself, use an ssh tunnel instead"
 
 
 def _origin(host: str, port: int) -> str:
@@ -194,10 +191,8 @@ class TransformersService:
         except ImportError as error:
             if not (error.name or "").startswith("transformers."):
                 raise
-            raise BackendError(
-                f"transformers {version('transformers')} has another server than the one that answers here "
-                f"({one_line(str(error))}): install the version of requirements.lock, or take ENGINE=vllm"
-            ) from None
+            other = f"transformers {version('transformers')} has another server than the one that answers here"
+            raise BackendError(f"{other} ({one_line(str(error))}): install that of requirements.lock") from None
         from sft_play.finished.answer.respond import Responder
         from sft_play.training.prepare.quiet import quiet_libraries
 
@@ -245,10 +240,8 @@ class VllmService:
         places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
         program = shutil.which("vllm", path=places)
         if program is None:
-            raise BackendError(
-                "ENGINE=vllm: there is no program vllm in PATH or in this environment. Install vLLM in an environment "
-                "of its own (pip install vllm) and put its bin folder into PATH, or leave ENGINE=vllm out"
-            )
+            where = "install vLLM in an environment of its own, and put its bin folder into PATH"
+            raise BackendError(f"ENGINE=vllm: there is no program vllm in PATH or in this environment; {where}")
         self._run, self._host = run, host
         with claimed(host, port) as listener:  # vLLM itself says late, and in a traceback, that a port is taken
             self._port = int(listener.getsockname()[1])
@@ -320,10 +313,7 @@ def require_extra() -> None:
     from transformers.utils.import_utils import is_serve_available
 
     if not is_serve_available():
-        raise BackendError(
-            "make serve needs the server of transformers, whose packages (fastapi, uvicorn, openai) are missing here: "
-            "pip install 'sft-play[serve]'"
-        )
+        raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")
 
 
 # --- vLLM -------------------------------------------------------------------------------------------------------------

@@ -79,10 +79,8 @@ def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, S
     splits = splits_of(run, run.config, tokenizer)
     there = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
     if not there:
-        raise DataError(
-            f"{run.folder.path} was trained without validation or test rows, and rows that it was trained on say "
-            "nothing about new ones: name a file that it has not seen with DATA=FILE"
-        )
+        without = f"{run.folder.path} was trained without validation or test rows"
+        raise DataError(f"{without}: name a file that it has not seen with DATA=FILE")
     for name, rows in there.items():
         if split in (None, name):
             return name, rows

@@ -117,10 +117,8 @@ class Evaluation(Outcome):
         answers = f", {len(rows.asked):,} answers" if rows.asked else ""
         lines = [f"Evaluated: {len(rows.numbers):,}{of} rows of {rows.name} ({self.tokens:,} trained tokens{answers})"]
         if rows.seen:
-            lines.append(
-                f"Warning: {rows.seen:,} of {rows.whole:,} rows were trained on, token for token; on those the trained "
-                "model's figures say nothing about new data"
-            )
+            seen = f"{rows.seen:,} of {rows.whole:,} rows were trained on, token for token"
+            lines.append(f"Warning: {seen}, and say nothing about new data")
         recorded = self.facts.get("recorded")
         if recorded:
             lines.append(recorded["line"])

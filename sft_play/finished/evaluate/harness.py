@@ -47,8 +47,8 @@ class TaskFigures:
         """In words; `before` names the model that was trained on."""
         ends = self.interval
         shown = "" if ends is None else f" [{ends.low:+.4f}, {ends.high:+.4f}]"
-        return [f"{self.task} {self.metric}: {self.base:.4f} {before}, {self.tuned:.4f} tuned, "
-                f"{self.tuned - self.base:+.4f}{shown}"]  # fmt: skip
+        both = f"{self.base:.4f} {before}, {self.tuned:.4f} tuned"
+        return [f"{self.task} {self.metric}: {both}, {self.tuned - self.base:+.4f}{shown}"]
 
 
 @dataclass(frozen=True)

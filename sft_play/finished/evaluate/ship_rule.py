@@ -282,11 +282,9 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
         "loss": {"base": before, "tuned": after}, "chance": guessed, "gain": interval.as_json(), "gain_asked": asked,
     }  # fmt: skip
     than_chance = f" (chance {guessed:.4f})" if counted < before else ""
-    line = (
-        f"loss {before:.4f}{than_chance} to {after:.4f} on {number:,} rows ({task.split}), "
-        f"gain {interval.difference:.4f} "
-        f"({interval.level:.0%} interval {interval.low:.4f} to {interval.high:.4f}, asked: above {asked:.4f})"
-    )
+    line = f"loss {before:.4f}{than_chance} to {after:.4f} on {number:,} rows ({task.split})"
+    ends = f"{interval.level:.0%} interval {interval.low:.4f} to {interval.high:.4f}"
+    line += f", gain {interval.difference:.4f} ({ends}, asked: above {asked:.4f})"
     reason = ""
     if task.right_base:
         answers = paired_bootstrap(

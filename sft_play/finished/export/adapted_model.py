@@ -108,10 +108,8 @@ class AdaptedModel:
         for name, tensor in saved.items():
             shape = tuple(peft_model.get_parameter(names[name]).shape)
             if shape != tuple(tensor.shape):
-                raise ModelError(
-                    f"{file} is the adapter of another model: {name} has the shape {tuple(tensor.shape)}, and this "
-                    f"model's has {shape}"
-                )
+                shapes = f"{name} has the shape {tuple(tensor.shape)}, and this model's has {shape}"
+                raise ModelError(f"{file} is the adapter of another model: {shapes}")
         # PEFT's own loading would move what it reads to where the base is, which is nowhere
         peft_model.load_state_dict({names[name]: tensor for name, tensor in saved.items()}, strict=False, assign=True)
         inner = peft_model.get_base_model()

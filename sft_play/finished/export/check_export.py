@@ -186,10 +186,8 @@ def find_gguf(run: FinishedRun, path: Path | None) -> Path:
             raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
         if files:
             return files[0]
-    raise RunFolderError(
-        f"there is no GGUF in {' or '.join(map(str, folders))}; make export FORMAT=gguf RUN={run.folder.quoted} writes "
-        "one (a folder for vLLM is compared by make merge-test)"
-    )
+    command = f"make export FORMAT=gguf RUN={run.folder.quoted}"
+    raise RunFolderError(f"there is no GGUF in {' or '.join(map(str, folders))}; {command} writes one")
 
 
 def export_test(
@@ -349,10 +347,8 @@ def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequenc
 
 
 def _answer_check(one: Answering) -> ExportCheck:
-    words = (
-        f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens), KL "
-        f"{one.divergence:.2g} nats (limit {one.limit:.2g})"
-    )
+    words = f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens)"
+    words += f", KL {one.divergence:.2g} nats (limit {one.limit:.2g})"
     if one.equal_answers < 1:
         words += f"; where they part, it sees the two tokens at most {one.largest_gap:.2g} apart"
         words += f" (limit {one.gap_limit:.2g})"

@@ -290,11 +290,9 @@ def _check_file(
     for one in asked:
         ids = own.encode(one.text)
         if ids != one.ids:
-            raise TokenizerError(
-                f"the GGUF's tokenizer ({own.kind}, {own.pre}) is not the one that was trained with: "
-                f"{_first_difference(one, ids, prompts.tokenizer)}. llama.cpp cannot run this tokenizer as it is; "
-                f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
-            )
+            other = f"the GGUF's tokenizer ({own.kind}, {own.pre}) is not the one that was trained with"
+            way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
+            raise TokenizerError(f"{other}: {_first_difference(one, ids, prompts.tokenizer)}; {way_out}")
     stops = set(prompts.stops) - own.stop_ids
     lost = ", ".join(prompts.tokenizer.convert_ids_to_tokens(sorted(stops)))
     return len(asked), ((f"Stop tokens that a GGUF has no place for: {lost}",) if stops else ())
@@ -306,15 +304,10 @@ def _engine_notes(prompts: Prompts) -> list[str]:
     whole, parts = (encode(text, add_special_tokens=False).ids for text in ("\u00e9", "e\u0301"))
     notes = []
     if whole == parts:
-        notes.append(
-            "llama.cpp does not normalise Unicode, and this tokenizer does (NFC): an accent that is typed as a "
-            "character of its own becomes other tokens there than in training"
-        )
+        notes.append("llama.cpp does not normalise Unicode (NFC) as training did: combining accents are other tokens")
     if not prompts.is_text:
-        notes.append(
-            f"llama.cpp reads the name of a special token in a user's text (such as {prompts.end_of_turn.strip()}) as "
-            "that token; in training it was text"
-        )
+        token = f"a special token in a user's text (such as {prompts.end_of_turn.strip()})"
+        notes.append(f"llama.cpp reads the name of {token} as that token; in training it was text")
     return notes
 
 

@@ -74,10 +74,8 @@ def find_converter(given: Path | None) -> Converter:
         return _cached(None)
     if given.is_file():
         if sha256_of(given) != SHA256:
-            raise ConfigError(
-                f"LLAMA_CPP={one_line(str(given))} is not llama_cpp_python-{VERSION}.tar.gz (its SHA-256 is another "
-                f"one); name that file, or a checkout of llama.cpp"
-            )
+            wanted = f"llama_cpp_python-{VERSION}.tar.gz, by its SHA-256"
+            raise ConfigError(f"LLAMA_CPP={one_line(str(given))} is neither {wanted}, nor a checkout of llama.cpp")
         return _cached(given)
     if not (given / CONVERTER).is_file() or not (given / "gguf-py" / "gguf").is_dir():
         has = f"which has {CONVERTER} and gguf-py/; leave it out to fetch the converter"
@@ -132,11 +130,9 @@ def _download(folder: Path) -> Path:
     if done.returncode or not archives:
         lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         reason = next((line for line in lines if line.lstrip().startswith("ERROR")), lines[-1] if lines else "no pip")
-        raise ConfigError(
-            f"llama.cpp's converter is not in the cache ({cache_dir()}) and pip cannot fetch it: "
-            f"{one_line(reason, limit=200)}. Give LLAMA_CPP= a checkout of llama.cpp (git clone --depth 1 "
-            f"https://github.com/ggml-org/llama.cpp), or the file llama_cpp_python-{VERSION}.tar.gz from pypi.org"
-        )
+        absent = f"llama.cpp's converter is not in the cache ({cache_dir()}) and pip cannot fetch it"
+        way_out = f"Give LLAMA_CPP= a checkout of llama.cpp, or llama_cpp_python-{VERSION}.tar.gz from pypi.org"
+        raise ConfigError(f"{absent}: {one_line(reason, limit=200)}. {way_out}")
     return archives[0]
 
 

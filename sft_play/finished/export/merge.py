@@ -88,10 +88,7 @@ class Merged(Outcome):
         ]
         if self.base is not None and rounding is not None:
             chosen = "what was trained" if self.base == "dequantized" else "not quite what was trained"
-            lines.append(
-                f"Base: {self.base}, {chosen}: NF4 rounds these weights by {rounding:.2%}, which the adapter was "
-                "trained on"
-            )
+            lines.append(f"Base: {self.base}, {chosen}: the adapter was trained on NF4, which rounds by {rounding:.2%}")
         lines += self.notes
         if self.untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
@@ -210,15 +207,11 @@ def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repl
         whole = f"{run.weights} is the whole model, and nothing has to be merged"
         raise RunFolderError(f"{run.folder.path} trained all weights: {whole}")
     if base is not None and not run.is_quantized:
-        raise ConfigError(
-            f"BASE={base} is for QLoRA runs; {run.folder.path} was trained on the base's own weights "
-            f"(tuning.mode={run.config.tuning.mode})"
-        )
+        mode = f"tuning.mode={run.config.tuning.mode}, on the base's own weights"
+        raise ConfigError(f"BASE={base} is for QLoRA runs; {run.folder.path} was trained with {mode}")
     if target.exists() and not replace:
-        raise RunFolderError(
-            f"{target} exists (make ship, serve and export merge too): make merge-test compares it, FORCE=1 replaces "
-            "it, OUT=FOLDER writes elsewhere"
-        )
+        ways = "make merge-test compares it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
+        raise RunFolderError(f"{target} exists (make ship, serve and export merge too): {ways}")
     if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
         raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
 
@@ -251,16 +244,13 @@ def refuse_another_model(folder: Path, run: FinishedRun) -> None:
     test = record.get("test") or {}
     again = next_line("merge", "FORCE=1", RUN=run.folder.path).removeprefix("Next: ")
     if test and not test.get("ok"):
-        raise RunFolderError(
-            f"{folder} is not the trained model: merge-test found it {test.get('kl_merged', 0):.2g} nats from the "
-            f"adapter (limit {test.get('kl_limit', 0):.2g}); {again} merges into what was trained"
-        )
+        found = f"{test.get('kl_merged', 0):.2g} nats from the adapter (limit {test.get('kl_limit', 0):.2g})"
+        how = f"merge-test found it {found}; {again} merges into what was trained"
+        raise RunFolderError(f"{folder} is not the trained model: {how}")
     if not test and record.get("base") == "original":
         tried = next_line("merge-test", RUN=run.folder.path).removeprefix("Next: ")
-        raise RunFolderError(
-            f"{folder} was merged into the original weights (BASE=original), and the adapter was trained on NF4 ones: "
-            f"{tried} says whether it is still the trained model; {again} merges into what was trained"
-        )
+        other = f"{folder} was merged into the original weights, and the adapter was trained on NF4 ones"
+        raise RunFolderError(f"{other}: {tried} compares the two; {again} merges into what was trained")
 
 
 def merge_words(folder: Path) -> str | None:

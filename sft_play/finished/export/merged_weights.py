@@ -161,11 +161,9 @@ class MergedWeights:
         from dataclasses import replace
 
         adapted = self._adapted
-        logger.warning(
-            "Merge: transformers joins tensors of this model's files into the layers that were trained, so the whole "
-            "model is loaded into RAM (%s GiB)",
-            gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._tensors.values())),
-        )
+        size = gib(sum(math.prod(shape) * self.dtype.itemsize for _, shape, _ in self._tensors.values()))
+        why = "transformers joins tensors of its files into the layers that were trained"
+        logger.warning("Merge: the whole model is loaded into RAM (%s GiB): %s", size, why)
         names = {dtype: name for name, dtype in DTYPES.items()}
         precision = replace(adapted.precision, load=names[self.dtype])
         model = read_model(adapted.run.config, precision, adapted.model_spec)

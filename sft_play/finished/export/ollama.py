@@ -47,11 +47,8 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
         template = go_template(parts, bos=bos)
         _check_probes(prompts, parts, bos=bos)
     except NoGoTemplate as error:
-        raise NoGoTemplate(
-            f"the chat template cannot be written as an Ollama template: {error}. Ollama would send other prompts than "
-            "training did. llama-server --jinja runs the chat template itself: make export FORMAT=gguf "
-            f"RUN={run.folder.quoted}"
-        ) from None
+        way_out = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.quoted}"
+        raise NoGoTemplate(f"the chat template cannot be written as an Ollama template: {error}. {way_out}") from None
     notes = _rows_rendered_differently(run, prompts, parts, bos)
     if "strftime_now" in (prompts.template or ""):
         notes = (*notes, f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})")
@@ -77,10 +74,8 @@ def _rows_rendered_differently(run: FinishedRun, prompts: Prompts, parts: Parts,
     same = sum(ollama_text(parts, row.messages, bos=bos) == row.text.removeprefix(bos) for row in plain)
     if same == len(rows):
         return ()
-    return (
-        f"Ollama: {len(rows) - same} of {len(rows)} prompts of the run's rows are rendered differently (tools, other "
-        "roles, or white space that the chat template strips)",
-    )
+    count = f"{len(rows) - same} of {len(rows)} prompts of the run's rows"
+    return (f"Ollama: {count} are rendered differently (tools, other roles, stripped white space)",)
 
 
 def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | None, context: int) -> str:

@@ -158,10 +158,7 @@ def _against_plan(record: Record) -> Section:
         text = "\n".join(f"{name:<24}{shown:>12}" for name, shown in terms)
         folded += [(f"{named}the parts of the predicted peak of a rank", text)] if terms else []
     if tables and not record.parts[0].on_gpu:
-        notes.append(
-            "On a CPU the memory is that which the process has resident, above what Python and the libraries held "
-            "before the run."
-        )
+        notes.append("On a CPU the memory is what the process has resident beyond Python and the libraries.")
     if tables:
         notes.append("Speed and time are predicted for rows of full length unless the plan knew their lengths.")
     return Section("Predicted and measured", tables=tables, notes=notes, folded=folded)
