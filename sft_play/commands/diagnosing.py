@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, answer_of, write_json_line, write_out
-from sft_play.commands.machine import asked_machine, output_dir_or_default, refuse_hardware
+from sft_play.commands.machine import asked_machine, output_dir_of, refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
@@ -94,14 +94,14 @@ def _gpu_info(request: Request) -> Answer:
         assumed = asked_machine(request)
         data, lines = gpu_page.assumed_json(assumed), gpu_page.assumed_lines(assumed, request.hardware)
     else:
-        machine = gpu_info.see_machine(output_dir_or_default(request), os.environ, full=request.full)
+        machine = gpu_info.see_machine(output_dir_of(request), os.environ, full=request.full)
         data, lines = machine.as_json(), gpu_page.machine_lines(machine)
     return Answer(data, ["\n".join(lines)])
 
 
 def _memory_check(request: Request) -> Answer | int:
     """One look at the memory, or with WATCH one after the other; the last one is written to OUT."""
-    output, peaks = output_dir_or_default(request), memory_check.HighestSeen()  # kept from look to look
+    output, peaks = output_dir_of(request), memory_check.HighestSeen()  # kept from look to look
 
     def take() -> memory_check.MemorySeen:
         return memory_check.see_memory(output, os.environ, named=request.run, peaks=peaks)

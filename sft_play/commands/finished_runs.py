@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import finished_run, output_dir_or_default
+from sft_play.commands.machine import finished_run, output_dir_of
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import What, list_runs, prune, to_prune
@@ -31,7 +31,7 @@ HELP = {
 def run(request: Request) -> Answer:
     """Exit code 2 is: do not ship (ship), or a tensor differs (reproduce)."""
     if request.command == "runs":
-        return answer_of(list_runs(output_dir_or_default(request)))
+        return answer_of(list_runs(output_dir_of(request)))
     if request.command == "prune":
         return _prune(request)
     if request.command in ("report", "compare"):
@@ -71,7 +71,7 @@ def _run_models(request: Request) -> Answer:
 
 def _show(request: Request) -> Answer:
     """The page is written; the curves go to the terminal itself, since what is logged keeps no colours."""
-    output, screen = output_dir_or_default(request), screen_of(sys.stdout)
+    output, screen = output_dir_of(request), screen_of(sys.stdout)
     written: RunReport | Comparison
     if request.command == "report":
         written = report(read_record(find_any(output, request.run)), path=request.out, screen=screen)
@@ -88,7 +88,7 @@ def _show(request: Request) -> Answer:
 
 def _prune(request: Request) -> Answer:
     """Remove after asking (YES=1 where there is no terminal to ask on)."""
-    output = output_dir_or_default(request)
+    output = output_dir_of(request)
     if not request.runs:
         raise ConfigError("RUNS= names no run; make runs lists them: make prune RUNS='first second'")
     what: What = "checkpoints" if request.checkpoints else "run"

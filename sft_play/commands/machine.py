@@ -32,14 +32,16 @@ def refuse_hardware(request: Request) -> None:
 
 
 def output_dir_of(request: Request) -> Path:
-    """The folder of the run folders."""
+    """The folder of the run folders; the default where no config was given and the starter's does not exist."""
+    if not request.config_given and not request.config.is_file():
+        return output_dir(OutputConfig())
     loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
     return output_dir(loaded.config.output)
 
 
 def finished_run(request: Request) -> FinishedRun:
     """The finished run that RUN names, or the newest; raises as `find_finished` does."""
-    return find_finished(output_dir_or_default(request), request.run, trusts=functools.partial(trusts_code, request))
+    return find_finished(output_dir_of(request), request.run, trusts=functools.partial(trusts_code, request))
 
 
 def trusts_code(request: Request, model: ModelConfig) -> bool:
@@ -53,10 +55,3 @@ def trusts_code(request: Request, model: ModelConfig) -> bool:
         return False
     given = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
     return given.trust_remote_code and (given.name, given.revision) == (model.name, model.revision)
-
-
-def output_dir_or_default(request: Request) -> Path:
-    """The same; the default where no config was given and the starter's does not exist."""
-    if not request.config_given and not request.config.is_file():
-        return output_dir(OutputConfig())
-    return output_dir_of(request)

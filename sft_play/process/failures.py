@@ -102,16 +102,9 @@ def hand_over(error: BaseException) -> bool:
 
     Also False where this process is not a rank.
     """
-    kind = kind_of(error)
-    code = {"user": 2, "stopped": Interrupted.exit_code}.get(kind, 1)
-    write_down(
-        kind,
-        str(error),
-        name=type(error).__name__,
-        exit_code=error.exit_code if isinstance(error, SftPlayError) else code,
-        stack="".join(traceback.format_exception(error)),
-        error=error,
-    )
+    kind, stack = kind_of(error), "".join(traceback.format_exception(error))
+    code = Interrupted.exit_code if kind == "stopped" else getattr(error, "exit_code", 1)
+    write_down(kind, str(error), name=type(error).__name__, exit_code=code, stack=stack, error=error)
     return under_agent()
 
 
