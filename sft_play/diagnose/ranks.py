@@ -132,12 +132,10 @@ def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]
         if around.hardware.gpus:
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
         return [failed(NAME, f"the sum is wrong: {counts}", remedy)]
-    if len(done) < len(outcome.expected):
+    if len(done) < len(outcome.expected) or (outcome.result is None and nodes.rank == 0):
         # a rank that says "timed out" was healthy and waited for another: that is a hang, and no failure of its own
         only_waited = bool(errors) and all(re.search(r"[Tt]imed? ?out", text) for text in errors.values())
         return [_hung(outcome, around, errors) if outcome.timed_out or only_waited else _died(outcome, errors)]
-    if outcome.result is None and nodes.rank == 0:
-        return [_hung(outcome, around, errors) if outcome.timed_out else _died(outcome, errors)]
     ranks = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes.values())
     return [_sum(outcome, ranks, around), *_ranks_alike(ranks), *_bandwidth(outcome, around, nodes)]
 

@@ -103,7 +103,8 @@ def hand_over(error: BaseException) -> bool:
     Also False where this process is not a rank.
     """
     kind, stack = kind_of(error), "".join(traceback.format_exception(error))
-    code = Interrupted.exit_code if kind == "stopped" else getattr(error, "exit_code", 1)
+    own = error.exit_code if isinstance(error, SftPlayError) else 1
+    code = Interrupted.exit_code if kind == "stopped" else own
     write_down(kind, str(error), name=type(error).__name__, exit_code=code, stack=stack, error=error)
     return under_agent()
 

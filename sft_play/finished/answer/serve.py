@@ -34,6 +34,7 @@ from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line
 from sft_play.process.endings import StopSignals, ends_with_me
 from sft_play.process.environment import for_another_run
+from sft_play.runs.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -326,7 +327,7 @@ def vllm_command(
 
     The dtype is given since vLLM's own choice for fp32 weights is a 16-bit one.
     """
-    config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    config = read_json(weights / "config.json")
     dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
     words = [program, "serve", str(weights), "--served-model-name", name, "--host", host, "--port", str(port)]
     return [*words, "--dtype", str(dtype), *(["--trust-remote-code"] if trust_remote_code else [])]

@@ -100,15 +100,12 @@ def _of_file(run: FinishedRun, tokenizer: Any, data: str) -> tuple[Split, int | 
     try:
         own = data_paths(run.config.data)
     except DataError as error:
-        logger.warning(
-            "The data that the run was trained on is gone (%s): whether rows of DATA= were trained on is not known",
-            one_line(str(error)),
-        )
+        why = "whether rows of DATA= were trained on is not known"
+        logger.warning("The data that the run was trained on is gone (%s): %s", one_line(str(error)), why)
         own = None
-    # beside the training rows, so that rows that it shares with them are counted
-    there = {"test_path": data} if own is not None else {
-        "train_path": data, "val_path": None, "test_path": data, "text_path": None, "sources": (), "val_fraction": 0.0,
-    }  # fmt: skip
+    there: dict[str, Any] = {"test_path": data}  # beside the training rows, so that what it shares with them is counted
+    if own is None:
+        there |= {"train_path": data, "val_path": None, "text_path": None, "sources": (), "val_fraction": 0.0}
     config = run.config.model_copy(update={"data": run.config.data.model_copy(update=there)})
     if own is None and config.task_mode == "cpt_mixed":
         config = config.model_copy(update={"task_mode": "sft"})

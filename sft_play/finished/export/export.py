@@ -38,7 +38,7 @@ from sft_play.finished.run import (
     text_only_of,
     weight_files,
 )
-from sft_play.runs.files import write_json
+from sft_play.runs.files import read_json, write_json
 from sft_play.training.prepare.quiet import quiet_libraries
 
 logger = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     name, length = run.folder.path.name, run.plan().max_seq_len
     commands = [f"vllm serve {shell_word(target)} --served-model-name {shell_word(name)} --max-model-len {length}"]
-    values = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    values = read_json(model / "config.json")
     # the base with the adapter is offered as well, but only where vLLM computes what was trained
     limits = engines.engine_findings("vllm", engines.served_of(run.config, engines.architecture_of(values)))
     rank = engines.vllm_rank(run.config.tuning.lora.r)
@@ -232,7 +232,7 @@ def _stage(run: FinishedRun, model: Path, tokenizer: Any, staged: Path) -> None:
         gguf_tokenizer.write_pieces(tokenizer, own)
     # the converter reads added tokens from here (`added_tokens_decoder`), where transformers 5 no longer writes them
     path = staged / "tokenizer_config.json"
-    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    settings = read_json(path)
     added = {
         str(number): {"content": token.content, "special": token.special, "normalized": token.normalized}
         for number, token in tokenizer.added_tokens_decoder.items()

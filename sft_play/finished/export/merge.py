@@ -156,10 +156,9 @@ def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch
     """
     if adapted.model_spec.is_text_tower:  # the base's config.json is of the whole model, images and all
         adapted.plain.config.save_pretrained(folder)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        config["architectures"] = [type(adapted.plain).__name__]
+        config = read_json(folder / "config.json") | {"architectures": [type(adapted.plain).__name__]}
     else:
-        config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+        config = read_json(base / "config.json")
     config.pop("torch_dtype", None)  # what transformers 4 called `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     if adapted.untied:

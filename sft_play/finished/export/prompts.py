@@ -6,7 +6,6 @@ Training's are token ids of its own renderer. An engine has the folder's chat te
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -179,9 +178,7 @@ def write_generation_config(run: FinishedRun, tokenizer: Any, source: Path, fold
 
     Returns the stop tokens.
     """
-    generation = source / "generation_config.json"
-    settings = json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {}
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    settings, config = read_json(source / "generation_config.json"), read_json(source / "config.json")
     stops = stop_tokens(run, tokenizer, settings.get("eos_token_id", config.get("eos_token_id")))
     set_stop_tokens(folder, stops, tokenizer.pad_token_id, of=source)
     return stops

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line, redact
+from sft_play.runs.files import read_json
 from sft_play.units import size_of
 
 if TYPE_CHECKING:
@@ -122,8 +123,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
     notes = [line for line in [merge_words(folder)] if is_merged and line]
     if "adapter_config.json" in files:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-        settings["base_model_name_or_path"] = base.name
+        settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}
         files["adapter_config.json"] = (json.dumps(settings, indent=2, sort_keys=True) + "\n").encode()
         if not base.is_on_hub:
             notes.append(f"Its base, {base.name}, is a local model, which others need too; MERGED=1 needs none")
@@ -231,8 +231,8 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=len(tokenizer))
     stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
     if folder.name == MERGED:
-        dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype", "")
-        return card_of(card_facts(run, spec, stop, dtype=str(dtype)), base)
+        dtype = str(read_json(folder / "config.json").get("dtype", ""))
+        return card_of(card_facts(run, spec, stop, dtype=dtype), base)
     return card_of(card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model"), base)
 
 
