@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TextIO
 
 from rich.console import Console
@@ -105,7 +105,8 @@ def watch(
     On a terminal (`console`) one table is renewed in place; elsewhere `write` gets each look.
     """
     last: MemorySeen | None = None
-    with contextlib.suppress(KeyboardInterrupt), _live(console) as live:
+    table = Live(console=console, auto_refresh=False, vertical_overflow="visible") if console else None
+    with contextlib.suppress(KeyboardInterrupt), table or contextlib.nullcontext() as live:
         for done in itertools.count(1):
             last = take()
             if live is None:
@@ -122,12 +123,3 @@ def terminal(stream: TextIO) -> Console | None:
     """The terminal that a stream is; None where it is a file or a pipe."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     return console if console.is_terminal else None
-
-
-@contextlib.contextmanager
-def _live(console: Console | None) -> Iterator[Live | None]:
-    if console is None:
-        yield None
-        return
-    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        yield live
