@@ -4,12 +4,12 @@ and `full-pipeline`: these, render and check, each on what the one before wrote.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.answer import Answer, Result, answer_of
 from sft_play.commands.diagnosing import check
 from sft_play.commands.machine import asked_machine
 from sft_play.commands.render import render
@@ -56,13 +56,13 @@ class Pipeline:
     """The steps of `make full-pipeline` that have run, with their answers; `stopped` is the step that failed, and
     why."""
 
-    steps: tuple[tuple[str, Any], ...]
+    steps: tuple[tuple[str, Result], ...]
     stopped: tuple[str, str] | None = None
 
     @property
     def ok(self) -> bool:
         """Whether every step succeeded."""
-        return self.stopped is None and all(_is_ok(answer) for _, answer in self.steps)
+        return self.stopped is None and all(answer.ok for _, answer in self.steps)
 
     def lines(self) -> list[str]:
         """The steps one after the other."""
@@ -76,13 +76,9 @@ class Pipeline:
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, the steps, and the one that failed."""
-        steps = [{"name": name, "ok": _is_ok(answer), "answer": answer.as_json()} for name, answer in self.steps]
+        steps = [{"name": name, "ok": answer.ok, "answer": answer.as_json()} for name, answer in self.steps]
         stopped = None if self.stopped is None else {"name": self.stopped[0], "why": self.stopped[1]}
         return {"ok": self.ok, "steps": steps, "stopped": stopped}
-
-
-def _is_ok(answer: Any) -> bool:
-    return bool(answer.ok() if callable(answer.ok) else answer.ok)
 
 
 def full_pipeline(
@@ -94,20 +90,22 @@ def full_pipeline(
         ConfigError: the run YAML cannot be read; no step has run.
     """
     loaded = load_config(config_path, overrides=overrides)
-    steps: list[tuple[str, Any]] = []
+    steps: list[tuple[str, Result]] = []
     name = "process"
     try:
         for name, make in _steps(loaded, hardware, style=style, force=force):
             answer = make()
             steps.append((name, answer))
-            if not _is_ok(answer):
+            if not answer.ok:
                 break
     except SftPlayError as error:
         return Pipeline(tuple(steps), (name, str(error)))
     return Pipeline(tuple(steps))
 
 
-def _steps(loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool) -> Iterator[tuple[str, Any]]:
+def _steps(
+    loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool
+) -> Iterator[tuple[str, Callable[[], Result]]]:
     """The steps in order, each a function without arguments; one is built when those before it are done."""
     from sft_play.data.process import process
 
