@@ -105,20 +105,15 @@ def claimed(host: str, port: int) -> socket.socket:
         ConfigError: the port is taken, or this machine has no such address.
     """
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"HOST={one_line(host)} is not an address of this machine: {error}") from None
-    listener = socket.socket(family, kind, protocol)
     try:
-        # a port whose last connections are still closing (TIME_WAIT) can be taken at once
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen()
+        # also a port whose last connections are still closing (TIME_WAIT)
+        return socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6)
     except OSError as error:
-        listener.close()
-        why = f"{error.strerror}; PORT=0 takes any free port"
+        why = f"{os.strerror(error.errno or 0)}; PORT=0 takes any free port"
         raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {why}") from None
-    return listener
 
 
 def _is_loopback(host: str) -> bool:
