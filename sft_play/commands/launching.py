@@ -169,9 +169,6 @@ def launched_ranks(request: Request) -> Ranks | None:
     return ranks
 
 
-# --- beside the runs ------------------------------------------------------------------------------------------------
-
-
 def _setup_accelerate(request: Request) -> Answer:
     """Write the file; with INTERACTIVE=1 accelerate asks its own questions and writes it."""
     path = accelerate_path(os.environ)

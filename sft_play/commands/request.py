@@ -184,9 +184,6 @@ def _value(name: str, text: str | None) -> Any:
     return text
 
 
-# --- words and flags --------------------------------------------------------------------------------------------------
-
-
 class _Parser(argparse.ArgumentParser):
     """argparse whose errors are those of the project's error tree."""
 

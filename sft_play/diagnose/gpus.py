@@ -169,8 +169,6 @@ def check_peer_path(states: Sequence[GpuState]) -> list[Finding]:
     ]
 
 
-# --- torch, a compiler, or the CPU ------------------------------------------------------------------------------------
-
 _COMPILER_SOURCES = (
     "https://github.com/theroyallab/tabbyAPI/issues/453",
     "https://github.com/sgl-project/sglang/issues/1117",

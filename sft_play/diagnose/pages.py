@@ -74,9 +74,6 @@ def each_once(words: Iterable[object]) -> str:
     return ", ".join(dict.fromkeys(str(word) for word in words))
 
 
-# --- findings ---------------------------------------------------------------------------------------------------------
-
-
 STATES = {"PASS": "ok", "WARN": "warning", "FAIL": "problem", "SKIP": "skipped"}
 """What `make check` calls each verdict; skipped: not looked at, and the finding says why."""
 _SHOWN = {**STATES, "FAIL": "PROBLEM"}

@@ -236,8 +236,6 @@ def _folder(family: Sequence[_Process]) -> Path | None:
     return None
 
 
-# --- the lock ---------------------------------------------------------------------------------------------------------
-
 _LOCK_LINUX, _LOCK_BSD = "hhqqi4x", "qqihh"
 """`struct flock` of 64-bit Linux (type, whence, start, length, pid) and of macOS (start, length, pid, type, whence)."""
 
@@ -268,9 +266,6 @@ def _locked_by(file: IO[bytes], start: int, length: int) -> int:
         asked = struct.pack(_LOCK_LINUX, fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
         kind, _, _, _, pid = struct.unpack(_LOCK_LINUX, fcntl.fcntl(file, fcntl.F_GETLK, asked))
     return 0 if kind == fcntl.F_UNLCK else int(pid) or -1
-
-
-# --- the run that is shown --------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -117,9 +117,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     return note if isinstance(note, dict) else None
 
 
-# --- in words ---------------------------------------------------------------------------------------------------------
-
-
 def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
     """The findings of the all-reduce: the sum, the ranks that did not arrive, whether ranks are identical, the
     bandwidth."""
@@ -222,9 +219,6 @@ def _died(outcome: Outcome, errors: Mapping[int, str]) -> Finding:
     text = next(iter(own.values()))
     same = [other for other, message in own.items() if message == text]
     return failed(NAME, f"{numbered(same)}: {redact(one_line(text, limit=300))}", *explained(text))
-
-
-# --- bandwidth --------------------------------------------------------------------------------------------------------
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:

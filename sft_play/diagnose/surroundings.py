@@ -136,9 +136,6 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
     )
 
 
-# --- packages ---------------------------------------------------------------------------------------------------------
-
-
 def _project() -> dict[str, Any]:
     """The project's metadata: from `pyproject.toml` beside the package, or from the installed distribution."""
     if _PYPROJECT.is_file():
@@ -175,9 +172,6 @@ def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
             matches = [re.match(r"libbitsandbytes_cuda(\d\d)(\d)\.", name) for name in names]
             return tuple(sorted({(int(match[1]), int(match[2])) for match in matches if match}))
     return ()
-
-
-# --- driver and GPUs --------------------------------------------------------------------------------------------------
 
 
 def _driver(gpus: tuple[Gpu, ...]) -> tuple[str | None, tuple[int, int] | None, tuple[GpuState, ...]]:
@@ -238,9 +232,6 @@ def _translated(bus: str) -> bool | None:
         return None
     kind = _read(_SYS / "bus/pci/devices" / f"{match[1]}:{match[2]}".lower() / "iommu_group/type")
     return kind != "identity" if kind else None
-
-
-# --- limits and networks ----------------------------------------------------------------------------------------------
 
 
 def _limit(which: int) -> int | None:

@@ -122,9 +122,6 @@ def _is_in(version: str, wanted: str) -> bool:
         return True  # a version of somebody's own build cannot be compared
 
 
-# --- limits -----------------------------------------------------------------------------------------------------------
-
-
 def check_shared_memory(
     space: Space | None, *, gpus_per_node: int, ranks_per_node: int, workers: int, batch_tokens: int
 ) -> Finding:

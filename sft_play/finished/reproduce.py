@@ -308,9 +308,6 @@ def _losses(path: Path) -> dict[tuple[str | None, int], float]:
             if "loss" in entry}  # fmt: skip
 
 
-# --- the code of a run ------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def code_of(
     manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False
@@ -358,9 +355,6 @@ def _cloned(package: Path, commit: str | None, digest: str | None, at: str) -> I
         if digest != code_facts(theirs)["sha256"]:
             raise RunFolderError(f"the run was trained by other code than this, {at}, and the changes are not recorded")
         yield theirs.parent, f"a clone of {root} at commit {commit[:12]}"
-
-
-# --- two folders of weights -------------------------------------------------------------------------------------------
 
 
 def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:

@@ -193,9 +193,6 @@ def _rendered(*_: Any, **__: Any) -> BatchEncoding:
     return BatchEncoding({"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)})
 
 
-# --- answers ----------------------------------------------------------------------------------------------------------
-
-
 class _Answers(GenerateManager):
     """Answers up to the first stop text, one after the other."""
 
@@ -238,9 +235,6 @@ class _Pieces:
             self._ready.extend(filter(None, [self._until.feed(item)]))
             return
         self._ready.extend([*filter(None, [self._until.end()]), item])
-
-
-# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 class _Handler:

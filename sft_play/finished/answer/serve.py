@@ -85,9 +85,6 @@ class Serving(Outcome):
         ]
 
 
-# --- the address ------------------------------------------------------------------------------------------------------
-
-
 def read_port(text: str | None) -> int:
     """The port of `PORT=`; 0 is any free one. Raises ConfigError where it is no port."""
     if text is None:
@@ -142,9 +139,6 @@ def warning_of(host: str) -> str | None:
 def _origin(host: str, port: int) -> str:
     reached = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{reached}]:{port}" if ":" in reached else f"http://{reached}:{port}"
-
-
-# --- services ---------------------------------------------------------------------------------------------------------
 
 
 def _wait(is_running: Callable[[], bool], finish: Callable[[], None], words: str) -> bool:
@@ -310,9 +304,6 @@ def require_extra() -> None:
 
     if not is_serve_available():
         raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")
-
-
-# --- vLLM -------------------------------------------------------------------------------------------------------------
 
 
 def vllm_command(

@@ -225,9 +225,6 @@ def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
     return rule.MergeEvidence("compared", kl, compared.kl_limit, compared.kl_base)
 
 
-# --- the general sample -----------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class GeneralSample:
     """The texts and the chats (messages), each with its kind; `sha256` is that of both files."""

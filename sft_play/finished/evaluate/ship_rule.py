@@ -214,9 +214,6 @@ def chance_losses(rows: Sequence[Sequence[int]]) -> list[float]:
     return [sum(nats[token] for token in row) for row in rows]
 
 
-# --- task -------------------------------------------------------------------------------------------------------------
-
-
 def gain(losses: Losses, thresholds: Thresholds) -> Interval:
     """How much the loss up to chance fell, in nats a token, with its studentised bootstrap interval.
 
@@ -304,9 +301,6 @@ def _judge_task(task: TaskEvidence, thresholds: Thresholds) -> ShipCheck:
     return ShipCheck("task", ok=not reason, line=line, reason=reason, figures=figures)
 
 
-# --- general ----------------------------------------------------------------------------------------------------------
-
-
 def _judge_general(general: GeneralEvidence, thresholds: Thresholds) -> ShipCheck:
     lines, reasons, figures = [], [], {}
     for name, losses, bound in (
@@ -356,9 +350,6 @@ def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tu
     if worst and not by_kind[worst] <= allowed:
         return line, f"{rose} {by_kind[worst]:.4f} in {worst} (allowed {allowed:g})", figures
     return line, "", figures
-
-
-# --- merge ------------------------------------------------------------------------------------------------------------
 
 
 def _judge_merge(merge: MergeEvidence) -> ShipCheck:

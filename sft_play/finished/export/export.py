@@ -97,9 +97,6 @@ def _require_target(target: Path, *, replace: bool) -> None:
         raise RunFolderError(f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes elsewhere")
 
 
-# --- vLLM -------------------------------------------------------------------------------------------------------------
-
-
 def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -> Exported:
     """The whole model as a folder: files of `merged/` or `model/`, linked where the disk allows it."""
     prompts = Prompts(run, model)
@@ -136,9 +133,6 @@ def _link_or_copy(source: Path, target: Path) -> None:
         else:
             return
     shutil.copyfile(source, target)
-
-
-# --- GGUF, with a Modelfile for Ollama where it is asked for ----------------------------------------------------------
 
 
 def _write_gguf(

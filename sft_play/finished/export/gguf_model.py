@@ -209,9 +209,6 @@ def _different_frequencies(file: Path, text: Any, theta: float) -> list[str]:
     return [] if same else ["rope_freqs are not the model's scaled positions (llama3)"]
 
 
-# --- llama.cpp --------------------------------------------------------------------------------------------------------
-
-
 def has_llama_cpp() -> bool:
     """Whether llama-cpp-python can be imported here."""
     return importlib.util.find_spec("llama_cpp") is not None

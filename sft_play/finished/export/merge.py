@@ -215,9 +215,6 @@ def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repl
         raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
 
 
-# --- what a merge was made of -----------------------------------------------------------------------------------------
-
-
 def merge_record(folder: Path) -> dict[str, Any]:
     """The record of a merged model; empty where it has none."""
     return read_json(folder / MERGE_FILE)

@@ -96,9 +96,6 @@ def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | N
     return "\n".join(lines) + "\n"
 
 
-# --- the template -----------------------------------------------------------------------------------------------------
-
-
 class Render(Protocol):
     """The chat template: messages to text, with `prompt` to what an answer follows; raises RenderError where it refuses
     them."""

@@ -204,9 +204,6 @@ def _asking_hub(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {one_line(redact(str(error)), limit=300)}") from error
 
 
-# --- the files --------------------------------------------------------------------------------------------------------
-
-
 def _chosen(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     # as a path: `*` stays within a folder

@@ -125,9 +125,6 @@ def compare(folders: Sequence[RunFolder], *, path: Path, screen: Screen) -> Comp
     return comparison
 
 
-# --- what differs -----------------------------------------------------------------------------------------------------
-
-
 def differences(records: Sequence[Record]) -> dict[str, tuple[Any, ...]]:
     """What differs between the runs: settings by their keys, then how the plan spread them, data, versions, machine."""
     facts = [_facts(record) for record in records]
@@ -189,9 +186,6 @@ def _digest(record: Record, name: str) -> str | None:
     return entry.get("sha256") if isinstance(entry, dict) else None
 
 
-# --- results ----------------------------------------------------------------------------------------------------------
-
-
 def results_of(records: Sequence[Record]) -> tuple[ResultRow, ...]:
     """The results of the runs; what none of them has is left out.
 
@@ -244,9 +238,6 @@ def _of_curve(record: Record, name: str, choose: Callable[[Sequence[float]], flo
 def _training_s(record: Record) -> float | None:
     known = [part.training_s for part in record.parts if part.training_s is not None]
     return sum(known) if known else None
-
-
-# --- shown ------------------------------------------------------------------------------------------------------------
 
 
 def _charts(names: Sequence[str], records: Sequence[Record]) -> list[Chart]:

@@ -211,9 +211,6 @@ def settings_of(resolved: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-# --- figures that a report and a comparison show ----------------------------------------------------------------------
-
-
 def lead_of(record: Record) -> list[tuple[str, str]]:
     """The few figures that matter, those that are known."""
     planned = [(part.plan.get("run") or {}).get("steps") for part in record.parts]
