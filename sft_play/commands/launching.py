@@ -104,11 +104,8 @@ def _own_place() -> Ranks:
 
 
 def _spreads(request: Request, loaded: LoadedConfig) -> bool:
-    """Whether a run that no command spreads is one of several processes, by its mesh or its number of nodes.
-
-    Raises:
-        ConfigError: a layout of several was asked for.
-    """
+    """Whether a run that no command spreads is one of several processes, by its mesh or its number of nodes; raises
+    ConfigError where a layout of several was asked for."""
     if request.options.strategy not in (None, "single") or request.options.deepspeed:
         asked = f"{request.command} runs one process, and a layout or DeepSpeed was asked for"
         raise ConfigError(f"{asked}: use train-distributed or train-deepspeed, or start the ranks with torchrun")

@@ -281,11 +281,7 @@ def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[d
 
 
 def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
-    """Without a config the starter runs, with its own model and data only.
-
-    Raises:
-        ConfigError: CONFIG is empty, or a model or data of the user's is given without a run YAML.
-    """
+    """Without a config the starter runs, with its own model and data only; raises ConfigError for others."""
     if request.config_given or request.command not in flag_commands("CONFIG"):
         return
     if "CONFIG" in environment:

@@ -151,12 +151,7 @@ def _free_name(folder: RunFolder) -> str:
 
 
 def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
-    """Check every file that training read against the manifest's digests.
-
-    Raises:
-        DataError: rows, or the tokenizer, have changed; all of them are listed.
-        ModelError: the base's weights, or the adapter that training began from, are.
-    """
+    """Raises DataError or ModelError where a file that training read is not the one of the manifest's digest."""
     base_folder(run)
     recorded = run.manifest.get("data") or {}
     parts = [(f"stage {stage.name} ", stage.config) for stage in loaded.stages] or [("", loaded.config)]

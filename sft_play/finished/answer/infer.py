@@ -152,11 +152,8 @@ def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) 
 
 
 def _answered(target: Path, prompts: list[Prompt], by: str) -> int:
-    """How many prompts the target answers already; a half-written last line is cut off.
-
-    Raises:
-        DataError: it is something else.
-    """
+    """How many prompts the target answers already, a half-written last line cut off; DataError where it is another
+    file."""
     named = f"OUTPUT={one_line(str(target))}"
     if not target.exists():
         try:

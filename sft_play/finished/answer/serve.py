@@ -142,10 +142,8 @@ def _origin(host: str, port: int) -> str:
 
 
 def _wait(is_running: Callable[[], bool], finish: Callable[[], None], words: str) -> bool:
-    """Wait until a service ends or is stopped: Ctrl-C lets it `finish`, a second one or SIGTERM does not.
-
-    Returns whether it was asked to stop.
-    """
+    """Wait until a service ends or is stopped: Ctrl-C lets it `finish`, a second one or SIGTERM does not. Returns
+    whether it was asked to."""
     is_over, is_asked = threading.Event(), threading.Event()
 
     def stop(number: int) -> None:

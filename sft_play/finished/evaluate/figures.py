@@ -138,11 +138,7 @@ def _kind(char: str) -> str:
 
 
 def _own(name: str) -> Compare:
-    """A function of the user's, `module:function`, where module is importable from the current folder.
-
-    Raises:
-        ConfigError: it cannot be imported, or is no function.
-    """
+    """A function of the user's, `module:function`, importable from the current folder; ConfigError where it is not."""
     module, _, attribute = name.partition(":")
     folder = str(Path.cwd())
     if folder not in sys.path:  # a console script has its own folder first, not the current one

@@ -121,10 +121,7 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """A second name for the same file; a copy on another disk, or where the file system knows no links.
-
-    Small files are copied: an edit of a config here must not change the other one.
-    """
+    """A second name for weights; a copy on another disk, and of small files: an edit here must not change the other."""
     if source.suffix == ".safetensors":
         try:
             os.link(source.resolve(), target)
@@ -145,13 +142,7 @@ def _write_gguf(
     quant: Quant | None,
     format: Format,
 ) -> Exported:
-    """Convert the folder `model` into `building`, which becomes `target`; with a Modelfile for Ollama.
-
-    Raises:
-        ConfigError: `quant` cannot hold the weights, or the disk is too small.
-        BackendError: the converter failed.
-        TokenizerError: the file's tokenizer is not training's, or the chat template cannot be written as a Modelfile's.
-    """
+    """Convert the folder `model` into `building`, which becomes `target`; with a Modelfile for Ollama."""
     chosen = _quant(model, quant)
     prompts = Prompts(run, model)
     name = run.folder.path.name
@@ -264,11 +255,7 @@ def _vocabulary(prompts: Prompts, converter: Converter) -> tuple[dict[str, Any],
 def _check_file(
     run: FinishedRun, file: Path, prompts: Prompts, converter: Converter, vocabulary: dict[str, Any]
 ) -> tuple[int, tuple[str, ...]]:
-    """Compare what the file says of the tokenizer with training; the number of prompts compared, and notes.
-
-    Raises:
-        TokenizerError: it is another tokenizer, or another chat template.
-    """
+    """How many prompts were compared, and notes; raises TokenizerError where tokenizer or template are others."""
     fields = gguf_tokenizer.read_fields(file)
     if prompts.template is not None and fields.get("tokenizer.chat_template") != prompts.template:
         raise TokenizerError(f"{converter.version} wrote another chat template into the GGUF than the one trained with")

@@ -150,10 +150,7 @@ def card_facts(
 
 
 def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch.dtype) -> list[int]:
-    """config.json, generation config with the stop tokens of training, tokenizer, template and the model's own code.
-
-    Returns the stop tokens.
-    """
+    """Configs, tokenizer, template and the model's own code; returns the stop tokens, which are those of training."""
     if adapted.model_spec.is_text_tower:  # the base's config.json is of the whole model, images and all
         adapted.plain.config.save_pretrained(folder)
         config = read_json(folder / "config.json") | {"architectures": [type(adapted.plain).__name__]}
