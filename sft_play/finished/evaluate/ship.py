@@ -84,13 +84,9 @@ class Shipped:
 
     def lines(self) -> list[str]:
         """In words: the evidence, the verdict, what next."""
-        after = (
-            next_line("export", "FORMAT=gguf", RUN=self.run)
-            if self.ok
-            else next_line("eval", "shows rows", RUN=self.run)
-        )
+        after = ("export", "FORMAT=gguf") if self.ok else ("eval", "shows rows")
         evidence = rule.evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
-        return [*evidence, f"Written to: {self.run / SHIP_FILE}", after]
+        return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_line(*after, RUN=self.run)]
 
 
 def ship(run: FinishedRun, *, rows: int = ROWS, tolerance: float | None = None) -> Shipped:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from sft_play.data.masks.template import RenderError
 from sft_play.errors import DataError, TokenizerError
@@ -96,11 +96,8 @@ def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | N
     return "\n".join(lines) + "\n"
 
 
-class Render(Protocol):
-    """The chat template: messages to text, with `prompt` to what an answer follows; raises RenderError where it refuses
-    them."""
-
-    def __call__(self, messages: Sequence[Mapping[str, Any]], /, *, prompt: bool = True) -> str: ...
+Render = Callable[..., str]
+"""The chat template: messages to text, with `prompt` to what an answer follows; raises RenderError where it refuses."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.run import FinishedRun, next_line
+from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.units import size_of
@@ -68,13 +68,11 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Pushed:
+class Pushed(Outcome):
     """What `push` uploaded."""
 
     upload: Upload
     commit: str
-
-    ok = True
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
