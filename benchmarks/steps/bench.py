@@ -26,7 +26,7 @@ from benchmarks.steps.order import Order, trainer_arguments
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
 from sft_play.facts.hardware import detect
-from sft_play.files.cache import cache_dir
+from sft_play.files import cache_dir
 from sft_play.log import one_line, redact
 from sft_play.planner.plan import Plan, plan_from_json
 from sft_play.planner.speed.throughput import predict_speed, rates_of

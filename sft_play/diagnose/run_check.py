@@ -26,7 +26,7 @@ from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_
 from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder
-from sft_play.files.cache import cache_dir
+from sft_play.files import cache_dir
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.log import one_line

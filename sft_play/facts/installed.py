@@ -18,8 +18,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from sft_play.files import atomic
-from sft_play.files.cache import cache_dir
+from sft_play.files import atomic, cache_dir
 
 COMPUTING = ("torch", "transformers", "trl", "peft", "accelerate", "deepspeed", "bitsandbytes")
 """Packages that compute on every rank: with two versions of one, two models would be trained."""

@@ -33,7 +33,7 @@ import psutil
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
-from sft_play.files.cache import cache_dir, locked
+from sft_play.files import cache_dir, locked
 from sft_play.log import one_line, redact
 from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import for_another_run

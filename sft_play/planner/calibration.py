@@ -18,8 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from sft_play.files import atomic
-from sft_play.files.cache import cache_dir, locked
+from sft_play.files import atomic, cache_dir, locked
 from sft_play.planner.kernels import CountedKernels, KernelsName
 
 FILE = "measured.jsonl"

@@ -20,8 +20,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import data_files, data_paths
 from sft_play.errors import SftPlayError, in_stage
 from sft_play.facts.models.architecture import local_folder, shape_of
-from sft_play.files import atomic
-from sft_play.files.cache import cache_dir
+from sft_play.files import atomic, cache_dir
 from sft_play.planner.micro_batches import RowTokens, row_tokens
 from sft_play.process.heap import importing
 from sft_play.starter.names import BASE_NAME

@@ -36,8 +36,7 @@ from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, 
 from sft_play.data.sources.formats import Chat, Example, Format, Text, content_digest, digest_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
-from sft_play.files import atomic
-from sft_play.files.cache import cache_dir, locked
+from sft_play.files import atomic, cache_dir, locked
 from sft_play.process.heap import give_back
 
 KEPT, HELD = "kept", "held"

@@ -34,8 +34,7 @@ from sft_play.data.sources.raw import (
     text_pieces,
 )
 from sft_play.errors import DataError
-from sft_play.files import atomic
-from sft_play.files.cache import cache_dir
+from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
 
 NOT_DATA = frozenset({"dataset_infos.json", "__MACOSX"})

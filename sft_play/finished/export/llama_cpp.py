@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import BackendError, ConfigError
-from sft_play.files import ROOT, atomic
-from sft_play.files.cache import cache_dir, locked
+from sft_play.files import ROOT, atomic, cache_dir, locked
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.runs.files import sha256_of

@@ -24,7 +24,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import BackendError, ConfigError, DoesNotFit
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import KNOWN_MODELS
-from sft_play.files.cache import cache_dir, locked
+from sft_play.files import cache_dir, locked
 from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import deepspeed_on_cpu, for_another_run
 from sft_play.starter import language

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.errors import BackendError
-from sft_play.files import ROOT
-from sft_play.files.cache import cache_dir
+from sft_play.files import ROOT, cache_dir
 from sft_play.log import escape_control, one_line
 from sft_play.process.environment import for_another_run
 
