@@ -74,22 +74,12 @@ def _gpu_lines(seen: Seen) -> list[str]:
 
 
 def _gpu_row(gpu: SeenGpu) -> list[str]:
+    sizes = (gib(size) for size in (gpu.total_bytes, gpu.used_bytes, gpu.free_bytes))
+    capability, power, heat = map(value_text, (gpu.compute_capability, gpu.power_cap_watts, gpu.temperature_celsius))
+    link = f"{_link(gpu.pcie.generation, gpu.pcie.lanes)}/{_link(gpu.pcie.max_generation, gpu.pcie.max_lanes)}"
     mig = NOT_KNOWN if gpu.mig_enabled is None else "on" if gpu.mig_enabled else "off"
-    link = gpu.pcie
-    return [
-        str(gpu.index),
-        value_text(gpu.name),
-        gib(gpu.total_bytes),
-        gib(gpu.used_bytes),
-        gib(gpu.free_bytes),
-        value_text(gpu.compute_capability),
-        yes_no(gpu.bf16),
-        yes_no(gpu.fp8),
-        value_text(gpu.power_cap_watts),
-        value_text(gpu.temperature_celsius),
-        f"{_link(link.generation, link.lanes)}/{_link(link.max_generation, link.max_lanes)}",
-        mig,
-    ]
+    computes = (capability, yes_no(gpu.bf16), yes_no(gpu.fp8))
+    return [str(gpu.index), value_text(gpu.name), *sizes, *computes, power, heat, link, mig]
 
 
 def _link(generation: int | None, lanes: int | None) -> str:
@@ -138,13 +128,8 @@ def _legend(topology: Topology) -> str:
     if any(re.fullmatch(r"NV\d+", link) for link in links):
         words.insert(0, "NV and a number: that many NVLinks")
     peers = {peer for row in topology.peer for peer in row} - {None}
-    if False in peers:
-        words.append("!: no peer-to-peer access")
-    elif peers:
-        words.append("peer-to-peer access between all")
-    else:
-        words.append("peer-to-peer access: n/a")
-    return "; ".join(words)
+    access = "peer-to-peer access between all" if peers else "peer-to-peer access: n/a"
+    return "; ".join([*words, "!: no peer-to-peer access" if False in peers else access])
 
 
 def _software_lines(machine: Machine) -> list[str]:

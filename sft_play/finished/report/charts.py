@@ -131,20 +131,16 @@ def _spec(chart: Chart) -> dict[str, Any]:
         names.append(f"{named} ({len(names) + 1})" if named in names else named)
     colours = [GREY if curve.colour is None else COLOURS[curve.colour % len(COLOURS)] for curve in chart.curves]
     legend = {"orient": "top", "title": None, "labelLimit": 380, "columns": 3}
-    colour = {
-        "field": "name",
-        "type": "nominal",
-        "sort": names,
-        "scale": {"domain": names, "range": colours},
-        "legend": legend if chart.with_legend and len(names) > 1 else None,
-    }
-    scale: dict[str, Any] = {"type": "log", "nice": False} if chart.is_log else {"zero": chart.from_zero, "nice": True}
+    scale: dict[str, Any] = {"domain": names, "range": colours}
+    colour: dict[str, Any] = {"field": "name", "type": "nominal", "sort": names, "scale": scale}
+    colour["legend"] = legend if chart.with_legend and len(names) > 1 else None
+    scale = {"type": "log", "nice": False} if chart.is_log else {"zero": chart.from_zero, "nice": True}
     if chart.is_share:
         scale = {"domain": [0, 1]}
-    y = {"field": "value", "type": "quantitative", "title": None, "scale": scale}
+    y: dict[str, Any] = {"field": "value", "type": "quantitative", "title": None, "scale": scale}
     y["axis"] = {"format": chart.form, **({"values": _log_ticks(chart)} if chart.is_log else {"tickCount": 5})}
-    x = {"field": "step", "type": "quantitative", "title": "step", "scale": {"nice": False, "zero": False}}
-    x["axis"] = {"format": "~s", "tickCount": 6}
+    x: dict[str, Any] = {"field": "step", "type": "quantitative", "title": "step"}
+    x |= {"scale": {"nice": False, "zero": False}, "axis": {"format": "~s", "tickCount": 6}}
     layers = [_layer(curve, name, x, y, colour) for curve, name in zip(chart.curves, names, strict=True)]
     layers += _stage_layers(chart, x)
     return {
@@ -159,8 +155,7 @@ def _spec(chart: Chart) -> dict[str, Any]:
             # currentColor: the page's own text colour, so that a dark page has light axes
             "axis": {
                 "labelColor": "currentColor", "titleColor": "currentColor", "gridColor": GREY, "gridOpacity": 0.25,
-                "domainColor": GREY, "tickColor": GREY, "labelFontSize": 11, "titleFontSize": 11,
-                "titleFontWeight": "normal",
+                "domainColor": GREY, "tickColor": GREY, "labelFontSize": 11, "titleFontWeight": "normal",
             },
             "legend": {
                 "labelColor": "currentColor", "labelFontSize": 11, "symbolType": "stroke", "symbolStrokeWidth": 3,
@@ -224,24 +219,19 @@ def charts_of(record: Record) -> list[Chart]:
     if len({value for _, value in padding}) == 1:  # rows without padding, which the summary says in a word
         padding = []
     speeds = [
-        (start + step, part.summary.get("predicted_tokens_per_s") or 0.0)
+        (start + step, speed)
         for part, (_, start) in zip(record.parts, record.starts, strict=True)
         for step in (1, part.steps)
+        if (speed := part.summary.get("predicted_tokens_per_s"))
     ]
+    predicted = Curve("predicted", speeds, None, dashed=True)
     listed = [
         Chart("Loss", (Curve("training", curve("loss")), *_held_out(record, "loss")), may_be_log=True),
         Chart("Exact match", _held_out(record, "exact_match"), form=".0%", is_share=True),
         Chart("Loss by source", _by_source(record), may_be_log=True),
         Chart("Learning rate", (Curve("learning rate", curve("learning_rate")),), form=".2~g", from_zero=True),
         Chart("Gradient norm", (Curve("gradient norm", curve("grad_norm")),), may_be_log=True),
-        Chart(
-            "Tokens per second",
-            (
-                Curve("measured", curve("tokens_per_s")),
-                Curve("predicted", [point for point in speeds if point[1]], None, dashed=True),
-            ),
-            form="~s", from_zero=True,
-        ),
+        Chart("Tokens per second", (Curve("measured", curve("tokens_per_s")), predicted), form="~s", from_zero=True),
         Chart(
             "Memory of a rank, in GiB",
             (
