@@ -33,7 +33,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import versions
 from sft_play.training.loop.callbacks import MetricsFile
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, plan_callbacks
-from sft_play.training.measure.monitor import Monitor, expected_of
+from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import Peaks
 from sft_play.training.prepare.starter_base import make_model, make_tokenizer
 
@@ -101,7 +101,7 @@ def run(on: bool, folder: Path) -> dict[str, float]:
         run_folder = RunFolder(Path(place) / "run")
         run_folder.path.mkdir()
         kind = Timed if on else Silent
-        monitor = kind(expected_of(plan), peaks=Peaks(on_gpu=bool(hardware.gpus)))
+        monitor = kind(plan, peaks=Peaks(on_gpu=bool(hardware.gpus)))
         trainer = build_trainer(
             config, plan, run_folder, model=make_model(), tokenizer=tokenizer, peft_config=None,
             train=Split(rows, RowStats("random", "text")), evaluation=None, monitor=monitor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,11 +26,13 @@ def test_padding_samples_and_speed_are_counted_from_the_batches(monkeypatch):
     import torch
 
     from sft_play.training.measure import monitor as module
-    from sft_play.training.measure.monitor import Expected, Monitor
+    from sft_play.training.measure.monitor import Monitor
 
     clock = iter([0.0, 4.0, 4.0])  # start, take, reset
     monkeypatch.setattr(module.time, "perf_counter", lambda: next(clock, 4.0))
-    made = Monitor(Expected(3 * 2**30, 10.0, 0.5))
+    speed = SimpleNamespace(tokens_per_s=10.0)
+    plan = SimpleNamespace(memory=SimpleNamespace(reserved=3 * 2**30), speed=speed, speed_known=True, mfu=0.5)
+    made = Monitor(plan)
     made._since = 0.0
     # two rows of four places, one of them padded by two; the second row is a masked one
     made.saw(

@@ -14,7 +14,7 @@ from sft_play.training.loop.rows import SOURCES
 from sft_play.training.loop.trainer import build_trainer, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import configured_stops, stop_ids
-from sft_play.training.measure.monitor import Monitor, expected_of
+from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import Watch
 from sft_play.training.model import context_parallel, fsdp_loading, sdpa, tensor_parallel
 from sft_play.training.model.fused_head import name_backbone
@@ -114,7 +114,7 @@ def trainer_of(
         masks=prepared.model_spec.masks,
         beat=watch.beat,
         monitor=Monitor(
-            expected_of(plan),
+            plan,
             copies=plan.choice.layout.tensor_parallel,
             sources=splits.sources.names if splits.sources else SOURCES,
             peaks=watch.memory.peaks,

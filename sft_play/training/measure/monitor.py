@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -29,28 +28,6 @@ PAUSES: dict[str, RunMoment] = {"checkpoint": "saving", "evaluation": "evaluatio
 the step nor for the speed."""
 _SUMMED = torch.float64
 """What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What the plan predicts: peak bytes, tokens per second and model FLOP utilisation; None where not known."""
-
-    peak_bytes: int
-    tokens_per_s: float | None
-    mfu: float | None
-
-    def mfu_at(self, tokens_per_s: float) -> float | None:
-        """Utilisation of the GPUs' dense peak at this speed, with the plan's operations per token."""
-        if not self.tokens_per_s or self.mfu is None:
-            return None
-        return self.mfu * tokens_per_s / self.tokens_per_s
-
-
-def expected_of(plan: Plan) -> Expected:
-    """What measured figures are compared with: allocated bytes on a GPU, resident ones on a CPU."""
-    on_gpu = plan.hardware.device == "cuda"
-    speed = plan.speed.tokens_per_s if plan.speed_known else None
-    return Expected(plan.memory.allocated if on_gpu else plan.memory.reserved, speed, plan.mfu)
 
 
 class _Clock:
@@ -92,18 +69,19 @@ class Monitor(TrainerCallback):
 
     def __init__(
         self,
-        expected: Expected | None = None,
+        plan: Plan | None = None,
         *,
         copies: int = 1,
         sources: Sequence[str] = SOURCES,
         peaks: Peaks | None = None,
     ) -> None:
-        """`copies`: consecutive ranks that see the same rows and are counted once; `sources`: names of the sources
-        whose losses are reported; `peaks`: the peaks by moment, which this starts and ends."""
+        """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
+        are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by moment, which
+        this starts and ends."""
         self._peaks = peaks or Peaks()
         self._copies = copies
         self.sources = tuple(sources)
-        self._expected, self._on_gpu = expected, self._peaks.on_gpu
+        self._plan, self._on_gpu = plan, self._peaks.on_gpu
         self._clock = _Clock(on_gpu=self._on_gpu)
         self._optimizer_start: Any = None
         self.samples_seen = 0.0
@@ -234,10 +212,11 @@ class Monitor(TrainerCallback):
         if len(all_ranks) > 1:
             figures |= {f"loss_rank_{n}": rank[0] / rank[1] for n, rank in enumerate(all_ranks) if rank[1]}
         figures |= self._memory_figures([rank[5:8] for rank in all_ranks])
-        if self._expected is not None:
-            figures["memory_predicted_gib"] = self._expected.peak_bytes / GIB
-            mfu = self._expected.mfu_at(speed)
-            figures |= {} if mfu is None else {"mfu": mfu}
+        if self._plan is not None:  # allocated bytes on a GPU, resident ones on a CPU
+            memory = self._plan.memory
+            figures["memory_predicted_gib"] = (memory.allocated if self._on_gpu else memory.reserved) / GIB
+            if self._plan.speed_known and self._plan.mfu is not None:
+                figures["mfu"] = self._plan.mfu * speed / self._plan.speed.tokens_per_s
         return figures
 
     def _memory(self) -> list[float]:
