@@ -85,6 +85,7 @@ SCHEMAS = {
                     nvlink_gb=ANYTHING,
                     aliases=ANYTHING,
                     dense=ANYTHING,
+                    unified=YES,
                 )
             ),
         }

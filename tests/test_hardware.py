@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import sys
 from dataclasses import dataclass, field
@@ -460,7 +461,7 @@ def test_a_host_without_gpus_can_be_named():
         ("RTX4095", "nearest: RTX 4090"),
         ("2xMyGPU", "not in the catalogue"),
         ("H200-80GB", "not in the catalogue; nearest: H200"),
-        ("RTX 4090 Laptop GPU", "not in the catalogue; nearest: RTX 4090"),
+        ("RTX 4095 Laptop GPU", "not in the catalogue; nearest: RTX 4090 Laptop"),
         ("2xMyGPU,mem=lots", "mem takes a size with its unit, MiB, .* such as 24GiB, not 'lots'"),
         ("2xMyGPU,mem=24", "mem takes a size with its unit"),
         ("2xMyGPU,mem=-24GiB", "mem takes a size with its unit"),
@@ -679,12 +680,39 @@ def test_the_reserve_is_near_what_drivers_keep():
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 97_887, "RTX PRO 6000"),
         ("Tesla V100-SXM2-32GB", 32_510, "V100-32GB"),
         ("NVIDIA GH200 480GB", 97_871, "GH200"),
-        ("NVIDIA GeForce RTX 4060 Laptop GPU", 8_188, None),
+        ("NVIDIA GeForce RTX 4060 Laptop GPU", 8_188, "RTX 4060 Laptop"),
+        ("NVIDIA GeForce RTX 3080 Laptop GPU", 8_192, "RTX 3080 Laptop 8GB"),
+        ("NVIDIA GeForce RTX 3050 Laptop GPU", 6_144, "RTX 3050 Laptop 6GB"),
+        ("NVIDIA GeForce RTX 2070 SUPER with Max-Q Design", 8_192, "RTX 2070 SUPER Max-Q"),
+        ("NVIDIA GeForce RTX 2070 Super with Max-Q Design", 8_192, "RTX 2070 SUPER Max-Q"),
+        ("NVIDIA GeForce GTX 1650 with Max-Q Design", 4_096, None),
+        ("NVIDIA RTX A2000 Laptop GPU", 4_096, None),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", 97_887, "RTX PRO 6000 Max-Q"),
+        ("NVIDIA RTX PRO 5000 72GB Blackwell", 73_000, "RTX PRO 5000 72GB"),
+        ("NVIDIA GB10", 124_610, "GB10"),
         ("NVIDIA Graphics Device", 8_188, None),
     ],
 )
 def test_names_of_the_driver_are_found(name, total, found):
     assert [entry.name for entry in find(name, total * MIB)] == ([found] if found else [])
+
+
+def test_a_name_is_found_however_it_is_spelled():
+    """Of laptops too, whose GPU is never the desktop's of the same number."""
+    chance = random.Random(8)
+    for entry in ENTRIES:
+        for _ in range(20):
+            words = entry.name.replace("Laptop", chance.choice(["Laptop GPU", "mobile", "notebook", "laptop"])).split()
+            words = words[1:] if words[0] == "RTX" and words[1].isdigit() and chance.random() < 0.5 else words
+            cased = chance.choice([str.upper, str.lower, str.title])(
+                chance.choice([" ", "-", "_", "", "  "]).join(words)
+            )
+            assert find(chance.choice(["", "NVIDIA ", "nvidia-"]) + cased)[0] is entry, cased
+    laptops = {entry for entry in ENTRIES if "Laptop" in entry.name or "Max-Q" in entry.name}
+    assert len(laptops) > 25
+    for entry in set(ENTRIES) - laptops:
+        for word in ("Laptop GPU", "mobile", "with Max-Q Design"):
+            assert set(find(f"{entry.name} {word}")) <= laptops
 
 
 def test_every_name_and_alias_means_its_own_gpu_or_a_variant():

@@ -76,6 +76,8 @@ class CatalogEntry:
     tdp_watts: int | None
     source: str
     aliases: tuple[str, ...] = ()
+    unified: bool = False
+    """Whether its memory is the host's."""
 
     @property
     def link(self) -> float:
@@ -124,6 +126,7 @@ def _entry_of(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogEntr
         tdp_watts=row["watts"],
         source="; ".join(named if dense else (*named, kind.source)),
         aliases=tuple(row.get("aliases", ())),
+        unified=row.get("unified", False),
     )
 
 
@@ -141,11 +144,16 @@ ENTRIES: tuple[CatalogEntry, ...] = tuple(_entry_of(row, _TABLE["sources"]) for 
 """All entries; of those that share an alias, the first is what the alias alone means."""
 
 _NOISE = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|generation|graphics|[^a-z0-9]")
+_LAPTOP = re.compile(r"(laptop|mobile|notebook)(gpu)?")
+_MAX_Q = re.compile(r"(with)?maxq(design)?")
 
 
 def key_of(name: str) -> str:
-    """A name in lower case without separators, maker and series: `NVIDIA GeForce RTX 4090` is `rtx4090`."""
-    return _NOISE.sub("", name.lower())
+    """A name in lower case without separators, maker and series: `NVIDIA GeForce RTX 4090` is `rtx4090`, and
+    `RTX 3060 mobile` is `laptoprtx3060`."""
+    key = _MAX_Q.sub("maxq", _NOISE.sub("", name.lower()))
+    rest, count = _LAPTOP.subn("", key)
+    return f"laptop{rest}" if count else key
 
 
 CATALOG: dict[str, CatalogEntry] = {key_of(entry.name): entry for entry in ENTRIES}
@@ -154,14 +162,13 @@ CATALOG: dict[str, CatalogEntry] = {key_of(entry.name): entry for entry in ENTRI
 
 def _short(key: str) -> str:
     """`4090` for `rtx4090`: how people write it."""
-    return key.removeprefix("rtx").removeprefix("gtx") if key.startswith(("rtx", "gtx")) else key
+    return re.sub(r"^(laptop)?[rg]tx", r"\1", key)
 
 
 _BY_KEY: dict[str, list[CatalogEntry]] = {}
 for _entry in ENTRIES:
     for _key in {form for name in (_entry.name, *_entry.aliases) for form in (key_of(name), _short(key_of(name)))}:
         _BY_KEY.setdefault(_key, []).append(_entry)
-_OTHER_CLOCKS = ("laptop", "mobile", "maxq")
 _SUGGESTED = ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")
 
 
@@ -169,18 +176,14 @@ def find(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]
     """The entries that a name can mean, the most likely first; empty if none.
 
     A trailing size chooses among them (`RTX 3060 12GB`, `H100-80GB`); so does `driver_bytes`, the total of a GPU that
-    was found, which leaves at most one. Laptop GPUs, whose clocks and power are others', match nothing.
+    was found, which leaves at most one. A laptop's GPU is never the desktop's of the same number.
     """
     key = key_of(name)
-    if any(word in key for word in _OTHER_CLOCKS):
-        return ()
     entries = _BY_KEY.get(key, [])
     if not entries:  # a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`
         sized = ([one for one in _BY_KEY.get(base, []) if one.box_gb == size] for base, size in _with_size(key))
         entries = next(filter(None, sized), [])
-    exact = CATALOG.get(key) or CATALOG.get(f"rtx{key}")
-    if exact:
-        entries = [exact, *(entry for entry in entries if entry is not exact)]
+    entries = sorted(entries, key=lambda entry: key not in (key_of(entry.name), _short(key_of(entry.name))))
     if driver_bytes is None or not entries:
         return tuple(entries)
     return (min(entries, key=lambda entry: abs(entry.driver_bytes - driver_bytes)),)

@@ -156,7 +156,7 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
     memory = _memory(nvml, handle)
     no_memory = _is(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(names)
     # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
-    if not memory and no_memory and not find(name or ""):
+    if not memory and no_memory and all(entry.unified for entry in find(name or "")):
         host = psutil.virtual_memory()
         total, free = int(host.total), int(host.available)
         memory = {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
