@@ -7,12 +7,18 @@ import json
 import math
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
+from sft_play.config.load import config_from_text
 from sft_play.errors import ModelError
+from sft_play.facts.hardware import named
+from sft_play.facts.models import architecture
 from sft_play.facts.models.architecture import config_json, hub_answers, local_folder, refuse_remote_code, shape_of
 from sft_play.facts.models.decoder import parse_config
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.starting.plan_run import shape_for
 from tests.bundled import ORIGINS, OWN_CODE, PUBLISHED, model_config
 from tests.conftest import shared
 
@@ -66,6 +72,53 @@ def test_a_hub_model_without_network_says_that_it_is_neither_here_nor_cached(mon
     monkeypatch.setattr("sft_play.facts.models.architecture.hub_answers", lambda: False)
     with pytest.raises(ModelError, match=r"not a folder here .* not in the local cache, .* cannot be reached"):
         config_json("nobody/no-such-model")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        (
+            {"BF16": 873, "F32": 127},
+            "parameters: 1,000 by the published files (873 BF16, 127 F32), 494,032,768 by config.json",
+        ),
+        (
+            {"U8": 10**9},
+            "parameters: 1,000,000,000 by the published files (1,000,000,000 U8), 494,032,768 by config.json",
+        ),
+        ({"BF16": 494_032_768}, ""),
+        ({"BF16": 499_000_000}, ""),
+        ({}, ""),
+        (None, ""),
+        ({"BF16": "many"}, ""),
+        (PermissionError("401 Client Error"), ""),
+        (TimeoutError("read"), ""),
+    ],
+)
+def test_a_plan_says_where_published_files_have_other_parameters(monkeypatch, parameters, said):
+    asked = []
+
+    def model_info(_, name, **options):
+        asked.append((name, options["revision"], options["expand"]))
+        assert 0 < options["timeout"] <= 5
+        if isinstance(parameters, Exception):
+            raise parameters
+        return SimpleNamespace(safetensors=parameters and SimpleNamespace(parameters=parameters))
+
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    monkeypatch.setattr(architecture, "_fetch_config", lambda *_: model_config("Qwen2.5-0.5B"))
+    architecture._stored_params.cache_clear()
+    run = config_from_text("model: {name: someone/else, revision: v1}\ndata: {train_path: x.jsonl}", name="r")
+    shape, _ = shape_for(run), shape_for(run)
+    assert shape.published == said
+    assert asked == [("someone/else", "v1", ["safetensors"])]
+    reasons = make_plan(PlanRequest(run, shape, named("1xH100"))).reasons
+    assert [line for line in reasons if line.startswith("parameters:")] == ([said] if said else [])
+
+
+def test_what_the_files_of_folders_and_known_models_hold_is_not_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **__: pytest.fail("asked the network"))
+    for name in (str(tmp_path), "Qwen/Qwen2.5-0.5B"):
+        assert architecture.published_words(name, None, 1) == ""
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,13 @@ from sft_play.data.build.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries, missing_kernels
-from sft_play.facts.models.architecture import config_json, refuse_quantised, refuse_remote_code, text_only
+from sft_play.facts.models.architecture import (
+    config_json,
+    published_words,
+    refuse_quantised,
+    refuse_remote_code,
+    text_only,
+)
 from sft_play.facts.models.config_fields import UnknownArchitecture
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
@@ -59,7 +65,8 @@ def shape_for(config: RunConfig) -> ModelShape:
         shape = cached_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
         own_code = model.name if model.trust_remote_code and fields.get("auto_map") else None
         shape = replace(shape, meter=meter_of(fields, code=own_code))
-    return replace(shape, text_only=text_only(fields))
+    published = published_words(model.name, model.revision, shape.params)
+    return replace(shape, text_only=text_only(fields), published=published)
 
 
 def has_eval(config: RunConfig) -> bool:

@@ -6,6 +6,7 @@ The config is read from a local folder, from the table of known models, or fetch
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -25,6 +26,7 @@ from sft_play.log import one_line
 Config = dict[str, Any]
 
 _CONNECT_TIMEOUT_S = 10.0
+_PUBLISHED_TIMEOUT_S = 3.0
 
 
 def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
@@ -197,6 +199,30 @@ def _fetch_config(name: str, revision: str | None) -> Config:
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"model {name}: its config.json cannot be fetched: {one_line(str(error))}") from None
     return _read_config(Path(path).parent, name)
+
+
+def published_words(name: str, revision: str | None, params: int) -> str:
+    """What the headers of a hub model's files say of its parameters, where its config.json gives over 1% more or fewer;
+    empty for folders and known models, and where the hub has no answer."""
+    if local_folder(name) is not None or (name in KNOWN_MODELS and revision is None):
+        return ""
+    stored = _stored_params(name, revision)
+    total = sum(stored.values())
+    if not total or abs(total - params) <= 0.01 * total:
+        return ""
+    dtypes = ", ".join(f"{count:,} {one_line(dtype, limit=20)}" for dtype, count in stored.items())
+    return f"parameters: {total:,} by the published files ({dtypes}), {params:,} by config.json"
+
+
+@functools.cache  # shapes are asked for several times
+def _stored_params(name: str, revision: str | None) -> Mapping[str, int]:
+    from huggingface_hub import HfApi
+
+    # a gated model, no network, another hub without this answer: config.json alone has to do
+    with contextlib.suppress(Exception):
+        answer = HfApi().model_info(name, revision=revision, expand=["safetensors"], timeout=_PUBLISHED_TIMEOUT_S)
+        return {str(dtype): int(count) for dtype, count in answer.safetensors.parameters.items()}
+    return {}
 
 
 def check_available(name: str, *, revision: str | None = None) -> None:
