@@ -544,7 +544,7 @@ def test_a_file_may_be_short(tmp_path, text, count, nodes):
     [
         ("", "is not a mapping"),
         ("- H200\n", "line 1: is not a mapping"),
-        ("gpus: [\n", "is not YAML"),
+        ("gpus: [\n", "cannot be read as YAML"),
         ("gpu: H200\n", "line 1: 'gpu' is not an option of a machine; nearest: gpus"),
         ("gpus: {name: H200}\nram: 64\n", "line 2: ram takes a size with its unit"),
         ("gpus: {name: H200}\nram: 64GiB\nram: 32GiB\n", "line 3: ram appears twice"),
@@ -562,7 +562,7 @@ def test_a_file_may_be_short(tmp_path, text, count, nodes):
         ("nodes: 2\nram: 64GiB\n", "machines without GPUs"),
         ("price: 2\n", "a machine without GPUs takes ram and cores, not price"),
         ("gpus: !!python/object/apply:os.system [ls]\n", "gpus lists 1|is not COUNTxGPU|not in the catalogue"),
-        ("\x00", "is not YAML"),
+        ("\x00", "cannot be read as YAML"),
     ],
 )
 def test_a_file_that_describes_no_machine_is_refused_with_its_line(tmp_path, text, message):
@@ -574,7 +574,7 @@ def test_a_file_that_describes_no_machine_is_refused_with_its_line(tmp_path, tex
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(HardwareError, match="does not exist"):
+    with pytest.raises(HardwareError, match="cannot be read as YAML.*No such file"):
         named(str(tmp_path / "none.yaml"))
     folder = tmp_path / "folder.yaml"
     folder.mkdir()
@@ -585,7 +585,7 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(HardwareError, match="cannot be read"):
         named(str(binary))
     (tmp_path / "deep.yaml").write_text("[" * 5000)
-    with pytest.raises(HardwareError, match=r"nested too deeply|not YAML"):
+    with pytest.raises(HardwareError, match="cannot be read as YAML"):
         named(str(tmp_path / "deep.yaml"))
 
 

@@ -232,19 +232,11 @@ def _read_file(path: Path) -> MachineSpec:
 
 def _root(path: Path) -> yaml.Node | None:
     try:
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            raise HardwareError(f"HARDWARE={path} has over {_MAX_FILE_BYTES} bytes: that is not a machine description")
-        return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except FileNotFoundError:
-        raise HardwareError(f"HARDWARE={path} does not exist (looked from {Path.cwd()})") from None
-    except (OSError, ValueError) as error:
-        if isinstance(error, HardwareError):  # its own, from above: HardwareError is a ValueError
-            raise
-        raise HardwareError(f"HARDWARE={path} cannot be read: {one_line(str(error))}") from None
-    except yaml.YAMLError as error:
-        raise HardwareError(f"HARDWARE={path} is not YAML: {one_line(str(error))}") from None
-    except RecursionError:
-        raise HardwareError(f"HARDWARE={path} is nested too deeply: that is not a machine description") from None
+        if path.stat().st_size <= _MAX_FILE_BYTES:
+            return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise HardwareError(f"HARDWARE={path} cannot be read as YAML: {one_line(str(error))}") from None
+    raise HardwareError(f"HARDWARE={path} has over {_MAX_FILE_BYTES} bytes: that is not a machine description")
 
 
 def _refuse(path: Path, node: yaml.Node | None, what: str) -> NoReturn:
