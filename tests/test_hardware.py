@@ -574,7 +574,7 @@ def test_a_file_that_describes_no_machine_is_refused_with_its_line(tmp_path, tex
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path):
-    with pytest.raises(HardwareError, match="cannot be read as YAML.*No such file"):
+    with pytest.raises(HardwareError, match=r"cannot be read as YAML.*No such file"):
         named(str(tmp_path / "none.yaml"))
     folder = tmp_path / "folder.yaml"
     folder.mkdir()

@@ -90,8 +90,7 @@ class MeasuredWalk(Walk):
     def _checkpoint(self, layer: int) -> int:
         return self._layer("recomputed", layer).kept
 
-    def _batch(self, batch: int, specs: Sequence[BlockSpec]) -> int:
-        trains = specs is self.specs
+    def _batch(self, batch: int, specs: Sequence[BlockSpec], *, trains: bool) -> int:
         return self._measured(self._way(0) if trains else "evaluated", batch).before
 
     def _embedded(self, batch: int) -> int:

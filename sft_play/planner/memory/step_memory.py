@@ -142,6 +142,7 @@ class Walk:
         self.whole_gradients = self.part.params * BYTES[self.synced.reduced] if waits else 0
         """Bytes of full gradients that every rank keeps between micro-batches though it holds a shard of the weights:
         FSDP2 then reduces them only at the end of the step, in the dtype in which they are sent."""
+        self._known_specs: dict[tuple[bool, bool], tuple[BlockSpec, ...]] = {}
         self.specs = self._specs(padded=step.padded, packed=config.data.packing != "none")
         self.gathering = self._gathering() if layout.shards_params else None
         self.blocks, self.widths = self._blocks()
@@ -150,6 +151,8 @@ class Walk:
     # --- what the step is made of -------------------------------------------------------------------------------------
     def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
         """The kinds of blocks, for batches whose rows are padded or packed as given."""
+        if (padded, packed) in self._known_specs:
+            return self._known_specs[padded, packed]
         step, tuning = self.step, self.config.tuning
         lora, experts = tuning.lora, planned_experts(self.config, self.shape, self.precision)
         in_turn = experts is not None and experts.name == "eager" and not self.shape.own_experts
@@ -178,6 +181,7 @@ class Walk:
             spec = block_spec(kind, self.shape, mode=tuning.mode, rank=lora.r, targets=lora.target_modules)
             spec = replace(spec, kernel=kernel, masked=masked, **alike)
             specs.append(on_tensor_parallel(spec, step.layout.tensor_parallel))
+        self._known_specs[padded, packed] = tuple(specs)
         return tuple(specs)
 
     def _gathering(self) -> Gathering:
@@ -218,15 +222,16 @@ class Walk:
         batch, offloads = self.step.micro_batch, self.step.offloads
         layers = []
         for layer, block in enumerate(self.blocks):
-            way = replace(block.layer, cast=0)
-            if layer < self.recomputed:
-                # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block
-                # runs forward again first, and its input stays until its backward pass has ended
-                alone = self._forward_alone(layer, batch, self.specs, training=True)
-                hidden, peak = self._hidden(batch, layer), max(way.backward + way.input, block.recompute)
-                way = replace(block.layer, forward=alone, kept=hidden, backward=peak)
-                way = way.offloaded if offloads else way
-            layers.append(way)
+            own = block.layer
+            if layer >= self.recomputed:
+                layers.append(replace(own, cast=0) if own.cast else own)
+                continue
+            # within a checkpoint nothing that operations save is held: torch.utils.checkpoint drops it; the block runs
+            # forward again first, and its input stays until its backward pass has ended
+            alone = self._forward_alone(layer, batch, self.specs, training=True)
+            hidden, peak = self._hidden(batch, layer), max(own.backward + own.input, block.recompute)
+            way = replace(own, forward=alone, kept=hidden, backward=peak)
+            layers.append(way.offloaded if offloads else way)
         return layers
 
     def _forward_alone(self, layer: int, batch: int, specs: Sequence[BlockSpec], *, training: bool) -> int:
@@ -265,7 +270,7 @@ class Walk:
         whole = self.part.params * (self.numbers.weights if self.full else self.numbers.adapters)
         return self.resident.gradients * gradients // max(1, whole)
 
-    def _batch(self, batch: int, specs: Sequence[BlockSpec]) -> int:
+    def _batch(self, batch: int, specs: Sequence[BlockSpec], *, trains: bool) -> int:
         """Token ids, labels and mask of a batch, and the S x S masks that all blocks share: one for each kind of
         attention, booleans for sdpa, numbers for eager."""
         step, squares = self.step, batch * self.step.length**2
@@ -330,7 +335,7 @@ class Walk:
     @cached_property
     def training(self) -> Mapping[Moment, Terms]:
         """The step itself: of each moment's visits the one with the most bytes."""
-        held = [self._batch(self.step.micro_batch, self.specs)]
+        held = [self._batch(self.step.micro_batch, self.specs, trains=True)]
         if self.shape.embedding_dropout:
             held[0] += self.step.tokens * self.shape.hidden_size  # its mask
         passing = optimizer_transient(self.config.train.optim, self.shape, self.part, full=self.full)
@@ -423,7 +428,7 @@ class Walk:
         Rows are not packed there, so their mask is not the training's.
         """
         specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows, masks=self.step.masks))
-        batch, gathering, there = self._batch(rows, specs), self.gathering, self._between()
+        batch, gathering, there = self._batch(rows, specs, trains=False), self.gathering, self._between()
         # blocks of one kind need the same, and the last of them comes with the most casts held
         last, cast = {place: layer for layer, place in enumerate(self.shape.layer_order)}, 0
         for layer, place in enumerate(self.shape.layer_order):
