@@ -124,10 +124,14 @@ def measure(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
     types, packages = _layer_types(hf_config, len(blocks)), _kernel_packages(model)
-    measured = [
-        _marked(kind, f"{path}.{place}.", without_adapter)
-        for place, kind in enumerate(_measured_blocks(blocks, types, hf_config, is_linear=LINEAR_ATTENTION in packages))
-    ]
+    # a class whose file names the package may have linear attention in place of softmax attention
+    named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
+    measured = []
+    for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
+        kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
+        at = f"{path}.{place}."
+        linears = [replace(one, adaptable=at + one.path not in without_adapter) for one in kind.linears]
+        measured.append(replace(kind, linears=tuple(linears)))
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
     heads = _number(hf_config, "num_attention_heads") or 1
@@ -171,24 +175,6 @@ def measure(
     return replace(shape, outer_params=count(model) - shape.params)
 
 
-def _measured_blocks(
-    blocks: nn.ModuleList, types: Sequence[AttentionKind], hf_config: Any, *, is_linear: bool
-) -> list[LayerKind]:
-    """Each block as its own kind; `is_linear`: some of them may have linear attention."""
-    linear = _linear_attention(hf_config, len(blocks)) if is_linear else [False] * len(blocks)
-    return [
-        _measure_block(block, kind, is_linear=has_linear)
-        for block, kind, has_linear in zip(blocks, types, linear, strict=True)
-    ]
-
-
-def _marked(kind: LayerKind, place: str, without_adapter: Container[str]) -> LayerKind:
-    """The same block, its linear layers marked that get no adapter; `place`: its own name, with a dot."""
-    return replace(
-        kind, linears=tuple(replace(one, adaptable=f"{place}{one.path}" not in without_adapter) for one in kind.linears)
-    )
-
-
 def _norms(block: nn.Module, hidden: int) -> int:
     """How many norms of the hidden width a block has beside its parts."""
     return sum(
@@ -213,19 +199,18 @@ def _answer(model: nn.Module, getter: str) -> Any:
 
 def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
     """What each block's attention sees, as far as the config says it."""
-    named = _field(hf_config, "layer_types") or _field(hf_config, "attention_layers")
+    named = _named_layers(hf_config, "layer_types", count) or _named_layers(hf_config, "attention_layers", count)
     window = _window(hf_config, ["sliding"])
-    if not isinstance(named, list | tuple) or len(named) != count:
+    if named is None:
         return ["sliding" if _number(hf_config, "sliding_window") else "full"] * count
     kinds = [_kind(str(kind)) for kind in named]
     return [kind if window or kind == "none" else "full" for kind in kinds]
 
 
-def _linear_attention(hf_config: Any, count: int) -> list[bool]:
-    named = _field(hf_config, "layer_types")
-    if not isinstance(named, list | tuple) or len(named) != count:
-        return [False] * count
-    return [str(kind) == "linear_attention" for kind in named]
+def _named_layers(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
+    """A field with an entry for each block; None where there is no such field."""
+    named = _field(hf_config, name)
+    return named if isinstance(named, list | tuple) and len(named) == count else None
 
 
 def _kernel_packages(model: nn.Module) -> tuple[str, ...]:
