@@ -261,7 +261,7 @@ def test_dropout_differs_between_ranks_and_weights_begin_alike(world):
 
 def test_what_a_layout_can_become():
     ddp, zero = Stopped("ddp", BatchPlan(2, 2, 2)), Stopped("zero3", BatchPlan(2, 2, 2))
-    assert ddp.effective_batch == 8
+    assert ddp.batch.effective_batch == 8
     assert ddp.cannot_become("fsdp", 4) is None
     assert ddp.cannot_become("single", 1) is None
     assert zero.cannot_become("zero3", 2) is None
