@@ -217,13 +217,3 @@ def paged_adam_8bit_states(elements: int) -> tuple[int, ...]:
     """
     states = adam_8bit_states(elements)
     return states[2:] if elements >= 100_000 else states
-
-
-def adam_32bit_states(elements: int) -> tuple[int, ...]:
-    """Two fp32 states (bitsandbytes' AdamW)."""
-    return (4 * elements, 4 * elements)
-
-
-def no_states(elements: int) -> tuple[int, ...]:
-    """No optimizer: only the gradients."""
-    return ()

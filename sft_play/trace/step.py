@@ -272,11 +272,11 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
             if "lora_A" in name:
                 parameter.requires_grad_(False)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    states = {
+    states: dict[str, Callable[[int], tuple[int, ...]]] = {
         "adamw_8bit": fakes.adam_8bit_states,
         "paged_adamw_8bit": fakes.paged_adam_8bit_states,
-        "adamw_32bit_bnb": fakes.adam_32bit_states,
-        "none": fakes.no_states,
+        "adamw_32bit_bnb": lambda elements: (4 * elements, 4 * elements),
+        "none": lambda elements: (),
     }
     if settings.optimizer in states:
         return fakes.StateOptimizer(trained, states[settings.optimizer], log)
