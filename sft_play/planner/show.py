@@ -16,7 +16,6 @@ from sft_play.facts.hardware import Hardware
 from sft_play.planner.advice.questions import Largest
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.plan import Plan
-from sft_play.planner.precision import SHORT
 from sft_play.units import GIB
 
 BAR_WIDTH = 60
@@ -248,11 +247,6 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
             f"{plan.choice.checkpointing_words}: {plan.choice.verdict}{hours}"
         )
     return lines
-
-
-def precision_name(plan: Plan) -> str:
-    """The short name of the compute precision: bf16, fp16, fp32."""
-    return SHORT[plan.precision.compute]
 
 
 def plan_lines(plan: Plan, config: RunConfig, *, command: str, by_node: Sequence[str] = ()) -> list[str]:

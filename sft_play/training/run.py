@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from sft_play.planner.show import precision_name
+from sft_play.planner.precision import SHORT
 from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
@@ -166,7 +166,7 @@ def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     ranks = job.plan.choice.layout.ranks
     where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else "the CPU"
     where += f" ({ranks} ranks, {job.plan.layout})" if ranks > 1 else ""
-    precision, backend = precision_name(job.plan), prepared.backend.name
+    precision, backend = SHORT[job.plan.precision.compute], prepared.backend.name
     if checkpoint is not None:
         logger.info("Resuming %s run from step %d with %s precision on %s",
                     backend, checkpoints.step_of(checkpoint), precision, where)  # fmt: skip
