@@ -165,7 +165,7 @@ def _ours(job: Job) -> dict[str, Any]:
 
     from sft_play.config.schema import DataConfig
     from sft_play.data.build.build import Recipe, build
-    from sft_play.data.masks.tokenizer_parts import TokenizerParts
+    from sft_play.data.masks.tokenizer import TokenizerParts
 
     parts = TokenizerParts.of(AutoTokenizer.from_pretrained(job.tokenizer))
     recipe = Recipe(parts, DataConfig(), MAX_LENGTH, date.today())

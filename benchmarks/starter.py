@@ -31,7 +31,7 @@ from sft_play.facts.hardware import detect
 from sft_play.process.environment import for_another_run, waiting_threads
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.starter.names import CONFIG
+from sft_play.starter import CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
 STARTER_BASE = "sft_play.training.prepare.starter_base"

@@ -34,8 +34,7 @@ def finished_run(
     from peft import get_peft_model
 
     from sft_play.api import plan
-    from sft_play.config.load import load_config
-    from sft_play.config.resolved import resolved
+    from sft_play.config.load import load_config, resolved
     from sft_play.runs.files import write_json
     from sft_play.runs.folder import FORMAT
     from sft_play.training.checkpoints.model_saving import save_model

@@ -108,8 +108,7 @@ def recorded_run(
 def planned_folder(folder: Path, base: Path) -> Path:
     """A folder with the plan and the settings of a LoRA run of `base` on a CPU."""
     from sft_play.api import plan
-    from sft_play.config.load import load_config
-    from sft_play.config.resolved import resolved
+    from sft_play.config.load import load_config, resolved
 
     folder.mkdir(parents=True)
     rows = folder / "rows.jsonl"

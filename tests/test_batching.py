@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sft_play.config.load import LoadedConfig, config_from_text
-from sft_play.config.resolved import resolved
+from sft_play.config.load import LoadedConfig, config_from_text, resolved
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of

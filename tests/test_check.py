@@ -17,8 +17,8 @@ from sft_play.commands.render import Renderings, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
-from sft_play.data.build.stats import LimitCost, trained_runs
-from sft_play.data.build.survey import Survey, tokens_by_role
+from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
+from sft_play.data.build.survey import tokens_by_role
 from sft_play.data.sources.formats import Chat
 from sft_play.diagnose.pages import STATES, CheckReport, finding_lines
 from sft_play.errors import DataError
@@ -286,15 +286,13 @@ def test_real_tokenizers_end_every_answer_with_a_token(name, tmp_path):
     SmolLM2's with <|im_start|>, which its tokenizer names as BOS."""
     from transformers import AutoTokenizer
 
-    from sft_play.data.build.survey import RowMaker, survey_rows
-    from sft_play.data.masks.render import Renderer
+    from sft_play.data.build.splits import survey_source
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    data = DataConfig()
-    maker = RowMaker(Renderer(tokenizer, data, max_seq_len=512), task_mode="sft")
     path = write_rows(tmp_path / "rows.jsonl", SUMS)
-    found = survey_rows(path, data, "train", maker=maker)
+    config = load_config(run_yaml(tmp_path, "any", train_path=str(path))).config
+    found = survey_source(config, path, "train", tokenizer, max_seq_len=512, has_val=False)
     assert (found.kept, found.open_ends, found.lost) == (40, 0, 0)
     assert found.with_bos == (40 if name in WITH_BOS else 0)
     assert sum(found.ends.values()) == 40
@@ -306,8 +304,7 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
 
     from sft_play.data.build import workers
     from sft_play.data.build.splits import survey_source
-    from sft_play.data.build.survey import RowMaker, survey_rows
-    from sft_play.data.masks.render import Renderer
+    from sft_play.data.build.survey import survey_rows
 
     monkeypatch.setattr(workers, "_SMALLEST_PIECE", 1_500)
     rows = [chat(f"question {number % 70}", f"answer {number % 70} " * (number % 7 + 1)) for number in range(150)]
@@ -322,8 +319,6 @@ def test_several_processes_find_what_one_finds(tiny_llama, tmp_path, monkeypatch
         config = load_config(run_yaml(tmp_path, tiny_llama, train_path=str(path), workers=count)).config
         monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / f"cache of {count}"))
         found.append(vars(survey_source(config, path, "train", tokenizer, max_seq_len=64, has_val=False)))
-    maker = RowMaker(Renderer(tokenizer, config.data, max_seq_len=64), task_mode="sft")
-    found.append(vars(survey_rows(path, config.data, "train", maker=maker)))
     read = survey_rows(path, config.data, "train")
     assert (read.rows, sum(read.bad.values())) == (150, 2)
     assert read.contents == found[0]["contents"]
@@ -392,7 +387,7 @@ def test_tokens_are_counted_by_the_role_in_whose_text_they_begin():
 
 
 def test_a_length_that_the_model_does_not_have_is_not_proposed():
-    survey = Survey("a.jsonl", split="train")
+    survey = RowStats("a.jsonl", split="train")
     survey.cost.add(1_000, [(1, 1_000)])
     survey.kept, survey.cut_rows, survey.trained, survey.lost_by_cut = 1, 1, 99, 900
     (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=100, positions=512)

@@ -14,13 +14,12 @@ from hypothesis import strategies as st
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.splits import FEW_DOCUMENTS, _longer_limits, build_splits
-from sft_play.data.build.stats import RowStats
-from sft_play.data.masks.encode import Encoder
+from sft_play.data.build.splits import FEW_DOCUMENTS, build_splits
+from sft_play.data.build.stats import RowStats, ways_to_keep
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.preview import spread_out
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat
@@ -136,23 +135,26 @@ def test_longer_limits_name_what_they_keep(count, data):
     lengths = [data.draw(st.integers(10, 900)) for _ in range(count)]
     limit = data.draw(st.integers(8, 300))
     positions = data.draw(st.sampled_from([None, 64, 256, 512, 4096]))
-    counts = RowStats(rows=count, trained=sum(min(length, limit) for length in lengths), whole_trained=sum(lengths))
-    counts.lost_by_cut = sum(lengths) - counts.trained
+    counts, options = RowStats(rows=count), DataConfig()
     for length in lengths:
-        if length > limit:
-            counts.cost.add(length, [(0, length)])
-    if not counts.lost:
+        counts.cost.add(length, [(0, length)])
+    if max(lengths) <= limit:
         return
-    said = _longer_limits(counts, limit, positions)
-    if positions is not None and positions <= limit:
-        assert said == f"The model has {positions:,} positions: split or shorten the rows"
-        return
-    top = min(-(-max(lengths) // 64) * 64, positions or 10**9)
-    tried = sorted({min(limit * 2**power, top) for power in range(1, 9)})
-    kept = {one: sum(min(length, one) for length in lengths) / sum(lengths) for one in tried}
-    enough = [one for one in tried if kept[one] < 1] + [one for one in tried if kept[one] == 1][:1]
-    shares = [f"{one} keeps {'all' if kept[one] == 1 else f'{kept[one]:.2%}'}" for one in enough]
-    assert said == f"model.max_seq_len={', '.join(shares)}"
+    said = ways_to_keep(counts, options, max_seq_len=limit, positions=positions)
+
+    def kept(limit: int) -> float:  # the first token of a row is never predicted
+        return sum(min(length, limit) - 1 for length in lengths) / sum(length - 1 for length in lengths)
+
+    fitting = [one for one in range(64, 1_024, 64) if one > limit and (positions is None or one <= positions)]
+    wanted = [next((one for one in range(64, 1_024, 64) if kept(one) >= share), 0) for share in (0.95, 1.0)]
+    proposed = [one for one in dict.fromkeys(wanted) if one in fitting]
+    shares = [f"{one} keeps {'all' if kept(one) == 1 else f'{kept(one):.1%}'}" for one in proposed]
+    if proposed:
+        assert said.startswith(f"set model.max_seq_len: {', '.join(shares)}, or keep the ends")
+    elif positions is not None and positions > limit:
+        assert said.startswith(f"set model.max_seq_len={positions}, the most that the model has: {kept(positions):.1%}")
+    else:
+        assert said.startswith("the model has no more positions: split or shorten the rows")
 
 
 @given(st.integers(0, 3), st.integers(-1, 1))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.data import checks
-from sft_play.data.build.survey import Survey
+from sft_play.data.build.stats import RowStats
 from sft_play.data.sources.files import data_files
 from sft_play.data.written import RECORD, OutputFolder
 from sft_play.errors import DataError
@@ -224,9 +224,9 @@ class TestADiskThatIsFull:
 
 
 class TestAdviceOnLength:
-    def survey(self, *rows: tuple[int, int]) -> Survey:
+    def survey(self, *rows: tuple[int, int]) -> RowStats:
         """Rows of (tokens, trained ones at their end) as a limit of 8 leaves them."""
-        found = Survey("train.jsonl", split="train")
+        found = RowStats("train.jsonl", split="train")
         for tokens, trained in rows:
             found.cost.add(tokens, [(tokens - trained, tokens)])
             if tokens - trained >= 8:
@@ -239,7 +239,7 @@ class TestAdviceOnLength:
                 found.lost_by_cut += max(0, tokens - 8)
         return found
 
-    def check(self, survey: Survey, positions: int | None) -> checks.Check:
+    def check(self, survey: RowStats, positions: int | None) -> checks.Check:
         from sft_play.config.schema import DataConfig
 
         (check,) = checks.judge_lengths(survey, DataConfig(), max_seq_len=8, positions=positions)

@@ -12,8 +12,7 @@ import pytest
 from sft_play.commands.diagnosing import check
 from sft_play.commands.preview import preview
 from sft_play.commands.render import render
-from sft_play.config.load import config_from_text, load_config
-from sft_play.config.resolved import resolved
+from sft_play.config.load import config_from_text, load_config, resolved
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import build_splits
 from sft_play.data.sources.files import data_paths

@@ -17,8 +17,7 @@ from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.sources.files import data_paths, has_held_out_file
 from sft_play.documents import reader
 from sft_play.documents.documents import documents
-from sft_play.documents.reader import ReaderProcess, Unreadable, read_document
-from sft_play.documents.text import chunks, clean, paragraphs
+from sft_play.documents.reader import ReaderProcess, Unreadable, chunks, clean, paragraphs, read_document
 from sft_play.errors import DataError
 from tests.bundled import data_file, there, word_files
 from tests.conftest import ROOT, need_documents_extra
@@ -167,7 +166,7 @@ def test_files_globs_and_lists_are_taken_and_names_stay_apart(tmp_path):
     paths = [str(tmp_path / "one"), str(tmp_path / "two" / "**" / "*.txt"), str(tmp_path / "two" / "c.md")]
     report = documents(config(paths, tmp_path / "out", val_fraction=0.0))
     names = [row["source"] for row in rows(tmp_path / "out")]
-    assert len(report.files.documents) == 4
+    assert len(report.documents) == 4
     assert len(set(names)) == 4
     assert "deep/b.txt" in names
     assert any(name.endswith("two/a.txt") for name in names)
@@ -183,7 +182,7 @@ def test_links_in_a_circle_end_and_hidden_files_are_no_documents(folder, tmp_pat
     (folder / ".hidden.txt").write_text("hidden")
     report = documents(config(folder, tmp_path / "out", val_fraction=0.0))
     assert [row["source"] for row in rows(tmp_path / "out")] == ["a.txt"]
-    assert list(report.files.documents) == ["a.txt"]
+    assert list(report.documents) == ["a.txt"]
 
 
 def test_the_same_documents_give_the_same_bytes(folder, tmp_path):
@@ -275,7 +274,7 @@ def test_output_inside_the_folder_of_documents_is_no_document(folder):
     (folder / "a.txt").write_text("Text.")
     for _ in range(2):
         report = documents(config(folder, folder / "out"))
-        assert (len(report.files.documents), report.files.others) == (1, {})
+        assert (len(report.documents), report.others) == (1, {})
 
 
 def test_the_command_says_its_report(folder, tmp_path, command):

@@ -15,10 +15,9 @@ import yaml
 from benchmarks.mask_score import exact
 from benchmarks.mask_score.score import CASES, score
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import NO_END_TOKEN, Renderer
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from tests.bundled import template_of, there

@@ -19,7 +19,15 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.size import rough_size
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.file_kinds import kind_of, suffix_of
-from sft_play.data.sources.files import Source, data_files, data_paths, read_part, read_rows, source_digest, split_part
+from sft_play.data.sources.files import (
+    Source,
+    content_digest_of,
+    data_files,
+    data_paths,
+    read_part,
+    read_rows,
+    split_part,
+)
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from tests.bundled import data_file, there
@@ -457,14 +465,14 @@ class TestSources:
         from sft_play.runs.files import sha256_of
 
         path = lines(tmp_path / "a.jsonl", ROW)
-        glob, before = Source(f"{tmp_path}/*.jsonl"), source_digest(path)
+        glob, before = Source(f"{tmp_path}/*.jsonl"), content_digest_of(path)
         assert before == sha256_of(path)
-        assert source_digest(tmp_path) == sha256_of(tmp_path)
-        of_glob = source_digest(glob)
+        assert content_digest_of(tmp_path) == sha256_of(tmp_path)
+        of_glob = content_digest_of(glob)
         lines(path, ROW, ROW)
-        assert source_digest(path) != before
-        assert source_digest(glob) != of_glob
-        assert source_digest(Source("hub:a/b")) != source_digest(Source("hub:a/c"))
+        assert content_digest_of(path) != before
+        assert content_digest_of(glob) != of_glob
+        assert content_digest_of(Source("hub:a/b")) != content_digest_of(Source("hub:a/c"))
 
     def test_a_saved_data_set_inside_a_folder_is_one_item(self, tmp_path):
         import datasets
@@ -488,7 +496,7 @@ class TestSources:
 
         datasets.Dataset.from_list([{"text": "saved"}]).save_to_disk(str(tmp_path / "set"))
         next((tmp_path / "set").glob("*.arrow")).write_bytes(b"broken")
-        assert "cannot be loaded by datasets.load_from_disk" in refusal(tmp_path / "set")
+        assert "is a saved dataset that cannot be read" in refusal(tmp_path / "set")
 
     @pytest.mark.parametrize(
         ("names", "split", "found"),

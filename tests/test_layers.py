@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.leaves import leaves
-from sft_play.config.training_options import training_options
+from sft_play.config.leaves import leaves, training_options
 from tests.conftest import ROOT
 
 PACKAGE = ROOT / "sft_play"

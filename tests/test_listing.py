@@ -71,7 +71,7 @@ def test_a_finished_run_stays_finished_while_a_command_works_on_it(tmp_path):
 
 
 def test_the_starters_base_is_named_and_not_the_cache(tmp_path):
-    from sft_play.starter.names import BASE_NAME, shown_name
+    from sft_play.starter import BASE_NAME, shown_name
 
     run = make_run(tmp_path, "one")
     cached = "/home/x/.cache/sft-play/starter/base-0123456789ab/model"

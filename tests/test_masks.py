@@ -18,10 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.encode import Encoder, label_spans
 from sft_play.data.masks.render import LOST_TO_LENGTH, TOO_LONG, Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
-from sft_play.data.masks.tokenizer_parts import TokenizerParts, end_of_text_id
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts, end_of_text_id, label_spans
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import merge_turns
 from sft_play.data.sources.raw import BadRow

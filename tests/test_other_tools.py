@@ -103,7 +103,6 @@ HINTS = {
     "dataset: tatsu-lab/alpaca": (
         "here it is data.train_path: hub:tatsu-lab/alpaca (the format is detected, see make preview)"
     ),
-    "max_duration: 3ep": "here it is train.epochs: 3",
 }
 
 

@@ -10,10 +10,9 @@ import pytest
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks import message_forms
-from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.process import as_row
 from sft_play.data.sources.formats import content_digest, recognise, to_example
 from sft_play.data.sources.raw import BadRow, RawRow

@@ -324,7 +324,7 @@ def test_lengths_are_counted_with_their_share_over_the_limit(run, tmp_path):
 
 
 def test_lengths_of_many_rows_are_told_by_a_tenth_of_those_behind(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("sft_play.data.row_lengths.COUNTED_ROWS", 100)
+    monkeypatch.setattr("sft_play.data.process_report.COUNTED_ROWS", 100)
     write(tmp_path / "raw" / "a.jsonl", *chats(0, 5_000))
     report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
     assert report.splits["train"].tokens == pytest.approx(5_000 * 6, rel=0.2)

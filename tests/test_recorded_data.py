@@ -26,9 +26,8 @@ from sft_play.config.load import config_from_text, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.packing import best_fit
 from sft_play.data.build.splits import build_splits
-from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat, first_format, to_example
 from sft_play.data.sources.raw import BadRow, RawRow

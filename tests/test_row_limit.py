@@ -25,8 +25,7 @@ from sft_play.data.build.size import rough_size
 from sft_play.data.build.survey import row_outcomes
 from sft_play.data.build.workers import BATCH_CHARS
 from sft_play.data.process import process
-from sft_play.data.process_report import SplitReport
-from sft_play.data.row_lengths import RowLengths
+from sft_play.data.process_report import RowLengths, SplitReport
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text

@@ -129,7 +129,7 @@ def refuse(*words, **_):
     raise AssertionError(f"asked the network: {words}")
 socket.getaddrinfo = socket.create_connection = refuse
 from sft_play.config.load import load_config
-from sft_play.starter.names import BASE_NAME
+from sft_play.starter import BASE_NAME
 from sft_play.starting import row_survey
 from sft_play.training.prepare import starter_base
 starter_base.built_base = lambda: pathlib.Path(base)

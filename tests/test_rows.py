@@ -307,7 +307,7 @@ def test_packs_and_sources_are_the_same_over_ranks(tmp_path, tiny_llama, strateg
 def test_every_document_ends_with_the_end_of_text_however_it_is_cut_into_blocks(tmp_path, tiny_llama):
     from sft_play.config.load import config_from_text
     from sft_play.data.build.splits import build_splits
-    from sft_play.data.masks.tokenizer_parts import end_of_text_id
+    from sft_play.data.masks.tokenizer import end_of_text_id
     from sft_play.data.sources.files import data_paths
     from sft_play.training.loop.rows import to_dataset
     from sft_play.training.prepare.tokenizer import load_tokenizer

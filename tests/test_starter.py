@@ -13,8 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.starter.files import FOLDER, texts
-from sft_play.starter.language import DEFAULT_SEED, VALUES, chat_rows, corpus_documents, normalised
+from sft_play.starter.language import (
+    DEFAULT_SEED,
+    FOLDER,
+    VALUES,
+    bundled_files,
+    chat_rows,
+    corpus_documents,
+    normalised,
+)
 from tests import warm
 from tests.conftest import ROOT, shared
 from tests.converter import converter
@@ -30,7 +37,7 @@ def rows():
 
 
 def test_the_bundled_files_are_what_the_generator_makes():
-    for path, text in texts().items():
+    for path, text in bundled_files().items():
         assert (ROOT / path).read_text(encoding="utf-8") == text
     assert {path.name for path in (ROOT / FOLDER).iterdir()} == {"train.jsonl", "val.jsonl", "test.jsonl"}
 

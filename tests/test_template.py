@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.mask_score.score import CASES
-from sft_play.data.masks import watchdog
-from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
-from sft_play.data.masks.watchdog import ended_after
+from sft_play.data.masks import template as watchdog
+from sft_play.data.masks.template import ChatTemplate, Endless, RenderError, ended_after
 from sft_play.errors import TokenizerError
 from tests.bundled import template_of, there, tokenizer_folder
 from tests.conftest import shared
@@ -196,9 +195,9 @@ def test_a_template_without_end_is_stopped(name):
 @pytest.mark.parametrize("platform", ["linux", "darwin"])
 def test_a_filter_that_asks_nobody_is_stopped_where_it_is(platform, monkeypatch):
     """In any thread: the server renders in one of its own. Elsewhere than on Linux no thread's clock can be read."""
-    monkeypatch.setattr("sft_play.data.masks.watchdog.sys", SimpleNamespace(platform=platform))
+    monkeypatch.setattr("sft_play.data.masks.template.sys", SimpleNamespace(platform=platform))
     monkeypatch.setattr("sft_play.data.masks.template.MAX_SECONDS", 0.05)
-    monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.05)
+    monkeypatch.setattr("sft_play.data.masks.template.EVERY_S", 0.05)
     # long enough for a watch that has just begun a whole second's wait
     made, found = template("{% for i in range(9) %}{{ ('x ' * 500000) | wordwrap(1) }}{% endfor %}"), []
 
@@ -220,7 +219,7 @@ def test_a_filter_that_asks_nobody_is_stopped_where_it_is(platform, monkeypatch)
 
 def test_a_fork_ends_its_own_templates_and_no_others(monkeypatch):
     """Whoever held the lock at that moment."""
-    monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.02)
+    monkeypatch.setattr("sft_play.data.masks.template.EVERY_S", 0.02)
     with watchdog._lock, ended_after_in_another_thread():
         child = os.fork()
         if child == 0:
@@ -248,7 +247,7 @@ def use_up(seconds):
 
 def test_what_ends_in_time_is_not_stopped_later(monkeypatch):
     """Nor is the next rendering, which has a time of its own."""
-    monkeypatch.setattr("sft_play.data.masks.watchdog.EVERY_S", 0.01)
+    monkeypatch.setattr("sft_play.data.masks.template.EVERY_S", 0.01)
     ended = []
     for used in [0.0, 0.01, 0.02, 0.03] * 25 + [0.2]:
         is_ended = False

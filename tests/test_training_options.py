@@ -8,10 +8,9 @@ import pytest
 
 from sft_play.config import leaves as leaves_module
 from sft_play.config import other_tools, schema, unknown_keys
-from sft_play.config.leaves import homes, leaves
+from sft_play.config.leaves import homes, leaves, training_options
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import ADAMW, Elsewhere, RunConfig, TrainConfig, training
-from sft_play.config.training_options import training_options
 from sft_play.config.validation import cross_problems
 from sft_play.config.yaml_io import YamlDocument
 from sft_play.errors import ConfigError

@@ -12,9 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.masks.words import _KNOWN, ascii_pattern, words_of
 from sft_play.training.prepare.starter_base import make_tokenizer
 from tests.bundled import data_file, there, tokenizer_folder

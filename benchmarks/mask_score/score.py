@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 from benchmarks.mask_score.exact import NOTHING_ENDS, Case, Mask, Renderings, problem
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.encode import Encoder
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import ConfigError, TokenizerError

@@ -14,12 +14,12 @@ from types import ModuleType
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
-from sft_play.config.reference import write_generated
+from sft_play.config.leaves import generated
 from sft_play.errors import ConfigError
 from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
 from sft_play.files import ROOT
 from sft_play.process.variables import help_lines
-from sft_play.starter import files
+from sft_play.starter import language
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +119,11 @@ def _mask_score(request: Request) -> Answer:
 
 
 def _generate() -> Answer:
-    written = [*write_generated(Path.cwd()), *files.write(Path.cwd())]
+    written = []
+    for path, text in {**generated(), **language.bundled_files()}.items():
+        (Path.cwd() / path).parent.mkdir(parents=True, exist_ok=True)
+        (Path.cwd() / path).write_text(text, encoding="utf-8")
+        written.append(path)
     table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
     if (Path.cwd() / table).is_file():
         renewed = importlib.import_module("sft_play.trace.meta_shape").class_defaults(CLASS_DEFAULTS)

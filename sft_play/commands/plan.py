@@ -14,8 +14,7 @@ from pathlib import Path
 from sft_play.commands.answer import Answer
 from sft_play.commands.machine import asked_machine
 from sft_play.commands.request import Request, refuse_variables
-from sft_play.config.load import LoadedConfig, load_config
-from sft_play.config.overrides import split_overrides
+from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
 from sft_play.facts.hardware import Hardware

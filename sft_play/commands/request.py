@@ -15,8 +15,7 @@ from typing import Any, NoReturn
 
 from sft_play.commands import FILES, INTERNAL, help_line
 from sft_play.config.leaves import sections
-from sft_play.config.load import load_config
-from sft_play.config.overrides import split_overrides
+from sft_play.config.load import load_config, split_overrides
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.errors import ConfigError
 from sft_play.launch.exported import node_variables, rank_variables
@@ -25,7 +24,7 @@ from sft_play.launch.launch_options import LaunchOptions, launch_options_of
 from sft_play.log import escape_control, one_line
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 from sft_play.spelling import did_you_mean, nearest
-from sft_play.starter.names import CONFIG
+from sft_play.starter import CONFIG
 
 SHORT_FLAGS = {
     "--lora-rank": "tuning.lora.r",

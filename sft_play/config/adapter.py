@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.leaves import leaves
-from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show
+from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show, value_at
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 
@@ -48,45 +48,30 @@ class EarlierAdapter:
     """`tuning.mode` of the run that trained it; None where no run of this toolkit is beside it."""
 
 
-def put_adapter(document: YamlDocument, place_of: Callable[[str], str]) -> list[Problem]:
-    """Put the settings of `model.adapter` into a document; returns a problem for each that contradicts it.
-
-    Args:
-        place_of: where a dotted key stands in the file, for messages.
-    """
-    model = document.data.get("model")
-    given = model.get("adapter") if isinstance(model, dict) else None
-    if not isinstance(given, str) or not given or not isinstance(model, dict):
+def put_adapter(document: YamlDocument) -> list[Problem]:
+    """Put the settings of `model.adapter` into a document; returns a problem for each that contradicts it."""
+    path = ("model", "adapter")
+    given, folder = (value_at(document.data, at) for at in (path, ("output", "dir")))
+    if not isinstance(given, str) or not given:
         return []
-    output = document.data.get("output")
-    folder = output.get("dir") if isinstance(output, dict) else None
     try:
-        adapter = find_adapter(
-            given, output=Path(folder if isinstance(folder, str) else leaves()["output.dir"].default)
-        )
+        output = Path(folder if isinstance(folder, str) else leaves()["output.dir"].default)
+        adapter = find_adapter(given, output=output)
     except ConfigError as error:
-        return [Problem(KEY, place_of(KEY), str(error))]
-    tuning = document.data.setdefault("tuning", {})
-    if tuning is None:
-        tuning = document.data["tuning"] = {}
-    lora = tuning.setdefault("lora", {}) if isinstance(tuning, dict) else None
-    if lora is None and isinstance(tuning, dict):
-        lora = tuning["lora"] = {}
-    if not isinstance(tuning, dict) or not isinstance(lora, dict):
+        return [document.problem(path, str(error))]
+    model, tuning, lora = (document.section(at) for at in (("model",), ("tuning",), ("tuning", "lora")))
+    if model is None or tuning is None or lora is None:
         return []  # reported as a section that holds a value
     problems = []
     if tuning.get("mode") == "full":
+        why = f"full trains all weights, and {KEY} continues an adapter: use lora or qlora, or merge the adapter"
         problems.append(
-            Problem("tuning.mode", place_of("tuning.mode"), f"full trains all weights, and {KEY} continues an adapter: "
-                    "use lora or qlora, or merge the adapter (make merge) and name the merged model in model.name")
-        )  # fmt: skip
+            document.problem(("tuning", "mode"), f"{why} (make merge) and name the merged model in model.name")
+        )
     for name, theirs in adapter.settings.items():
-        ours, key = lora.get(name), f"tuning.lora.{name}"
-        if name in lora and name != "dropout" and not _is_same(name, ours, theirs):
-            problems.append(
-                Problem(key, place_of(key), f"{show(ours)}, and the adapter {one_line(adapter.place)} has "
-                        f"{show(theirs)}; leave it out: the adapter's is taken")
-            )  # fmt: skip
+        if name in lora and name != "dropout" and not _is_same(name, lora[name], theirs):
+            why = f"{show(lora[name])}, and the adapter {one_line(adapter.place)} has {show(theirs)}"
+            problems.append(document.problem(("tuning", "lora", name), f"{why}; leave it out: the adapter's is taken"))
         elif name != "dropout" or name not in lora:
             lora[name] = theirs
     if adapter.mode is not None:
@@ -131,7 +116,6 @@ def adapter_folder(place: str) -> Path:
 
 
 def _folder(given: str, output: Path) -> Path | None:
-    """The adapter's folder; None for a hub id."""
     last = _last(output) if given == LAST else None
     try:
         path = Path(given).expanduser()
@@ -168,7 +152,6 @@ def _folder(given: str, output: Path) -> Path | None:
 
 
 def _last(output: Path) -> Path:
-    """The run that finished last; raises ConfigError where none has finished."""
     finished = []
     for path in sorted(output.iterdir()) if output.is_dir() else []:
         manifest = None if path.name.startswith(".") or ".replaced-" in path.name else _manifest(path)
@@ -180,7 +163,6 @@ def _last(output: Path) -> Path:
 
 
 def _manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a run folder; None for other folders."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         manifest = json.loads((folder / _RUN_FILE).read_text(encoding="utf-8"))
         if isinstance(manifest, dict) and str(manifest.get("format")).startswith(_RUN_FORMAT):
@@ -207,7 +189,6 @@ def _mode_of_run(folder: Path) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """An adapter_config.json; raises ConfigError where it cannot be read as one."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -6,17 +6,30 @@ Overrides apply to the plain data before validation, so they go through the same
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sft_play.config.adapter import put_adapter
-from sft_play.config.overrides import apply_overrides, place
+from sft_play.config.leaves import sections
 from sft_play.config.schema import RunConfig
 from sft_play.config.stages import Stage, overlays, set_in_vain, what_trains
 from sft_play.config.validation import cross_problems, validate
-from sft_play.config.yaml_io import Path_, Problem, YamlDocument, dotted, parse, read_text
+from sft_play.config.yaml_io import (
+    OVERRIDE,
+    Path_,
+    Plain,
+    Problem,
+    YamlDocument,
+    parse,
+    parse_value,
+    read_text,
+    show,
+    value_at,
+)
 from sft_play.errors import ConfigError
 
 
@@ -73,11 +86,10 @@ def config_from_text(text: str, *, name: str, overrides: Sequence[str] = ()) -> 
 def _from_text(
     text: str, *, name: str, overrides: Sequence[str], with_adapter: bool
 ) -> tuple[RunConfig, tuple[Stage, ...]]:
-    """The run and the stages of its curriculum."""
     document = parse(text, name=name)
     problems = [*document.problems, *apply_overrides(document, overrides)]
     if with_adapter:
-        problems += put_adapter(document, lambda key: place(document, tuple(key.split("."))))
+        problems += put_adapter(document)
     config, more = validate(document)
     problems += more
     # What contradicts something else is looked for only where every value by itself is right. With stages each stage is
@@ -103,23 +115,23 @@ def _stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
     problems = [*(problem for stage in laid_over for problem in stage.problems), *set_in_vain(document, laid_over)]
     names = Counter(stage.name.lower() for stage in laid_over)
 
-    def add(path: Path_, message: str) -> None:
-        problems.append(Problem(dotted(path), place(document, path), message))
-
     for overlay in laid_over:
         at: Path_ = ("curriculum", overlay.number - 1)
         own, wrong = validate(overlay.document)
         wrong += cross_problems(own, overlay.document) if own is not None and not wrong else []
         problems += map(overlay.at, wrong)
         if names[overlay.name.lower()] > 1:
-            add((*at, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages")
+            problems.append(
+                document.problem((*at, "name"), f"{overlay.name} is the name of {names[overlay.name.lower()]} stages")
+            )
         if own is None:
             continue
         # the stage just before, unless that one has problems of its own
         before = stages[-1] if stages and stages[-1].number == overlay.number - 1 else None
         if before is not None and what_trains(own) == what_trains(before.config):
-            add(at, f"changes nothing: stage {overlay.name} has the data and settings of {before.name} before it; "
-                    "give it something of its own, or give that stage more epochs")  # fmt: skip
+            why = f"changes nothing: stage {overlay.name} has the data and settings of {before.name} before it"
+            way = "give it something of its own, or give that stage more epochs"
+            problems.append(document.problem(at, f"{why}; {way}"))
         stages.append(Stage(overlay.name, overlay.number, own))
     return tuple(stages), problems
 
@@ -127,3 +139,115 @@ def _stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
 def _line_of(problem: Problem) -> int:
     line = problem.where.rpartition(":")[2]
     return int(line) if line.isdigit() else 1_000_000
+
+
+def split_overrides(text: str) -> list[str]:
+    """`SET` split as a shell splits words, without running anything.
+
+    A word with an open bracket takes in the following words, so that a list whose quotes were eaten
+    (`model.mesh_shape=[[4, 1], [fsdp, tp]]`) reads as meant.
+
+    Raises:
+        ConfigError: a quote is not closed.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ConfigError(f"{OVERRIDE}={show(text)}: {str(error).lower()}; close the quote") from None
+    joined: list[str] = []
+    for word in words:
+        value = joined[-1].partition("=")[2] if joined else ""  # that of the word before
+        is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
+        if value.startswith(("[", "{")) and is_open:
+            joined[-1] += f" {word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Problem]:
+    """Put each `a.b=value` into the document's data; returns a problem for each that cannot be."""
+    problems = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            shown = show(override)
+            problems.append(Problem("", OVERRIDE, f"{shown} is not key=value, such as train.epochs=1"))
+            continue
+        try:
+            value = parse_value(text, name=f"{OVERRIDE} {key}")
+        except ConfigError as error:
+            problems.append(Problem("", "", f"{error}; put the value in quotes to mean it as text"))
+            continue
+        problems += _put(document, tuple(key.split(".")), value, text)
+    return problems
+
+
+def _put(document: YamlDocument, words: tuple[str, ...], value: Plain, text: str) -> list[Problem]:
+    """Put `train.epochs=1`, or `curriculum.0.train.epochs=1`, a key of a stage; stages are counted from 0."""
+    path: Path_ = words
+    if len(words) > 2 and words[0] == "curriculum" and words[1].isdigit():
+        path = (words[0], int(words[1]), *words[2:])
+        stages = document.data.get("curriculum")
+        count = len(stages) if isinstance(stages, list) else 0
+        if int(words[1]) >= count or len(words) > 4:
+            why = "names a key inside a key" if len(words) > 4 else f"there are {count} stages, counted from 0"
+            return [Problem(".".join(words), OVERRIDE, f"{why}: curriculum.0.train.epochs=1 sets a key of the first")]
+    section = document.section(path[:-1])
+    if section is None:
+        holder = next(path[:end] for end in range(1, len(path)) if document.section(path[:end]) is None)
+        found = show(value_at(document.data, holder))
+        return [Problem(".".join(words), OVERRIDE, f"{'.'.join(map(str, holder))} is {found}, not a section")]
+    section[words[-1]] = value
+    # a section that is replaced as a whole leaves no lines of its old keys behind
+    for places in (document.lines, document.raw):
+        for old in [place for place in places if place[: len(path)] == path]:
+            del places[old]
+    document.raw[path] = text
+    document.overridden.add(path)
+    return []
+
+
+def resolved(config: RunConfig, *, effective_batch: int | None = None) -> dict[str, Any]:
+    """The config as plain data, defaults included: what `resolved.json` holds.
+
+    Args:
+        effective_batch: the plan's. Where the config derives it from the ranks, the file has this number in place of
+            the default, so that it trains the same over any number of ranks, or is refused.
+    """
+    data = config.model_dump(mode="json")
+    if config.train.effective_follows:
+        data["train"]["effective_batch_size"] = effective_batch
+    return data
+
+
+def resolved_without_paths(config: RunConfig) -> dict[str, Any]:
+    """`resolved` without paths: nodes may keep the same files in different folders."""
+    settings = resolved(config)
+    kept = {key: value for key, value in settings.items() if key != "output"}
+    kept["model"] = {key: value for key, value in kept["model"].items() if key not in ("name", "adapter")}
+    kept["data"] = _data_without_paths(kept["data"])
+    kept["curriculum"] = [{**stage, "data": _data_without_paths(stage["data"])} for stage in kept["curriculum"]]
+    return kept
+
+
+def _data_without_paths(data: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in data.items() if not key.endswith("_path")}
+    sources = [
+        {key: value for key, value in one.items() if not key.endswith("path")} for one in data.get("sources", ())
+    ]
+    return {**kept, "sources": sources}
+
+
+def differing_keys(one: dict[str, Any], other: dict[str, Any], *, prefix: str = "") -> dict[str, tuple[Any, Any]]:
+    """Leaves that differ between two resolved configs: {path: (one's value, other's value)}."""
+    differing: dict[str, tuple[Any, Any]] = {}
+    for key in [*one, *(key for key in other if key not in one)]:
+        left, right = one.get(key), other.get(key)
+        path = f"{prefix}{key}"
+        if isinstance(left, dict) and isinstance(right, dict) and path in sections():
+            differing |= differing_keys(left, right, prefix=f"{path}.")
+        elif left != right:
+            differing[path] = (left, right)
+    return differing

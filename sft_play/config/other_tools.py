@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from sft_play.config.leaves import accepts, leaves
-from sft_play.config.training_options import training_options
+from sft_play.config.leaves import accepts, leaves, training_options
 from sft_play.config.yaml_io import Plain, parse
 
 
@@ -99,7 +98,6 @@ def _row(entry: dict[str, Any]) -> Known:
 
 
 def _answer_of(written: str | dict[str, Plain], path: str) -> Meaning:
-    """An answer of the file: words alone, or settings with words."""
     if isinstance(written, str):
         return say(written)
     settings = tuple((path if key == "to" else key, value) for key, value in written.items() if key != "words")
@@ -149,7 +147,6 @@ def _held_out_share(value: Any, path: str) -> Meaning | None:
 
 
 def _percentage(value: Any, path: str) -> Meaning | None:
-    """transformers' examples: `validation_split_percentage: 5`."""
     return _held_out_share(value / 100, path) if isinstance(value, int | float) and 0 <= value <= 50 else None
 
 
@@ -200,39 +197,6 @@ def _source_of(item: Any, name: str) -> dict[str, Plain]:
     return source
 
 
-def _batches_or_epochs(value: Any) -> tuple[int, str] | None:
-    """llm-foundry's `1000ba` (batches) and `1ep` (epochs)."""
-    match = re.fullmatch(r"(\d+)(ba|ep)", value) if isinstance(value, str) else None
-    return (int(match[1]), match[2]) if match else None
-
-
-def _interval(value: Any, path: str) -> Meaning | None:
-    """A number of steps, or llm-foundry's `500ba` and `1ep`; every epoch is our null."""
-    match _batches_or_epochs(value):
-        case (steps, "ba"):
-            return to(path, steps)
-        case (1, "ep"):
-            return to(path, None, "each epoch")
-    return None
-
-
-def _duration(value: Any, _: str) -> Meaning | None:
-    """llm-foundry's `max_duration: 3ep`, or in batches, which are optimizer steps there."""
-    match _batches_or_epochs(value):
-        case (steps, "ba"):
-            return to("train.max_steps", steps)
-        case (epochs, "ep"):
-            return to("train.epochs", epochs)
-    return None
-
-
-def _times_per_epoch(value: Any, path: str) -> Meaning | None:
-    """axolotl's `saves_per_epoch: 2`: the number of steps depends on the data, so the answer is in words."""
-    if isinstance(value, int | float) and value > 1:
-        return say(f"{path} counts steps: give 1/{{value}} of an epoch's (make plan says how many there are)")
-    return None
-
-
 def _second_beta(value: Any, path: str) -> Meaning | None:
     """`betas: [0.9, 0.95]`: only the second is an option here."""
     return to(path, value[1]) if isinstance(value, list) and len(value) == 2 else None
@@ -260,7 +224,6 @@ def _text_column(value: Any, path: str) -> Meaning | None:
 
 
 def _thinking(value: Any, path: str) -> Meaning | None:
-    """`enable_thinking` is a variable of the chat template."""
     return to(path, {"enable_thinking": value}) if isinstance(value, bool) else None
 
 
@@ -288,7 +251,6 @@ def _axis(value: Any, name: str) -> Meaning | None:
 
 
 def _modules(value: Any, path: str) -> Meaning | None:
-    """A list of modules given as one text: `q_proj,v_proj`."""
     if not isinstance(value, str):
         return None
     names = [part.strip() for part in value.split(",") if part.strip()]
@@ -300,9 +262,7 @@ _READERS: Mapping[str, Reader] = {
     "cp_axis": lambda value, _: _axis(value, "cp"),
     "data_files": _data_files,
     "deepspeed": _deepspeed,
-    "duration": _duration,
     "held_out_share": _held_out_share,
-    "interval": _interval,
     "modules": _modules,
     "percentage": _percentage,
     "second_beta": _second_beta,
@@ -310,7 +270,6 @@ _READERS: Mapping[str, Reader] = {
     "template": _template,
     "text_column": _text_column,
     "thinking": _thinking,
-    "times_per_epoch": _times_per_epoch,
     "tp_axis": lambda value, _: _axis(value, "tp"),
     "trackers": _trackers,
 }

@@ -85,11 +85,11 @@ def _overlay(document: YamlDocument, at: int, stage: dict[str, Plain]) -> Overla
     for path, given, value in _given(stage, ("curriculum", at)):
         if path in own:
             message = f"set twice: here and as {dotted(own[path])}; remove one of them"
-            problems.append(Problem(dotted(given), document.where(given), message))
+            problems.append(document.problem(given, message))
             continue
         if _is_for_all_stages(path):
             message = f"applies to all stages; set {dotted(path)} of the run"
-            problems.append(Problem(dotted(given), document.where(given), message))
+            problems.append(document.problem(given, message))
             continue
         own[path] = given
         _put(data, path, value)

@@ -6,10 +6,8 @@ import re
 from collections.abc import Iterator
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, homes, leaves, sections
-from sft_play.config.overrides import OVERRIDE, place
-from sft_play.config.reference import yaml_value
-from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted, parse_value, show
+from sft_play.config.leaves import accepts, homes, leaves, sections, yaml_value
+from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show
 from sft_play.errors import ConfigError
 from sft_play.spelling import nearest
 
@@ -47,7 +45,7 @@ def _is_known(path: Path_) -> bool:
 
 
 def _unknown(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Problem:
-    where, key = place(document, path), str(path[-1])
+    where, key = document.where(path), str(path[-1])
     raw = document.raw.get(path)
     joint = "=" if where == OVERRIDE else ": "
     hint = _suggestion(tuple(map(str, path)), value, raw=raw, section=section, joint=joint)

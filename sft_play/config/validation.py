@@ -12,12 +12,10 @@ from collections.abc import Iterator, Sequence
 from pydantic import ValidationError
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections
-from sft_play.config.overrides import OVERRIDE, place
+from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections, training_options
 from sft_play.config.schema import RunConfig
-from sft_play.config.training_options import training_options
 from sft_play.config.unknown_keys import answer_words, foreign_problems
-from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted, show, value_at, walk
+from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, show, value_at, walk
 from sft_play.spelling import LIKE_A_TYPO, did_you_mean
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -30,9 +28,7 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     blocked = {path for path, _ in unknown} | set(misplaced)
     problems = [*(problem for _, key_problems in unknown for problem in key_problems), *misplaced.values()]
     broken = [path for path, value in walk(document.data) if isinstance(value, str) and _SURROGATE.search(value)]
-    problems += [
-        Problem(dotted(path), place(document, path), "the text has half of a surrogate pair") for path in broken
-    ]
+    problems += [document.problem(path, "the text has half of a surrogate pair") for path in broken]
     if broken:
         return None, problems
     # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
@@ -72,7 +68,7 @@ def _misplaced(document: YamlDocument) -> dict[Path_, Problem]:
         shown = show(value, raw=document.raw.get(path))
         problems[path] = Problem(
             name,
-            place(document, path),
+            document.where(path),
             f"expected a section, found {shown}; write {name}: {{{first}: {shown if first == 'name' else '…'}}} "
             f"(its keys: {', '.join(section.model_fields)}){_in_other_tools(document, path, value)}",
         )
@@ -83,7 +79,7 @@ def _in_other_tools(document: YamlDocument, path: Path_, value: Plain) -> str:
     """What a value means where other tools use a section's name for a plain key (`mixed_precision: bf16`)."""
     row = other_tools.table().rows.get(str(path[-1]))
     answer = other_tools.answer(row, value) if row else other_tools.Meaning()
-    joint = "=" if place(document, path) == OVERRIDE else ": "
+    joint = "=" if document.where(path) == OVERRIDE else ": "
     return f"; as other tools mean it, {answer_words(answer, value, raw=None, joint=joint)}" if answer.settings else ""
 
 
@@ -115,14 +111,14 @@ def _leaf_problems(error: ValidationError, document: YamlDocument, blocked: set[
             continue
         seen.add(name)
         if dotted(path) != ".".join(map(str, path)):
-            yield Problem(name, place(document, path), _item_message(document, path, item["type"]))
+            yield Problem(name, document.where(path), _item_message(document, path, item["type"]))
             continue
         message = f"missing; a run YAML needs {name}.name" if name == "model" else "missing"
         if name in leaves():
             leaf, value = leaves()[name], value_at(document.data, path)
             message = _expected(leaf, value, document.raw.get(path), habit=_habit(name, value))
             message = f"missing; {leaf.doc}" if item["type"] == "missing" else message
-        yield Problem(name, place(document, path), message)
+        yield Problem(name, document.where(path), message)
 
 
 def _within_list(name: str, location: Sequence[str | int]) -> Path_:
@@ -150,7 +146,6 @@ def _item_message(document: YamlDocument, path: Path_, kind: str) -> str:
 
 
 def _leaf_of(location: list[str]) -> str:
-    """The longest prefix of pydantic's location that is a leaf (the rest names union members)."""
     for length in range(len(location), 0, -1):
         name = ".".join(location[:length])
         if name in leaves() or name in sections():
@@ -159,7 +154,6 @@ def _leaf_of(location: list[str]) -> str:
 
 
 def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
-    """The value that a leaf expects, and the one that was found."""
     hint = hint_at(value, raw, leaf.expects) or habit
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
 
@@ -206,7 +200,7 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
 
     def add(name: str | Path_, message: str) -> None:
         path: Path_ = tuple(name.split(".")) if isinstance(name, str) else name
-        problems.append(Problem(dotted(path), place(document, path), message))
+        problems.append(document.problem(path, message))
 
     if train.fp16 and train.bf16 is True:
         add("train.fp16", "true, and train.bf16 is true as well; choose one")
@@ -232,7 +226,6 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
 
 
 def _source_problems(config: RunConfig) -> Iterator[tuple[Path_, str]]:
-    """Problems of data.sources as a whole."""
     data, here = config.data, ("data", "sources")
     if not data.sources:
         if data.train_path is None:

@@ -26,6 +26,9 @@ Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  #
 Path_ = tuple[str | int, ...]
 """The path of a value: keys and list positions from the root."""
 
+OVERRIDE = "SET"
+"""The place of an override in messages, where a value of the file has its line."""
+
 MAX_VALUES = 100_000
 """More values than any run YAML has; stops aliases that expand endlessly ("billion laughs")."""
 
@@ -62,10 +65,31 @@ class YamlDocument:
     overridden: set[Path_] = field(default_factory=set)
 
     def where(self, path: Path_) -> str:
-        """`file:line` of the value at `path`, or of its nearest ancestor with a line."""
+        """Where a value stands: `SET` for an override, else `file:line`, its own or its nearest ancestor's."""
+        for set_path in self.overridden:
+            if path[: len(set_path)] == set_path or (set_path[: len(path)] == path and path not in self.lines):
+                return OVERRIDE
         while path and path not in self.lines:
             path = path[:-1]
         return f"{self.name}:{self.lines[path]}" if path in self.lines else self.name
+
+    def section(self, path: Path_) -> dict[str, Plain] | None:
+        """The section at a path, made where it is missing or null; None where one on the way is none."""
+        here: Plain = self.data
+        for part in path:
+            if isinstance(here, list) and isinstance(part, int):
+                here = here[part] if part < len(here) else None
+                continue
+            if not isinstance(here, dict):
+                return None
+            if here.get(str(part)) is None:
+                here[str(part)] = {}
+            here = here[str(part)]
+        return here if isinstance(here, dict) else None
+
+    def problem(self, path: Path_, message: str) -> Problem:
+        """A problem of the value at `path`."""
+        return Problem(dotted(path), self.where(path), message)
 
 
 class _Loader(yaml.SafeLoader):
@@ -100,7 +124,6 @@ def read_text(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    """The YAML files of its folder, else those that ship with the project, without hidden ones."""
     for folder in (path.parent, Path("configs")):
         names = sorted(str(other) for other in folder.glob("*.y*ml") if not other.name.startswith("."))
         if names:
@@ -227,7 +250,6 @@ class _Builder:
             self._open.discard(id(node))
 
     def _item(self, node: yaml.Node, path: Path_) -> Plain:
-        """A list item; its line is where it starts."""
         self._document.lines[path] = _line(node)
         return self.value(node, path)
 

@@ -1,6 +1,6 @@
 """What a survey of the data means for a run: each finding ok, a warning or a problem, with what to do about it.
 
-`make check` says it of all rows, a run's log of its first ones.
+`make check` says all of it, a run's log what concerns its masks.
 """
 
 from __future__ import annotations
@@ -8,27 +8,22 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.stats import rows_text
-from sft_play.data.build.survey import TEMPLATE, RowMaker, Survey, survey_rows
-from sft_play.data.masks.render import Renderer
+from sft_play.data.build.stats import RowStats, rows_text, ways_to_keep
+from sft_play.data.build.survey import TEMPLATE
 from sft_play.data.masks.token_row import METHODS
-from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.messages import roles_said
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.log import one_line
 
-LIMIT_STEP = 64
-"""`model.max_seq_len` is proposed in multiples of this."""
-
-
 # Rows
 
 
-def judge_rows(survey: Survey, data: DataConfig, *, task_mode: str) -> list[Finding]:
+def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> list[Finding]:
     """The rows of a file: how many, of which format, and those that cannot be read."""
     name = f"rows: {survey.split}"
     every = f"{rows_text(survey.rows)} of {survey.source} ({survey.format})"
@@ -65,7 +60,7 @@ def _bad(
     return failed(name, lines, FIX_OR_SKIP)
 
 
-def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
+def judge_repeats(surveys: Mapping[str, RowStats]) -> list[Finding]:
     """Rows with the same content: within a file, and between training and held-out files."""
     findings = []
     for survey in surveys.values():
@@ -104,7 +99,7 @@ def judge_repeats(surveys: Mapping[str, Survey]) -> list[Finding]:
 # Masks
 
 
-def judge_masks(survey: Survey, data: DataConfig) -> list[Finding]:
+def judge_masks(survey: RowStats, data: DataConfig) -> list[Finding]:
     """Which rows have a verified mask, by which method, and how much of them is trained."""
     name = f"masks: {survey.split}"
     if survey.unmasked:
@@ -145,7 +140,7 @@ def judge_masks(survey: Survey, data: DataConfig) -> list[Finding]:
     return findings
 
 
-def judge_texts(survey: Survey, data: DataConfig) -> list[Finding]:
+def judge_texts(survey: RowStats, data: DataConfig) -> list[Finding]:
     """What the template does to texts: think text that it leaves out, special tokens that texts spell."""
     findings = []
     if survey.stripped_think:
@@ -186,7 +181,7 @@ def judge_texts(survey: Survey, data: DataConfig) -> list[Finding]:
 # Length
 
 
-def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int | None) -> list[Finding]:
+def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> list[Finding]:
     """What `max_seq_len` takes away, and which limit would keep how much where that is too much.
 
     `positions`: how many the model has; None where it has no limit.
@@ -203,7 +198,7 @@ def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positio
         whole = "left out" if data.truncate == "drop" else "without any trained token left"
         rows.append(f"{survey.too_long:,} {of} {whole} (shortest prompt: {survey.shortest_prompt:,} tokens)")
     lost = f"{'; '.join(rows)}; {survey.lost:,} of {cost.trained:,} trained tokens ({share:.1%}) are lost"
-    ways = _ways(survey, data, max_seq_len=max_seq_len, positions=positions)
+    ways = ways_to_keep(survey, data, max_seq_len=max_seq_len, positions=positions)
     if survey.kept == 0:
         return [failed(name, f"{lost}: nothing is left", ways)]
     if share > data.max_lost_fraction and survey.split == "train":
@@ -212,27 +207,7 @@ def judge_lengths(survey: Survey, data: DataConfig, *, max_seq_len: int, positio
     return [warned(name, lost, ways)]
 
 
-def _ways(survey: Survey, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:
-    """The limits that would keep enough, and everything, within the model's positions."""
-    cost, longer = survey.cost, []
-    enough = 1 - data.max_lost_fraction
-    # rounded up, since kernels are at their best with multiples of 64
-    limits = {-(-cost.limit_for(share) // LIMIT_STEP) * LIMIT_STEP for share in (enough, 1.0)}
-    for limit in sorted(limits):
-        if limit > max_seq_len and (positions is None or limit <= positions):
-            kept = cost.kept_share(limit)
-            longer.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.1%}'}")
-    if longer:
-        return f"set model.max_seq_len: {', '.join(longer)}"
-    if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
-        return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
-    other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
-    more = positions is not None and positions > max_seq_len
-    why = f"the model's {positions:,} positions keep no more" if more else "the model has no more positions"
-    return f"{why}: split or shorten the rows{other}"
-
-
-def judge_blocks(survey: Survey, *, max_seq_len: int) -> list[Finding]:
+def judge_blocks(survey: RowStats, *, max_seq_len: int) -> list[Finding]:
     """How many full blocks the documents of plain text come to."""
     name = f"blocks: {survey.split}"
     if not survey.kept:
@@ -257,7 +232,7 @@ def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str
 # Roles and marks
 
 
-def judge_roles(survey: Survey) -> list[Finding]:
+def judge_roles(survey: RowStats) -> list[Finding]:
     """Trained tokens of each role."""
     if not survey.role_rows:
         return []
@@ -267,7 +242,7 @@ def judge_roles(survey: Survey) -> list[Finding]:
     return [passed("tokens by role", f"trained in {survey.split}: {shares}{of}")]
 
 
-def judge_marks(survey: Survey, tokenizer: Any, *, adds_bos: bool) -> list[Finding]:
+def judge_marks(survey: RowStats, tokenizer: Any, *, adds_bos: bool) -> list[Finding]:
     """BOS on all rows or none, trained parts that end with a special token, padding that is not trained."""
     if not survey.kept or survey.texts:
         return []
@@ -290,7 +265,7 @@ def judge_marks(survey: Survey, tokenizer: Any, *, adds_bos: bool) -> list[Findi
     return [bos, _end(survey, tokenizer), _pad(survey, tokenizer)]
 
 
-def _end(survey: Survey, tokenizer: Any) -> Finding:
+def _end(survey: RowStats, tokenizer: Any) -> Finding:
     names = [str(tokenizer.convert_ids_to_tokens(number)) for number, _ in survey.ends.most_common(3)]
     if survey.open_ends:
         return warned(
@@ -307,7 +282,7 @@ def _end(survey: Survey, tokenizer: Any) -> Finding:
     return passed("end of turn", f"every trained answer ends with {' or '.join(names)}, which is trained{eos}{added}")
 
 
-def _pad(survey: Survey, tokenizer: Any) -> Finding:
+def _pad(survey: RowStats, tokenizer: Any) -> Finding:
     if survey.pad_trained:
         return warned(
             "padding token",
@@ -319,15 +294,9 @@ def _pad(survey: Survey, tokenizer: Any) -> Finding:
     return passed("padding token", f"{tokenizer.pad_token}{same}; padding is masked by length, never by its id")
 
 
-FIRST_ROWS = 200
-"""Rows that the first lines of a run's log describe."""
-
-
-def first_lines(path: AnySource, renderer: Renderer, tokenizer: Any, *, task_mode: str) -> list[str]:
-    """The masks of the training file's first rows: trained tokens by role, BOS, end of turn, padding."""
-    maker = RowMaker(renderer, task_mode=task_mode)
-    is_text = task_mode == "cpt"
-    survey = survey_rows(path, renderer.data, "train", maker=maker, text_wanted=is_text, rows=FIRST_ROWS)
+def mask_lines(report: RowStats, tokenizer: Any) -> list[str]:
+    """What a run logs about its training rows' masks: trained tokens by role, BOS, end of turn, padding."""
     adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    checks = [*judge_roles(survey), *judge_marks(survey, tokenizer, adds_bos=adds_bos)]
-    return [f"First {survey.rows} rows: {check.name}: {check.found}" for check in checks]
+    rows = replace(report, split="train")
+    found = [*judge_roles(rows), *judge_marks(rows, tokenizer, adds_bos=adds_bos)]
+    return [f"Data train: {one.name}: {one.found}" for one in found]

@@ -79,6 +79,15 @@ class Shown:
             facts.append(self.cut_text)
         return [*facts, *(one_line(note, limit=300) for note in self.notes)]
 
+    def items(self, most: int) -> Iterator[tuple[int, TokenPiece | Gap | str]]:
+        """About `most` pieces of it, numbered; between them where max_seq_len begins to cut, and to keep again."""
+        kept = True
+        for number, item in enumerate(shortened(self.pieces, most)):
+            if isinstance(item, TokenPiece) and item.kept != kept:
+                kept = item.kept
+                yield number, "kept from here" if kept else self.cut_text
+            yield number, item
+
 
 def spread_out(rows: int, count: int, *, longest: int) -> list[int]:
     """`count` row numbers from 0, evenly over the file: the first, the last, the longest, and some between."""
@@ -152,39 +161,28 @@ def heading(shown: Shown) -> str:
 def plain_lines(shown: Shown, *, most: int = TERMINAL_PIECES, between: str = "¦") -> list[str]:
     """The example as plain text: ¦ between tokens, trained parts in [[ ]], what is cut in ~~ ~~."""
     out: list[str] = []
-    before: tuple[bool, bool] | None = None
-    for item in shortened(shown.pieces, most):
+    trained, kept, is_first = False, True, True
+    for _, item in shown.items(most):
         if isinstance(item, Gap):
             out.append(f" {item} ")
             continue
-        state = (item.trained, item.kept)
-        if state != before:
-            out.append(_close(before) + _open(before, item, shown))
-        elif out and between:
+        if isinstance(item, str):
+            out.append(f"{']]' * trained}{'~~' * (not kept)}\n--- {item} ---\n{'~~' * kept}")
+            trained, kept, is_first = False, not kept, True
+            continue
+        if item.trained != trained:
+            out.append("[[" if item.trained else "]]")
+            trained = item.trained
+        elif between and not is_first:
             out.append(between)
         text = _plain(item)
         if not between and out and out[-1][-1:] == text[:1] and text[:1] in {"[", "]", "~"}:
             out.append("\\")  # two pieces of the text must not look like one of our marks together
         out.append(text)
-        before = state
-    out.append(_close(before) + ("~~" if before is not None and not before[1] else ""))
+        is_first = False
+    out.append("]]" * trained + "~~" * (not kept))
     lines = [heading(shown), *(f"  {line}" for line in "".join(out).split("\n") if line)]
     return [*lines, *_trouble(shown)]
-
-
-def _open(before: tuple[bool, bool] | None, piece: TokenPiece, shown: Shown) -> str:
-    """The marks before a piece that is trained, or kept, where the one before it is not, or the reverse."""
-    was_kept = True if before is None else before[1]
-    marks = ""
-    if was_kept and not piece.kept:
-        marks = f"\n--- {shown.cut_text} ---\n~~"
-    elif piece.kept and not was_kept:
-        marks = "~~\n--- kept from here ---\n"
-    return marks + ("[[" if piece.trained else "")
-
-
-def _close(state: tuple[bool, bool] | None) -> str:
-    return "]]" if state is not None and state[0] else ""
 
 
 def _plain(piece: TokenPiece) -> str:
@@ -194,7 +192,6 @@ def _plain(piece: TokenPiece) -> str:
 
 
 def _trouble(shown: Shown) -> list[str]:
-    """Why a row cannot be used, and how it begins in the file."""
     if not shown.reason:
         return []
     reason = f"  CANNOT BE USED: {one_line(shown.reason, limit=600)}"
@@ -218,16 +215,13 @@ def terminal_text(shown: Shown, *, most: int = TERMINAL_PIECES) -> Any:
 
     body = Text()
     body.append(heading(shown) + "\n", style="bold")
-    kept = True
-    for number, item in enumerate(shortened(shown.pieces, most)):
+    for number, item in shown.items(most):
         if isinstance(item, Gap):
             body.append(f" {item} ", style="italic")
             continue
-        if kept and not item.kept:
-            body.append(f"\n--- {shown.cut_text} ---\n", "red")
-        elif item.kept and not kept:
-            body.append("\n--- kept from here ---\n", "red")
-        kept = item.kept
+        if isinstance(item, str):
+            body.append(f"\n--- {item} ---\n", "red")
+            continue
         style = (TRAINED_STYLES if item.trained else OTHER_STYLES)[number % 2]
         if not item.kept:
             style = CUT_TRAINED_STYLE if item.trained else CUT_STYLE
@@ -303,21 +297,14 @@ def _shown_outcome(outcome: RowOutcome, names: TokenBytes, limit: int, as_read: 
         lost = sum(label != IGNORED for label in labels[limit:])
     else:
         reason, cut, left, lost = "", row.cut, tuple(row.input_ids), row.lost
-    kept = kept_tokens(ids, left)
-    notes = (
-        *outcome.example.notes,
-        *whole.notes,
-        *_row_notes(whole),
-        *(() if kept else ("the cut row is rendered again; the whole one is shown",)),
-    )
-    pieces = token_pieces(ids, labels, names, kept=kept or [True] * len(ids))
+    notes = (*outcome.example.notes, *whole.notes, *_row_notes(whole))
+    pieces = token_pieces(ids, labels, names, kept=kept_tokens(ids, left))
     return Shown(
         outcome.number, whole.where, ids, labels, tuple(pieces), whole.method, notes, cut=cut, lost=lost, reason=reason
     )
 
 
 def _row_notes(whole: TokenRow) -> Iterator[str]:
-    """What is special about a row, in words."""
     if whole.untrained_turns:
         yield f"{whole.untrained_turns} assistant turns have no exact mask and are not trained"
     if whole.stripped_think:

@@ -8,7 +8,7 @@ import html
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from sft_play.data.preview import Gap, Shown, shortened
+from sft_play.data.preview import Gap, Shown
 from sft_play.data.token_pieces import NEWLINE, SPACE, TAB, Kind, TokenPiece, signs, visible
 
 PAGE_PIECES = 20_000
@@ -109,19 +109,16 @@ def _section(shown: Shown, most: int) -> str:
 
 
 def _spans(shown: Shown, most: int) -> Iterator[str]:
-    position, kept = 0, True
-    for number, item in enumerate(shortened(shown.pieces, most)):
+    position = 0
+    for number, item in shown.items(most):
         if isinstance(item, Gap):
             position += item.tokens
             yield f'<span class="gap">{html.escape(str(item))}</span>'
-            continue
-        if kept and not item.kept:
-            yield f'<span class="cut">{shown.cut_text}</span>'
-        elif item.kept and not kept:
-            yield '<span class="cut">kept from here</span>'
-        kept = item.kept
-        yield _span(item, position, odd=bool(number % 2))
-        position += len(item.ids)
+        elif isinstance(item, str):
+            yield f'<span class="cut">{item}</span>'
+        else:
+            yield _span(item, position, odd=bool(number % 2))
+            position += len(item.ids)
 
 
 def _span(piece: TokenPiece, position: int, *, odd: bool) -> str:

@@ -16,8 +16,17 @@ from typing import Any, TextIO
 from sft_play.config.schema import ProcessConfig, RunConfig
 from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.data.masks.render import is_trained_turn
-from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
-from sft_play.data.row_lengths import RowLengths, TokenCounter, token_counter
+from sft_play.data.process_report import (
+    SHOWN,
+    FileReport,
+    Places,
+    ProcessReport,
+    RowLengths,
+    SplitReport,
+    TokenCounter,
+    by_count,
+    token_counter,
+)
 from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, split_names, walk
 from sft_play.data.sources.formats import (
     Example,
@@ -309,7 +318,6 @@ def _named_split(part: Part, root: Path | None) -> str | None:
 
 
 def _file_fault(file: FileReport, stats: RowStats, error: str = "") -> str:
-    """All that is wrong with one file; with unknown roles, the known ones of its other rows."""
     lines = []
     if stats.bad:
         head, *rows = bad_row_lines(f"{file.rows:,} rows", stats.bad, stats.first_bad)

@@ -121,23 +121,12 @@ def token_pieces(
     return pieces
 
 
-def kept_tokens(whole: Sequence[int], cut: Sequence[int]) -> list[bool] | None:
-    """Which tokens of a whole row are in the cut one: its beginning, its end, or a beginning and an end.
-
-    None where the cut row is no such part of the whole one.
-    """
+def kept_tokens(whole: Sequence[int], cut: Sequence[int]) -> list[bool]:
+    """Which tokens of a whole row are in the cut one: its beginning, its end, or a beginning and an end."""
     size, left = len(whole), len(cut)
-    if left > size:
-        return None
-    if list(whole[:left]) == list(cut):
-        return [n < left for n in range(size)]
-    if list(whole[size - left :]) == list(cut):
-        return [n >= size - left for n in range(size)]
-    head = next((n for n in range(left) if whole[n] != cut[n]), left)
-    tail = left - head
-    if list(whole[size - tail :]) != list(cut[head:]):
-        return None
-    return [n < head or n >= size - tail for n in range(size)]
+    is_end = list(whole[size - left :]) == list(cut) != list(whole[:left])
+    head = 0 if is_end else next((n for n in range(left) if whole[n] != cut[n]), left)
+    return [n < head or n >= size - (left - head) for n in range(size)]
 
 
 Kind = Literal["text", "space", "newline", "mark"]

@@ -19,7 +19,7 @@ from sft_play.log import one_line
 from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.plan import Plan
 from sft_play.runs.lookup import output_dir
-from sft_play.starter.names import BASE_NAME
+from sft_play.starter import BASE_NAME
 from sft_play.units import size_of
 
 OTHER_BYTES = 64 * 2**20

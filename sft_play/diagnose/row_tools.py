@@ -18,7 +18,7 @@ from sft_play.data.sources.files import AnySource
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.machine import offline_without_hub
-from sft_play.starter.names import BASE_NAME
+from sft_play.starter import BASE_NAME
 
 SPLITS = ("train", "val", "test")
 

@@ -15,7 +15,8 @@ from typing import Any
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data import checks
-from sft_play.data.build.survey import RowMaker, Survey, survey_rows
+from sft_play.data.build.stats import RowStats
+from sft_play.data.build.survey import RowMaker, survey_rows
 from sft_play.data.preview import Shown, example_line
 from sft_play.data.sources.files import AnySource, data_paths, find_source, split_of
 from sft_play.data.token_pieces import TokenBytes, token_pieces
@@ -33,7 +34,7 @@ from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.heap import importing
-from sft_play.starter.names import BASE_NAME
+from sft_play.starter import BASE_NAME
 
 Lengths = Callable[[], RowTokens | None]
 """The lengths of the rows as training would have them; None where they could not be counted."""
@@ -81,7 +82,7 @@ class _Checks:
         self._tokenizer: Any = None
         self._maker: RowMaker | None = None
         self._planned: Planned | None = None
-        self._surveys: dict[str, Survey] = {}
+        self._surveys: dict[str, RowStats] = {}
         self._no_files = False
         self._reported: dict[str, str] = {}
         """Errors that are on the page already, and under which name."""
@@ -162,7 +163,7 @@ class _Checks:
         except SftPlayError as error:
             yield failed("data files", str(error), "name files that exist")
             files = _existing_files(config.data)
-        surveys: dict[str, Survey] = {}
+        surveys: dict[str, RowStats] = {}
         named = {part for part, _ in files}
         for part, path in files:
             try:
@@ -183,7 +184,7 @@ class _Checks:
         elif surveys:
             yield skipped("masks", "not without a tokenizer and a template; see there")
 
-    def _survey(self, part: str, path: AnySource, *, has_val: bool) -> Survey:
+    def _survey(self, part: str, path: AnySource, *, has_val: bool) -> RowStats:
         """Every row of a file, counted; with a tokenizer from the cache of rows, which a run would read."""
         config, maker = self._config, self._maker
         if maker is None:
@@ -194,7 +195,7 @@ class _Checks:
         tokenizer = maker.renderer.parts
         return survey_source(config, path, part, tokenizer, max_seq_len=maker.max_seq_len, has_val=has_val)
 
-    def _masks(self, surveys: dict[str, Survey]) -> Iterator[Finding]:
+    def _masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
         config, maker = self._config, self._maker
         assert maker is not None
         positions = positions_of(config)
@@ -217,10 +218,10 @@ class _Checks:
                     yield from checks.judge_masks(survey, config.data)
                 yield from checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)
 
-    def _is_text(self, survey: Survey) -> bool:
+    def _is_text(self, survey: RowStats) -> bool:
         return self._config.task_mode == "cpt" or survey.split == "text"
 
-    def _example(self, survey: Survey) -> Iterator[Finding]:
+    def _example(self, survey: RowStats) -> Iterator[Finding]:
         if survey.first is None:
             return
         number, whole = survey.first

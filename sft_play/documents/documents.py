@@ -8,13 +8,15 @@ split depends on its own text alone.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import importlib.util
 import json
+import os
 import queue
 import sys
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,11 +24,10 @@ from typing import Any, TextIO
 
 from sft_play.config.schema import DocumentsConfig, RunConfig
 from sft_play.data.build.workers import News, cores
+from sft_play.data.sources.files import find_source, walk
 from sft_play.data.sources.formats import digest_share
 from sft_play.data.written import OutputFolder
-from sft_play.documents.files import DocumentFiles, find_documents
-from sft_play.documents.reader import KINDS, ReaderProcess, Unreadable
-from sft_play.documents.text import FENCE, HEADING, chunks, join, paragraphs
+from sft_play.documents.reader import FENCE, HEADING, KINDS, ReaderProcess, Unreadable, chunks, join, paragraphs
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -51,7 +52,10 @@ class DocumentsReport:
     """What was found, read, left out and written; `repeats` counts paragraphs of earlier documents or the same one."""
 
     config: DocumentsConfig
-    files: DocumentFiles
+    documents: dict[str, Path] = field(default_factory=dict)
+    """By their names in rows and reports, in order."""
+    others: Counter[str] = field(default_factory=Counter)
+    """Files that are no documents, by ending."""
     unreadable: dict[str, str] = field(default_factory=dict)
     copies: dict[str, str] = field(default_factory=dict)
     repeats: int = 0
@@ -63,6 +67,12 @@ class DocumentsReport:
     all_to_train: bool = False
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """What data.documents.path names."""
+        given = self.config.path
+        return (given,) if isinstance(given, str) else given
+
+    @property
     def ok(self) -> bool:
         """Whether there is text to train on."""
         return self.splits[TRAIN]["rows"] > 0
@@ -70,12 +80,12 @@ class DocumentsReport:
     def as_json(self) -> dict[str, Any]:
         """The content of report.json; counts in documents, rows, paragraphs and characters."""
         return {
-            "path": list(self.files.paths),
+            "path": list(self.paths),
             "out_dir": self.config.out_dir,
-            "found": len(self.files.documents),
-            "read": len(self.files.documents) - len(self.unreadable),
+            "found": len(self.documents),
+            "read": len(self.documents) - len(self.unreadable),
             "unreadable": self.unreadable,
-            "other_files": dict(self.files.others.most_common()),
+            "other_files": dict(self.others.most_common()),
             "copies": self.copies,
             "repeated_paragraphs": self.repeats,
             "paragraphs": self.paragraphs,
@@ -86,7 +96,7 @@ class DocumentsReport:
 
     def lines(self) -> list[str]:
         """The report for people."""
-        found, rows = len(self.files.documents), sum(split["rows"] for split in self.splits.values())
+        found, rows = len(self.documents), sum(split["rows"] for split in self.splits.values())
         kept = "left out" if self.config.drop_repeated else "kept (data.documents.drop_repeated=false)"
         folder, note = Path(self.config.out_dir), self._val_note()
         written = [
@@ -100,9 +110,7 @@ class DocumentsReport:
         return [
             f"{_many(found, 'document')} found, {found - len(self.unreadable)} read, {len(self.unreadable)} not",
             *_listed("not read", [f"{name}: {reason}" for name, reason in self.unreadable.items()]),
-            *_listed(
-                "other files, not read", [f"{count:,} {suffix}" for suffix, count in self.files.others.most_common()]
-            ),
+            *_listed("other files, not read", [f"{count:,} {suffix}" for suffix, count in self.others.most_common()]),
             *_listed("copies", [f"{name} is the same text as {first}" for name, first in self.copies.items()]),
             *([f"{_many(self.repeats, 'paragraph')} repeated, {kept}"] if self.repeats else []),
             f"{_many(self.paragraphs, 'paragraph')} in {_many(rows, 'row')} of at most {self.config.chunk_chars:,} "
@@ -148,11 +156,12 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
     asked = config.data.documents
     folder = Path(asked.out_dir)
     own = [folder / name for name in (TRAIN, VAL, REPORT)]
-    report = DocumentsReport(asked, find_documents(asked.path, suffixes=KINDS, own=own))
+    report = DocumentsReport(asked)
+    find_documents(report, own=own)
     with OutputFolder(folder, (TRAIN, VAL, REPORT), force=force, command="dapt-docx") as output:
         repeats, train = _Repeats(report), output.open(TRAIN)
         held: list[tuple[str, list[str]]] = []  # for validation, if there will be something to train on
-        with contextlib.closing(read_all(report.files.documents, asked)) as answers:
+        with contextlib.closing(read_all(report.documents, asked)) as answers:
             for name, answer in answers:
                 if isinstance(answer, Unreadable):
                     report.unreadable[name] = str(answer)
@@ -170,11 +179,57 @@ def documents(config: RunConfig, *, force: bool = False) -> DocumentsReport:
         for name, parts in held:
             _write(file, split, name, parts, report)
         if not report.ok:
-            title = f"none of the {_many(len(report.files.documents), 'document')} could be read; nothing was written"
+            title = f"none of the {_many(len(report.documents), 'document')} could be read; nothing was written"
             reasons = [f"{name}: {reason}" for name, reason in report.unreadable.items()]
             raise DataError("\n".join(_listed(title, reasons)))
         output.write_json(REPORT, report.as_json())
     return report
+
+
+def find_documents(report: DocumentsReport, *, own: Iterable[Path]) -> None:
+    """Put the documents of `data.documents.path` into the report, except hidden files and `own`, those of this command.
+
+    Folders are searched to any depth; links are followed, loops are not.
+
+    Raises:
+        DataError: a path does not exist, or there is no document: where it looked, and what is there.
+    """
+    found: dict[str, Path] = {}
+    seen = {os.path.realpath(path) for path in own}  # a document is read once, whatever leads to it
+    for root, path in (one for asked in report.paths for one in _files(asked)):
+        real, suffix = os.path.realpath(path), path.suffix.lower()
+        if real in seen or path.name.startswith((".", "~$")):  # Word keeps ~$… beside an open document
+            continue
+        seen.add(real)
+        name = _shown(path.relative_to(root))
+        if suffix in KINDS:
+            # in two folders the same name: the second document is named by its whole path
+            found[_shown(path.absolute()) if name in found else name] = path
+        else:
+            report.others[suffix or "no ending"] += 1
+    report.documents = dict(sorted(found.items()))
+    if not found:
+        others = ", ".join(f"{count} {suffix}" for suffix, count in report.others.most_common(12))
+        raise DataError(
+            f"data.documents.path={one_line(', '.join(report.paths))}: no documents there (looked from {Path.cwd()} "
+            f"for {', '.join(KINDS)}); there are {others or 'no files'}"
+        )
+
+
+def _shown(path: Path) -> str:
+    # a name that is not UTF-8 holds surrogates in Python, which JSON and terminals cannot take
+    return os.fsencode(path.as_posix()).decode("utf-8", "replace")
+
+
+def _files(given: str) -> Iterator[tuple[Path, Path]]:
+    path = find_source(given)
+    if isinstance(path, Path):
+        yield from ((path, file) for file in walk(path)) if path.is_dir() else [(path.parent, path)]
+        return
+    parts = Path(given).expanduser().parts
+    root = Path(*parts[: next((n for n, part in enumerate(parts) if glob.has_magic(part)), 0)])
+    for match in sorted(root.glob("/".join(parts[len(root.parts) :]))):
+        yield from ((root, file) for file in (walk(match) if match.is_dir() else [match]))
 
 
 def read_all(wanted: dict[str, Path], asked: DocumentsConfig) -> Generator[tuple[str, str | Unreadable], None, None]:
@@ -237,7 +292,6 @@ class _Repeats:
 
 
 def _write(file: TextIO, split: str, name: str, parts: list[str], report: DocumentsReport) -> None:
-    """Write and count a document's rows."""
     texts = chunks(parts, limit=report.config.chunk_chars)
     for part, text in enumerate(texts, start=1):
         file.write(json.dumps({"text": text, "source": name, "part": part}, ensure_ascii=False) + "\n")

@@ -22,7 +22,7 @@ from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import checked_name, run_at, runs_in
-from sft_play.starter.names import shown_name
+from sft_play.starter import shown_name
 from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)

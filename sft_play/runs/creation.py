@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import LoadedConfig
-from sft_play.config.resolved import resolved
+from sft_play.config.load import LoadedConfig, resolved
 from sft_play.config.schema import OutputConfig
 from sft_play.errors import RunFolderError
 from sft_play.runs.files import write_json, write_text

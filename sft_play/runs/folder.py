@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.load import config_from_text
-from sft_play.config.resolved import resolved
+from sft_play.config.load import config_from_text, resolved
 from sft_play.config.schema import ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line

@@ -17,8 +17,7 @@ from typing import Any
 
 from sft_play._version import __version__
 from sft_play.config.leaves import leaves
-from sft_play.config.load import LoadedConfig
-from sft_play.config.resolved import differing_keys, resolved
+from sft_play.config.load import LoadedConfig, differing_keys, resolved
 from sft_play.errors import RunFolderError
 from sft_play.facts.installed import version_of
 from sft_play.files import ROOT

@@ -28,10 +28,12 @@ the same seed gives the same text on every machine.
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 __all__ = ["ACTIONS", "DEFAULT_SEED", "SPECIAL_TOKENS", "chat_rows", "corpus_documents", "normalised"]
 
@@ -306,7 +308,6 @@ def chat_rows(*, seed: int) -> dict[str, list[Row]]:
 
 
 def _fact(rng: random.Random) -> tuple[str, dict[str, str]]:
-    """A sentence about the house, and the values in it."""
     slot = rng.choice(list(VALUES))  # first, so that every slot is practised equally often
     return _filled(rng, rng.choice([fact for fact in FACTS if f"{{{slot}}}" in fact]))
 
@@ -321,7 +322,6 @@ def _diary(rng: random.Random) -> str:
 
 
 def _repeat_chat(rng: random.Random) -> str:
-    """A chat in which the assistant says a sentence again."""
     fact, _ = _fact(rng)
     return _chat([(fact, f"again: {fact}")])
 
@@ -335,7 +335,6 @@ def _question_chat(rng: random.Random) -> str:
 
 
 def _note_chat(rng: random.Random) -> str:
-    """A chat in which the assistant notes the values of a fact."""
     fact, values = _fact(rng)
     return _chat([(fact, f"note {_note(values)}")])
 
@@ -347,12 +346,10 @@ def _sorting_chat(rng: random.Random) -> str:
 
 
 def _chat(turns: Sequence[tuple[str, str]]) -> str:
-    """The turns as one ChatML text."""
     return "".join(_turn("user", said) + _turn("assistant", answer) for said, answer in turns)
 
 
 def _turn(role: str, content: str) -> str:
-    """One ChatML turn."""
     return f"{TURN_START}{role}\n{content}{TURN_END}\n"
 
 
@@ -419,12 +416,21 @@ def _rows(rng: random.Random, pool: _Pool, count: int, taken: set[str]) -> list[
 
 
 def _prompt(rng: random.Random, command: _Command) -> str:
-    """The command as somebody would say it, polite or not."""
     if command.is_order:
         return rng.choice(ORDER_OPENINGS) + command.text + rng.choice(ORDER_CLOSINGS)
     return rng.choice(HINT_OPENINGS) + command.text + rng.choice(HINT_CLOSINGS)
 
 
 def _row(prompt: str, answer: str) -> Row:
-    """One row of the data files."""
     return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]}
+
+
+FOLDER = Path("sft_play/starter/data")
+
+
+def bundled_files() -> dict[Path, str]:
+    """Path below the repository and text of each bundled file: written by `make -C benchmarks generate`."""
+    return {
+        FOLDER / f"{split}.jsonl": "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        for split, rows in chat_rows(seed=DEFAULT_SEED).items()
+    }

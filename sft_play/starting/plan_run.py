@@ -35,7 +35,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan, refuse
 from sft_play.planner.precision import choose_precision
-from sft_play.starter.names import BASE_NAME
+from sft_play.starter import BASE_NAME
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
 

@@ -38,7 +38,7 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LAUNCHER, Lock, lock
 from sft_play.runs.lookup import find_resumable
 from sft_play.runs.manifest import first_day
-from sft_play.starter.names import BASE_NAME
+from sft_play.starter import BASE_NAME
 from sft_play.starting import as_rank
 from sft_play.starting.launch_ranks import launch_ranks
 from sft_play.starting.plan_run import layout_in_unsloth, shape_for

@@ -25,12 +25,12 @@ import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
-from sft_play.data.build.stats import LimitCost, RowStats, trained_runs
-from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, RowOutcome, Survey, no_document
+from sft_play.data.build.stats import LimitCost, RowStats
+from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, no_document
 from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, file_pieces, how_many, together
-from sft_play.data.masks.render import Draft, Renderer
+from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import characters, example_of
 from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, read_part
 from sft_play.data.sources.formats import Chat, Example, Format, Text, content_digest, digest_share, first_format
@@ -80,17 +80,6 @@ class Built:
     def digests(self, name: str) -> Any:
         """Eight bytes for the tokens of each row, or each document: uint64 of shape [rows], sorted, no two alike."""
         return np.load(self.folder / _DIGESTS.format(name))
-
-    def survey(self) -> Survey:
-        """The counts of all rows, those that are split off too; raises DataError where their file is damaged."""
-        try:
-            survey: Survey = pickle.loads((self.folder / _SURVEY).read_bytes())
-        except Exception as error:  # a damaged pickle raises anything
-            raise DataError(
-                f"the token cache {self.folder} is damaged ({_SURVEY}: {type(error).__name__}); remove that folder: "
-                "then the rows are built again"
-            ) from error
-        return survey
 
     def dataset(self, name: str) -> Any:
         """The rows as a mapped `datasets.Dataset`; None where there are none."""
@@ -164,7 +153,6 @@ def _content(part: Part) -> str:
 
 
 _META = "meta.pickle"
-_SURVEY = "survey.pickle"
 _DIGESTS = "{}.digests.npy"
 _WAITING = "Data: another process is preparing the same rows; waiting for it"
 
@@ -174,7 +162,7 @@ def _load(folder: Path) -> Built | None:
     with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
         files, stats = pickle.loads((folder / _META).read_bytes())
         # the folder was renamed when it was whole; a user may have removed files since
-        if all((folder / file).is_file() for names in ((_SURVEY,), *files.values()) for file in names):
+        if all((folder / file).is_file() for names in files.values() for file in names):
             return Built(folder, files, stats)
     shutil.rmtree(folder, ignore_errors=True)
     return None
@@ -216,20 +204,18 @@ def _rows_of(
         results = (maker(job, news=news) for job in jobs)
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
     digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
-    stats, survey = _no_rows(recipe), _no_survey(recipe)
+    stats = _no_rows(recipe)
     for result in results:
-        survey.add(result.survey)
+        for name, counts in stats.items():
+            counts.add(result.stats[name])
         for name, file in result.files.items():
             files[name].append(file)
             digests[name].append(result.digests[name])
-            stats[name].add(result.stats[name])
-    survey.format = ", ".join(dict.fromkeys(job.shape.name for job in jobs if job.shape)) or survey.format
-    (folder / _SURVEY).write_bytes(pickle.dumps(survey))
-    formats = ", ".join(name for name, _ in stats[KEPT].formats.most_common())
+    formats = [name for name, _ in stats[KEPT].formats.most_common()] + [job.shape.name for job in jobs if job.shape]
     for name, side in stats.items():
         every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
         distinct = np.unique(every)  # each once, as `splits.py` compares them
-        side.format = formats or side.format
+        side.format = ", ".join(dict.fromkeys(formats)) or side.format
         side.repeated = len(every) - len(distinct)
         np.save(folder / _DIGESTS.format(name), distinct)
     return {name: tuple(names) for name, names in files.items()}, stats
@@ -247,12 +233,7 @@ def _jobs_of(folder: Path, parts: Sequence[Part], recipe: Recipe, *, count: int,
 
 
 def _no_rows(recipe: Recipe) -> _Stats:
-    """The statistics before any row."""
     return {name: RowStats(cost=LimitCost(recipe.data.truncate)) for name in (KEPT, HELD)}
-
-
-def _no_survey(recipe: Recipe) -> Survey:
-    return Survey(cost=LimitCost(recipe.data.truncate))
 
 
 @dataclass(frozen=True)
@@ -270,7 +251,6 @@ class _Job:
 class _Result:
     files: dict[str, str]
     stats: _Stats
-    survey: Survey
     digests: dict[str, Any]
 
 
@@ -286,7 +266,7 @@ class _Maker:
 
     def __call__(self, job: _Job, *, news: News | None = None) -> _Result:
         """The rows of a piece, written into its files."""
-        stats, survey = _no_rows(self._recipe), _no_survey(self._recipe)
+        stats = _no_rows(self._recipe)
         counter = RowCounter(self._renderer, role_rows=job.role_rows)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_garbage_collection_paused())
@@ -295,11 +275,9 @@ class _Maker:
                 name: stack.enter_context(self._writer(job, name))
                 for name in ((KEPT, HELD) if self._recipe.held_share else (KEPT,))
             }
-            for batch in self._batches(job, stats, survey):
-                if self._recipe.documents:
-                    written = self._documents(batch, stats, survey)
-                else:
-                    written = self._rows(batch, stats, survey, counter)
+            for batch in self._batches(job, stats):
+                rows_of = self._documents if self._recipe.documents else self._rows
+                written = rows_of(batch, stats, counter)
                 for name, writer in writers.items():
                     writer.write([row for row, _ in written[name]], [example for _, example in written[name]])
                 gc.collect(0)
@@ -309,7 +287,6 @@ class _Maker:
         return _Result(
             {name: writer.path.name for name, writer in writers.items()},
             stats,
-            survey,
             {name: np.frombuffer(writer.digests, np.uint64) for name, writer in writers.items()},
         )
 
@@ -319,12 +296,12 @@ class _Maker:
         keeps_chats = recipe.keeps_chats and is_held_out and not recipe.documents
         return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
 
-    def _batches(self, job: _Job, stats: _Stats, survey: Survey) -> Iterator[_Batch]:
+    def _batches(self, job: _Job, stats: _Stats) -> Iterator[_Batch]:
         """The piece's examples in batches: one is tokenised while the next is read and rendered."""
         before: _Batch | None = None
         # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
         with ThreadPoolExecutor(1) as tokenizer:
-            for examples in _in_batches(self._examples(job, stats, survey)):
+            for examples in _in_batches(self._examples(job, stats)):
                 batch = self._submit(examples, tokenizer)
                 if before is not None:
                     yield before
@@ -342,16 +319,16 @@ class _Maker:
         drafts = renderer.drafts([one.example for one in expanded])
         return _Batch(expanded, drafts, tokenizer.submit(renderer.encodings, drafts))
 
-    def _examples(self, job: _Job, stats: _Stats, survey: Survey) -> Iterator[_Read]:
+    def _examples(self, job: _Job, stats: _Stats) -> Iterator[_Read]:
         """The piece's examples; bad rows are only counted, on the side that is kept."""
         data, share = self._recipe.data, self._recipe.held_share
         kept = stats[KEPT]
         for number, raw in enumerate(read_part(job.part), start=1):
-            kept.rows = survey.rows = number
+            for counts in stats.values():
+                counts.rows = number
             example = example_of(raw, job.shape, data)
             if isinstance(example, BadRow):
                 kept.count_bad(example)
-                survey.count_bad(example)
                 continue
             if job.shape is not None:
                 kept.formats[job.shape.name] += 1
@@ -359,47 +336,37 @@ class _Maker:
                 example = self._renderer.as_chat(example)
             digest = content_digest(example)
             side = HELD if digest_share(digest) < share else KEPT
-            stats[side].count_example(example)
-            survey.count_content(example, digest, number)
+            stats[side].count_content(example, digest, number)
             yield _Read(number, side, example)
 
-    def _documents(self, batch: _Batch, stats: _Stats, survey: Survey) -> _Written:
+    def _documents(self, batch: _Batch, stats: _Stats, _: RowCounter) -> _Written:
         """A batch's documents as rows, counted; chats among them are none."""
         written: _Written = {KEPT: [], HELD: []}
         tokens = iter(batch.tokens.result())
-        for _, side, example in batch.examples:
+        for _number, side, example in batch.examples:
             if isinstance(example, Chat):
-                survey.count_unmasked(BadRow(example.where, no_document(self._recipe.task_mode)))
+                stats[side].count_unmasked(BadRow(example.where, no_document(self._recipe.task_mode)))
                 continue
             row = TokenRow(example.where, next(tokens), [])
-            stats[side].special_rows += self._renderer.specials.count(example.text) > 0
-            for counts in (stats[side], survey):
-                counts.kept += 1
-                counts.tokens += len(row.input_ids)
+            counts = stats[side]
+            counts.special_rows += self._renderer.specials.count(example.text) > 0
+            counts.kept += 1
+            counts.tokens += len(row.input_ids)
             written[side].append((row, example))
         return written
 
-    def _rows(self, batch: _Batch, stats: _Stats, survey: Survey, counter: RowCounter) -> _Written:
+    def _rows(self, batch: _Batch, stats: _Stats, counter: RowCounter) -> _Written:
         """A batch's rows within max_seq_len, counted, with their examples."""
         written: _Written = {KEPT: [], HELD: []}
         made = self._renderer.tokenised(batch.drafts, batch.tokens.result())
         for (number, side, example), whole in zip(batch.examples, made, strict=True):
-            counts = stats[side]
             if isinstance(whole, BadRow):
-                counts.count_bad(whole)
-                counter.count(survey, RowOutcome(number, example, None, whole))
+                stats[side].count_unmasked(whole)
                 continue
             row = self._renderer.cut(whole)
-            counter.count(survey, RowOutcome(number, example, whole, row))
-            # rows that fit keep all at any limit that could be proposed: only the others are worth counting
-            if len(whole.labels) > self._recipe.max_seq_len:
-                counts.cost.add(len(whole.labels), trained_runs(whole.labels))
-            if isinstance(row, BadRow):  # for its length alone
-                counts.count_too_long(whole, row)
-                continue
-            counts.count_rendered(whole)
-            counts.count_kept(row)
-            written[side].append((row, example))
+            counter.count(stats[side], number, example, whole, row)
+            if not isinstance(row, BadRow):
+                written[side].append((row, example))
         return written
 
 
@@ -420,12 +387,11 @@ class _Batch:
     """Examples in the tokenizer's thread: those of documents have no drafts, and lists of ids as tokens."""
 
     examples: Sequence[_Read]
-    drafts: Sequence[Draft | BadRow]
+    drafts: Sequence[TokenRow | BadRow]
     tokens: Future[list[Any]]
 
 
 def _in_batches(examples: Iterable[_Read]) -> Iterator[list[_Read]]:
-    """Up to BATCH_ROWS examples at once, fewer where they are long."""
     batch: list[_Read] = []
     chars = 0
     for one in examples:

@@ -195,7 +195,6 @@ def padding_shares(
 
 
 def _padding(sizes: Any, micro_batch: int) -> float:
-    """Padded share where every micro-batch is as long as its longest row."""
     starts = np.arange(0, len(sizes), micro_batch)
     rows = np.diff(np.append(starts, len(sizes)))
     places = int((np.maximum.reduceat(sizes, starts) * rows).sum())

@@ -100,7 +100,6 @@ def _rows(part: Part, sample: list[dict[str, Any]], *, at_least: int) -> int:
 
 
 def _characters(value: Any) -> int:
-    """Characters of all texts in a row, keys left out."""
     if isinstance(value, str):
         return len(value)
     if isinstance(value, dict):

@@ -22,11 +22,10 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.arrow_rows import chat_of
 from sft_play.data.build.build import HELD, KEPT, Built, Recipe, build
 from sft_play.data.build.mixing import MAX_PASSES, Sources, drawn, mix_table
-from sft_play.data.build.stats import RowStats
-from sft_play.data.build.survey import Survey
+from sft_play.data.build.stats import RowStats, ways_to_keep
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import TokenizerParts
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import AnySource, DataPaths, data_files, read_part, split_of
 from sft_play.data.sources.formats import Chat, Text, check_columns, first_format, rename_columns, to_example
@@ -135,7 +134,7 @@ def build_splits(
 
 def survey_source(
     config: RunConfig, source: AnySource, part: str, tokenizer: Any, *, max_seq_len: int, has_val: bool
-) -> Survey:
+) -> RowStats:
     """The counts of every row of a part of `DataPaths.files`: of the rows that a run with this config trains on, which
     are built now where they are not in the cache.
 
@@ -183,7 +182,7 @@ class _Builder:
             train, val = self._mixed(train, val, paths.text)
         return Splits(train, val, self._finished(test) if test else None, (*paths.notes, *self._notes))
 
-    def survey(self, source: AnySource, part: str, *, has_val: bool) -> Survey:
+    def survey(self, source: AnySource, part: str, *, has_val: bool) -> RowStats:
         """The counts of a part of `DataPaths.files`; `has_val` says that validation rows are given for it."""
         share = 0.0
         if part == "text":
@@ -191,7 +190,8 @@ class _Builder:
         elif split_of(part) == "train" and not has_val:
             share = self._config.data.val_fraction
         split = "train" if part == "text" else split_of(part)
-        survey = self._built(source, split, documents=self._is_text or part == "text", held_share=share).survey()
+        built = self._built(source, split, documents=self._is_text or part == "text", held_share=share)
+        survey = built.stats[KEPT].with_held(built.stats[HELD])
         survey.source, survey.split = str(source), split_of(part)
         return survey
 
@@ -211,7 +211,6 @@ class _Builder:
     def _source(
         self, source: AnySource, split: str, *, documents: bool, held_share: float = 0.0
     ) -> tuple[Split, Split | None]:
-        """The rows of a source, and those split off it."""
         if documents and held_share and (few := self._few_documents(source, split)) is not None:
             return self._ends_split_off(few, source, held_share)
         built = self._built(source, split, documents=documents, held_share=held_share)
@@ -221,8 +220,8 @@ class _Builder:
         if not held_share:
             return kept, None
         held = _of_cache(built, HELD, f"{held_share:g} of {source} by content hash")
-        # the build counts every row it reads for the kept side: those that are split off are taken out again
-        held.report.rows = held.report.kept + held.report.too_long + held.report.bad.total()
+        # the build counts every row it reads on both sides; those that cannot be read are on the kept one
+        held.report.rows = held.report.kept + held.report.too_long + held.report.unmasked.total()
         kept.report.rows -= held.report.rows
         return kept, held if held.rows is not None else None
 
@@ -262,7 +261,6 @@ class _Builder:
         return Splits(_together(used), _together(held_out) if held_out else None, tested, notes, sources)
 
     def _limited(self, split: Split, at: int, name: str) -> Split:
-        """At most max_rows rows of a source."""
         most = self._config.data.sources[at].max_rows
         places = drawn(len(split.rows), most, seed=self._config.train.seed)
         if places is None:
@@ -306,17 +304,25 @@ class _Builder:
                 f"{rows.named(split)}: task_mode is cpt, which trains plain text, and {stats.chats:,} "
                 f"rows are chats ({stats.format}); use task_mode=sft, or rows with a text column"
             )
-        if stats.bad and data.on_bad_row == "fail":
+        if stats.unusable and data.on_bad_row == "fail":
             raise DataError(_bad_rows_message(stats, rows.named(split)))
+        ways = ways_to_keep(stats, data, max_seq_len=self._max_seq_len, positions=self._positions)
+        if stats.kept == 0 and stats.too_long and not stats.unusable:
+            raise DataError(
+                f"{rows.named(split)}: all {stats.too_long:,} rows lose their answer at max_seq_len "
+                f"{self._max_seq_len} (shortest prompt: {stats.shortest_prompt:,} tokens; the first row is "
+                f"{stats.first_too_long}); {ways}"
+            )
         if stats.kept == 0:
-            raise DataError(_nothing_left_message(stats, rows.named(split), self._max_seq_len, self._positions))
+            every = stats.unusable + stats.left_out
+            reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
+            raise DataError(f"{rows.named(split)}: no row is left of {stats.rows:,} ({reasons or 'nothing was in it'})")
         if split == "train" and stats.lost_fraction > data.max_lost_fraction:
             raise DataError(
                 f"{rows.named(split)}: {stats.lost:,} of {stats.whole_trained:,} trained tokens "
                 f"({stats.lost_fraction:.1%}) are lost to max_seq_len {self._max_seq_len}, more than "
                 f"data.max_lost_fraction={data.max_lost_fraction:g}: {stats.cut_rows:,} rows are cut and "
-                f"{stats.too_long:,} lose all. {_longer_limits(stats, self._max_seq_len, self._positions)}, or keep "
-                "the ends of rows with data.truncate=prompt, or accept the loss with data.max_lost_fraction"
+                f"{stats.too_long:,} lose all. {ways}, or accept the loss with data.max_lost_fraction"
             )
 
     # Splits.
@@ -350,12 +356,11 @@ class _Builder:
         return dataclasses.replace(split, report=dataclasses.replace(stats, tokens=tokens, trained=tokens))
 
     def _mixed(self, chats: Split, val: Split | None, source: AnySource) -> tuple[Split, Split | None]:
-        """Chats and text mixed, for training and for validation."""
         share = self._config.data.val_fraction or (HELD_TEXT_FRACTION if val is not None else 0.0)
         kept, held = self._source(source, "train", documents=True, held_share=share)
         if kept.report.chats:
             raise DataError(f"data.text_path={source} holds {kept.report.format} rows; it takes plain text")
-        if kept.report.bad and self._config.data.on_bad_row == "fail":
+        if kept.report.unusable and self._config.data.on_bad_row == "fail":
             raise DataError(_bad_rows_message(kept.report, kept.named("text")))
         train = self._mix(chats, self._packed(kept))
         if val is None or held is None:
@@ -471,7 +476,6 @@ def _marked(split: Split, source: int) -> Split:
 
 
 def _together(splits: Sequence[Split]) -> Split:
-    """Splits one after the other."""
     report = functools.reduce(RowStats.beside, [split.report for split in splits])
     chats = Chats(*(part for split in splits for part in split.chats.parts))
     return Split(_joined([split.rows for split in splits]), report, chats)
@@ -484,44 +488,6 @@ def _joined(datasets: Sequence[Any]) -> Any:
 
 
 def _bad_rows_message(stats: RowStats, source: str) -> str:
-    lines = bad_row_lines(f"{stats.rows:,} rows of {source}", stats.bad, stats.first_bad)
+    lines = bad_row_lines(f"{stats.rows:,} rows of {source}", stats.unusable, stats.first_unusable)
     lines += [f"  {line}" for line in roles_said(stats.bad, stats.turns)]
     return "\n".join([*lines, FIX_OR_SKIP])
-
-
-def _nothing_left_message(stats: RowStats, source: str, max_seq_len: int, positions: int | None) -> str:
-    if stats.too_long and not stats.bad:
-        more = positions is None or positions > max_seq_len
-        way = "raise model.max_seq_len, or keep" if more else f"the model has {positions:,} positions; shorten, or keep"
-        return (
-            f"{source}: all {stats.too_long:,} rows lose their answer at max_seq_len "
-            f"{max_seq_len} (shortest prompt: {stats.shortest_prompt:,} tokens; the first row is "
-            f"{stats.first_too_long}); {way} the answers with data.truncate=prompt"
-        )
-    every = stats.bad + stats.left_out
-    reasons = "; ".join(f"{count} x {reason}" for reason, count in every.most_common(6))
-    return f"{source}: no row is left of {stats.rows:,} ({reasons or 'nothing was in it'})"
-
-
-def _longer_limits(stats: RowStats, max_seq_len: int, positions: int | None) -> str:
-    """Which longer limits would keep how much, within the model's positions."""
-    most = -(-stats.cost.longest // 64) * 64
-    if positions is not None:
-        if positions <= max_seq_len:
-            return f"The model has {positions:,} positions: split or shorten the rows"
-        most = min(most, positions)
-    ways: list[str] = []
-    limit = max_seq_len
-    best = 1 - stats.lost_fraction
-    while limit < most and best < 1:
-        limit = min(limit * 2, most)
-        short = stats.whole_trained - stats.cost.trained
-        kept = (short + stats.cost.kept_share(limit) * stats.cost.trained) / stats.whole_trained
-        if kept > best + 1e-9:  # a longer limit that keeps no more helps nobody; 1e-9 is above rounding
-            ways.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.2%}'}")
-            best = kept
-    if ways:
-        return f"model.max_seq_len={', '.join(ways)}"
-    if most == positions:
-        return f"The model's {positions:,} positions keep no more: split or shorten the rows"
-    return "Raise model.max_seq_len"

@@ -1,4 +1,7 @@
-"""What became of the rows of a source: one count, which training, `make check`, `render` and `process` read."""
+"""What became of the rows of a source: one count, which training, `make check`, `render` and `process` read.
+
+Of each row only a digest and a length are kept.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from sft_play.config.schema import DataConfig
 from sft_play.data.masks.token_row import IGNORED, TokenRow, trained_tokens
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
@@ -27,11 +31,17 @@ def rows_text(count: int) -> str:
 
 def trained_runs(labels: Sequence[int]) -> list[tuple[int, int]]:
     """The runs [start, end) of trained tokens; labels of shape [T]."""
-    # with an untrained token put before and after, so that each run has two edges
-    is_trained = np.zeros(len(labels) + 2, dtype=np.int8)
-    is_trained[1:-1] = np.asarray(labels, dtype=np.int64) != IGNORED
-    edges = np.flatnonzero(np.diff(is_trained)).tolist()
-    return list(zip(edges[::2], edges[1::2], strict=True))
+    ended = [*labels, IGNORED]  # so that the last run ends too
+    runs: list[tuple[int, int]] = []
+    at = 0
+    while at < len(labels):
+        if labels[at] == IGNORED:
+            at += 1
+            continue
+        end = ended.index(IGNORED, at)  # a hundred tokens at once: a third of the time that numpy takes
+        runs.append((at, end))
+        at = end
+    return runs
 
 
 @dataclass
@@ -105,9 +115,13 @@ class RowStats:
     source: str = ""
     format: str = "unknown"
     rows: int = 0
+    split: str = ""
     bad: Counter[str] = field(default_factory=Counter)
-    """Rows that cannot be used, by reason; those that are too long are not among them."""
+    """Rows that cannot be read, by reason."""
     first_bad: list[BadRow] = field(default_factory=list)
+    unmasked: Counter[str] = field(default_factory=Counter)
+    """Rows that can be read and get no exact mask, by reason; those that are too long are not among them."""
+    first_unmasked: list[BadRow] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     """Rows that the run YAML asks to leave out, by reason."""
     formats: Counter[str] = field(default_factory=Counter)
@@ -119,6 +133,8 @@ class RowStats:
     """What looks odd in rows that are used."""
     first_noted: dict[str, str] = field(default_factory=dict)
     """Where the first row with each note is."""
+    contents: array[int] = field(default_factory=lambda: array("Q"))
+    """Eight bytes of the digest of each row's content; 0 for a row that cannot be read, or is of another side."""
     repeated: int = 0
     """Rows, or documents, with the tokens of an earlier one."""
     shared: dict[str, int] = field(default_factory=dict)
@@ -137,6 +153,27 @@ class RowStats:
     stripped_think: int = 0
     special_rows: int = 0
     """Rows whose texts spell special tokens."""
+    special_documents: int = 0
+    """Those of them that are plain text, of which every token is trained."""
+    special_in_text: int = 0
+    """Special tokens that texts spell."""
+    first_special: str = ""
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    """Tokens of each row that is kept."""
+    with_bos: int = 0
+    open_ends: int = 0
+    """Rows with an answer whose last trained token is no special one."""
+    first_open_end: str = ""
+    ends: Counter[int] = field(default_factory=Counter)
+    """Ids of the special tokens that trained parts end with."""
+    added_ends: Counter[str] = field(default_factory=Counter)
+    """Rows whose last turn the template does not end, by the end that was added."""
+    pad_trained: int = 0
+    roles: dict[str, list[int]] = field(default_factory=dict)
+    """[tokens, trained] by role, in `role_rows` of the rows."""
+    role_rows: int = 0
+    first: Any = None
+    """The first row that can be trained: `(row number, TokenRow)`, before any cut."""
 
     too_long: int = 0
     """Rows that lose every trained token to max_seq_len, or are left out for their length."""
@@ -163,9 +200,19 @@ class RowStats:
         return self.lost / self.whole_trained if self.whole_trained else 0.0
 
     @property
+    def unusable(self) -> Counter[str]:
+        """Rows that cannot be read or get no exact mask, by reason."""
+        return self.bad + self.unmasked
+
+    @property
+    def first_unusable(self) -> list[BadRow]:
+        """The first of them."""
+        return [*self.first_bad, *self.first_unmasked][:SHOWN_BAD_ROWS]
+
+    @property
     def dropped(self) -> dict[str, int]:
         """Rows that are not used, by reason."""
-        dropped = Counter(self.bad) + Counter(self.left_out)
+        dropped = self.unusable + self.left_out
         if self.too_long:
             dropped["nothing trained is left within max_seq_len, or too long"] += self.too_long
         return dict(dropped)
@@ -189,6 +236,22 @@ class RowStats:
         if len(self.first_bad) < SHOWN_BAD_ROWS:
             self.first_bad.append(row)
 
+    def count_unmasked(self, row: BadRow) -> None:
+        """Count a row that gets no exact mask."""
+        self.unmasked[row.reason] += 1
+        if len(self.first_unmasked) < SHOWN_BAD_ROWS:
+            self.first_unmasked.append(row)
+
+    def count_content(self, example: Example, digest: bytes, number: int) -> None:
+        """Count an example with its content's digest, the row of this number."""
+        self._fill(number - 1)
+        # 8 of 32 bytes: a million rows are 8 MB, and no two contents share them by chance
+        self.contents.append(int.from_bytes(digest[:8], "big"))
+        self.count_example(example)
+
+    def _fill(self, rows: int) -> None:
+        self.contents.extend(itertools.repeat(0, rows - len(self.contents)))
+
     def count_example(self, example: Example) -> None:
         """Count what a row holds."""
         self.chats += isinstance(example, Chat)
@@ -209,7 +272,11 @@ class RowStats:
         self.methods[whole.method] += 1
         self.untrained_turns += whole.untrained_turns
         self.stripped_think += whole.stripped_think
-        self.special_rows += whole.special_in_text > 0
+        if whole.special_in_text:
+            self.special_rows += 1
+            self.special_in_text += whole.special_in_text
+            self.first_special = self.first_special or whole.where
+            self.special_documents += whole.method == "document"
 
     def count_kept(self, row: TokenRow) -> None:
         """Count the tokens of a row within max_seq_len."""
@@ -234,19 +301,63 @@ class RowStats:
         self.lost_with_rows += trained
 
     def add(self, other: RowStats) -> None:
-        """Add the rows of a later part of the same source."""
-        add_up(self, other)
+        """Add the rows of a later piece of the same source, whose rows are numbered from 1 too."""
+        if other.contents:
+            self._fill(self.rows)
+        if self.first is None and other.first is not None:
+            number, whole = other.first
+            self.first = (number + self.rows, whole)
+        _add_up(self, other, but=("first",))
+
+    def with_held(self, held: RowStats) -> RowStats:
+        """The counts of a source whose rows are on two sides, these ones and those that are held out."""
+        both = RowStats(format="")
+        _add_up(both, self, but=())
+        _add_up(both, held, but=("rows", "contents", "first"))
+        both._fill(self.rows)
+        for place, content in enumerate(held.contents):
+            both.contents[place] += content  # 0 on the side that does not have the row
+        # the tuples differ in their first number: rows are never compared
+        both.first = min(filter(None, (self.first, held.first)), default=None)
+        return both
 
     def beside(self, other: RowStats) -> RowStats:
         """Both sources together; each note keeps the first row of each source."""
         both = RowStats()
         for one in (self, other):
             # the places of first notes go into their text, where both sources keep theirs
-            add_up(both, replace(one, notes=Counter(one.noted), first_noted={}), but=("shared",))
+            _add_up(both, replace(one, notes=Counter(one.noted), first_noted={}), but=("shared",))
         both.shared = dict(Counter(self.shared) + Counter(other.shared))
         both.source = f"{self.source} + {other.source}"
         both.format = f"{self.format} + {other.format}"
         return both
+
+    # Contents.
+
+    def repeats(self) -> tuple[int, tuple[int, int]]:
+        """How many rows have the content of an earlier one, and the numbers of the first such pair; (0, 0) for none."""
+        numbers, contents = self._readable()
+        _, first, which = np.unique(contents, return_index=True, return_inverse=True)
+        earlier = first[which]
+        again = np.flatnonzero(earlier != np.arange(len(contents)))
+        if not len(again):
+            return 0, (0, 0)
+        return len(again), (int(numbers[earlier[again[0]]]), int(numbers[again[0]]))
+
+    def shared_with(self, other: RowStats) -> tuple[int, tuple[int, int]]:
+        """How many contents are in both, and the numbers of two rows with the earliest of them; (0, 0) for none."""
+        (mine, contents), (theirs, others) = self._readable(), other._readable()
+        both, here, there = np.intersect1d(contents, others, return_indices=True)  # the first row with each content
+        if not len(both):
+            return 0, (0, 0)
+        earliest = int(np.argmin(here))
+        return len(both), (int(mine[here[earliest]]), int(theirs[there[earliest]]))
+
+    def _readable(self) -> tuple[Any, Any]:
+        """Numbers of the rows that can be read, and their contents: of shape [rows]."""
+        contents = np.array(self.contents, np.uint64)
+        places = np.flatnonzero(contents)
+        return places + 1, contents[places]
 
     # Reports.
 
@@ -326,8 +437,8 @@ class RowStats:
             yield f"{self.merged:,} answers end inside a token, which is split there as in generation"
 
 
-def add_up(mine: Any, other: Any, *, but: Collection[str] = ()) -> None:
-    """Add the counts of later rows to those of earlier ones of the same class, field by field.
+def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str]) -> None:
+    """Add the counts of later rows to those of earlier ones, field by field.
 
     Numbers, counters and costs are added; lists of bad rows grow up to `SHOWN_BAD_ROWS`; of what was seen first, or is
     the shortest, the earlier or shorter is kept. Fields in `but` are left to the caller.
@@ -338,6 +449,9 @@ def add_up(mine: Any, other: Any, *, but: Collection[str] = ()) -> None:
             continue
         if name == "shortest_prompt":
             setattr(mine, name, min(filter(None, (own, theirs)), default=0))
+        elif name == "roles":
+            for role, counted in theirs.items():
+                own[role] = [sum(pair) for pair in zip(own.get(role, (0, 0)), counted, strict=True)]
         elif isinstance(own, Counter):
             own.update(theirs)
         elif isinstance(own, array):
@@ -352,3 +466,26 @@ def add_up(mine: Any, other: Any, *, but: Collection[str] = ()) -> None:
             setattr(mine, name, own + theirs)
         else:
             setattr(mine, name, own or theirs)
+
+
+LIMIT_STEP = 64
+"""`model.max_seq_len` is proposed in multiples of this, at which kernels are at their best."""
+
+
+def ways_to_keep(stats: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> str:
+    """The limits that would keep enough of the trained tokens, and all, within the model's positions."""
+    cost, longer = stats.cost, []
+    enough = 1 - data.max_lost_fraction
+    other = "" if data.truncate == "prompt" else ", or keep the ends of rows with data.truncate=prompt"
+    limits = {-(-cost.limit_for(share) // LIMIT_STEP) * LIMIT_STEP for share in (enough, 1.0)}
+    for limit in sorted(limits):
+        if limit > max_seq_len and (positions is None or limit <= positions):
+            kept = cost.kept_share(limit)
+            longer.append(f"{limit} keeps {'all' if kept == 1 else f'{kept:.1%}'}")
+    if longer:
+        return f"set model.max_seq_len: {', '.join(longer)}{other}"
+    if positions is not None and cost.kept_share(positions) > cost.kept_share(max_seq_len):
+        return f"set model.max_seq_len={positions}, the most that the model has: {cost.kept_share(positions):.1%} kept"
+    more = positions is not None and positions > max_seq_len
+    why = f"the model's {positions:,} positions keep no more" if more else "the model has no more positions"
+    return f"{why}: split or shorten the rows{other}"

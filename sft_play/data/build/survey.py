@@ -1,21 +1,12 @@
-"""What is counted of every row of a source while its rows are built: for `make check` and the first lines of a log.
-
-Of each row only a digest and a length are kept.
-"""
+"""Rows counted while they are made; and rows made here, one batch after the other, to be shown, written or counted."""
 
 from __future__ import annotations
 
-import itertools
-from array import array
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.build.stats import LimitCost, RowStats, add_up, trained_runs
+from sft_play.data.build.stats import RowStats, trained_runs
 from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
@@ -23,10 +14,10 @@ from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource
 from sft_play.data.sources.formats import Chat, Example, content_digest
 from sft_play.data.sources.messages import TEXT_KEYS
-from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
+from sft_play.data.sources.raw import BadRow
 from sft_play.process.heap import give_back
 
-ROLE_ROWS, FEWEST_ROLE_ROWS = 1_000, 10
+ROLE_ROWS, FEWEST_ROLE_ROWS = 200, 10
 """Rows in which tokens are counted by role: the first hundred, then fewer and fewer. Where several processes read a
 file, each of its n pieces has an nth of them, but at least the second number."""
 TEMPLATE = "template"
@@ -68,99 +59,6 @@ def tokens_by_role(
 # Counts
 
 
-@dataclass
-class Survey(RowStats):
-    """The counts of a source's rows, and their contents, lengths and ends of turns, which training does not need."""
-
-    split: str = ""
-    unmasked: Counter[str] = field(default_factory=Counter)
-    """Rows that can be read and get no exact mask, by reason."""
-    first_unmasked: list[BadRow] = field(default_factory=list)
-    contents: array[int] = field(default_factory=lambda: array("Q"))
-    """Eight bytes of the digest of each row's content; 0 for a row that cannot be read."""
-    special_in_text: int = 0
-    """Special tokens that texts spell."""
-    first_special: str = ""
-    special_documents: int = 0
-    """Rows of plain text, of which every token is trained, that spell special tokens."""
-    lengths: array[int] = field(default_factory=lambda: array("q"))
-    """Tokens of each row that is kept."""
-    with_bos: int = 0
-    open_ends: int = 0
-    """Rows with an answer whose last trained token is no special one."""
-    first_open_end: str = ""
-    ends: Counter[int] = field(default_factory=Counter)
-    """Ids of the special tokens that trained parts end with."""
-    added_ends: Counter[str] = field(default_factory=Counter)
-    """Rows whose last turn the template does not end, by the end that was added."""
-    pad_trained: int = 0
-    roles: dict[str, list[int]] = field(default_factory=dict)
-    """[tokens, trained] by role, in `role_rows` of the rows."""
-    role_rows: int = 0
-    first: Any = None
-    """The first row that can be trained: `(row number, TokenRow)`, before any cut."""
-
-    def count_unmasked(self, row: BadRow) -> None:
-        """Count a row that gets no exact mask."""
-        self.unmasked[row.reason] += 1
-        if len(self.first_unmasked) < SHOWN_BAD_ROWS:
-            self.first_unmasked.append(row)
-
-    def count_content(self, example: Example, digest: bytes, number: int) -> None:
-        """Count an example with its content's digest, the row of this number."""
-        self._fill(number - 1)
-        # 8 of 32 bytes: a million rows are 8 MB, and no two contents share them by chance
-        self.contents.append(int.from_bytes(digest[:8], "big"))
-        self.count_example(example)
-
-    def _fill(self, rows: int) -> None:
-        self.contents.extend(itertools.repeat(0, rows - len(self.contents)))
-
-    def count_rendered(self, whole: TokenRow) -> None:
-        """Count how a row was rendered, and the special tokens that its texts spell."""
-        super().count_rendered(whole)
-        self.special_in_text += whole.special_in_text
-        if whole.special_in_text:
-            self.first_special = self.first_special or whole.where
-            self.special_documents += whole.method == "document"
-
-    def add(self, other: RowStats) -> None:
-        """Add the rows of a later piece of the same source, whose rows are numbered from 1 too."""
-        assert isinstance(other, Survey)
-        self._fill(self.rows)
-        if self.first is None and other.first is not None:
-            number, whole = other.first
-            self.first = (number + self.rows, whole)
-        add_up(self, other, but=("first", "roles"))
-        for role, counted in other.roles.items():
-            self.roles[role] = [sum(pair) for pair in zip(self.roles.get(role, (0, 0)), counted, strict=True)]
-
-    def repeats(self) -> tuple[int, tuple[int, int]]:
-        """How many rows have the content of an earlier one, and the numbers of the first such pair; (0, 0) for none."""
-        numbers, contents = self._readable()
-        _, first, which = np.unique(contents, return_index=True, return_inverse=True)
-        earlier = first[which]
-        again = np.flatnonzero(earlier != np.arange(len(contents)))
-        if not len(again):
-            return 0, (0, 0)
-        return len(again), (int(numbers[earlier[again[0]]]), int(numbers[again[0]]))
-
-    def shared_with(self, other: Survey) -> tuple[int, tuple[int, int]]:
-        """How many contents are in both, and the numbers of two rows with the earliest of them; (0, 0) for none."""
-        (mine, contents), (theirs, others) = self._readable(), other._readable()
-        both, here, there = np.intersect1d(contents, others, return_indices=True)  # the first row with each content
-        if not len(both):
-            return 0, (0, 0)
-        earliest = int(np.argmin(here))
-        return len(both), (int(mine[here[earliest]]), int(theirs[there[earliest]]))
-
-    def _readable(self) -> tuple[Any, Any]:
-        """Numbers of the rows that can be read, and their contents: of shape [rows]."""
-        contents = np.array(self.contents, np.uint64)
-        places = np.flatnonzero(contents)
-        return places + 1, contents[places]
-
-
 class RowCounter:
     """Counts rows as they are made with one tokenizer; tokens by role in about `role_rows` of them."""
 
@@ -173,30 +71,25 @@ class RowCounter:
         added = (number for number, _, _ in parts.added)
         self._special = frozenset(added) | frozenset(map(backend.token_to_id, parts.special))
 
-    def count(self, survey: Survey, outcome: RowOutcome) -> None:
-        """Count a row that was rendered, or could not be."""
-        whole, row = outcome.whole, outcome.row
-        if whole is None:
-            assert isinstance(row, BadRow)
-            survey.count_unmasked(row)
-            return
+    def count(self, survey: RowStats, number: int, example: Example, whole: TokenRow, row: TokenRow | BadRow) -> None:
+        """Count a row that was rendered: as a `whole`, and as max_seq_len leaves it; a bad `row` is too long."""
         runs = trained_runs(whole.labels)
         survey.cost.add(len(whole.labels), runs)
-        survey.count_rendered(whole)
-        if isinstance(row, BadRow):  # for its length alone: that of another reason has no whole row
+        if isinstance(row, BadRow):
             survey.count_too_long(whole, row)
             return
-        survey.first = survey.first or (outcome.number, whole)
+        survey.count_rendered(whole)
+        survey.first = survey.first or (number, whole)
         survey.count_kept(row)
         survey.lengths.append(len(row.input_ids))
         bos = self._renderer.parts.bos_id
         survey.with_bos += bos is not None and bool(whole.input_ids) and whole.input_ids[0] == bos
         survey.pad_trained += self._pad is not None and self._pad in row.labels
         self._count_ends(survey, whole, runs)
-        if isinstance(outcome.example, Chat):
-            self._count_roles(survey, outcome.example, whole)
+        if isinstance(example, Chat):
+            self._count_roles(survey, example, whole)
 
-    def _count_ends(self, survey: Survey, whole: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
+    def _count_ends(self, survey: RowStats, whole: TokenRow, runs: Sequence[tuple[int, int]]) -> None:
         """Whether each trained part ends with a special token, a line break behind it aside."""
         is_open = False
         for begin, end in runs:
@@ -212,7 +105,7 @@ class RowCounter:
             survey.open_ends += 1
             survey.first_open_end = survey.first_open_end or whole.where
 
-    def _count_roles(self, survey: Survey, chat: Chat, whole: TokenRow) -> None:
+    def _count_roles(self, survey: RowStats, chat: Chat, whole: TokenRow) -> None:
         """Tokens by role, in a sample of the rows: tokenising them again with offsets takes time."""
         counted = survey.role_rows
         if counted >= self._role_rows or (counted >= 100 and survey.kept % (counted // 10)):
@@ -312,40 +205,18 @@ def row_outcomes(
     give_back(longest)
 
 
-def survey_rows(
-    source: AnySource,
-    data: DataConfig,
-    split: str,
-    *,
-    maker: RowMaker | None = None,
-    text_wanted: bool = False,
-    rows: int | None = None,
-) -> Survey:
-    """The rows of a source counted in this process, all or the first `rows`; without a `maker` they are only read.
+def survey_rows(source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False) -> RowStats:
+    """The rows of a source as far as they can be counted without a tokenizer.
 
     Raises:
         DataError: the whole file cannot be read, or its columns are those of no format.
     """
-    survey = Survey(str(source), split=split, cost=LimitCost(data.truncate))
+    survey = RowStats(str(source), split=split)
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-
-    def examples() -> Iterator[tuple[int, Example]]:
-        for number, example in itertools.islice(reader.numbered(), rows):
-            if isinstance(example, BadRow):
-                survey.count_bad(example)
-                continue
-            if maker is not None and not maker.joins(document=split == "text"):
-                example = maker.renderer.as_chat(example)
+    for number, example in reader.numbered():
+        if isinstance(example, BadRow):
+            survey.count_bad(example)
+        else:
             survey.count_content(example, content_digest(example), number)
-            yield number, example
-
-    if maker is None:
-        for _ in examples():
-            pass
-    else:
-        counter = RowCounter(maker.renderer)
-        for outcome in row_outcomes(examples(), maker, document=split == "text"):
-            assert isinstance(outcome, RowOutcome)
-            counter.count(survey, outcome)
     survey.format, survey.rows = reader.format, reader.rows
     return survey

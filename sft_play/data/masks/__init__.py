@@ -6,7 +6,7 @@ From the template to the tokens:
 - `probes.py` learns once what the template does: the form of messages that it takes (`fitted_template.py`,
   `message_forms.py`) and what ends its turns (`turn_ends.py`);
 - `turns.py` finds the assistant's turns of a row and verifies them, with a marked copy of it (`marked_copy.py`,
-  `skeletons.py`), or with that of its shape where `template_watch.py` saw that all rows of the shape are alike;
-- `render.py` makes the turns labels: `encode.py` and `words.py` tokenise, `special_tokens.py` keeps special tokens in
-  the data's texts from becoming control tokens, `token_row.py` is the result.
+  `skeletons.py`), or with that of its shape;
+- `render.py` makes the turns labels: `tokenizer.py` and `words.py` tokenise, `special_tokens.py` keeps special tokens
+  in the data's texts from becoming control tokens, `token_row.py` is the result.
 """

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.masks.control_tokens import first_difference
 from sft_play.data.masks.marked_copy import SALT
 from sft_play.data.masks.message_forms import (
     CALL_FORMS,
@@ -34,6 +33,7 @@ from sft_play.data.masks.message_forms import (
 )
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.token_row import REFUSED, Inexact
+from sft_play.data.masks.turn_ends import first_difference
 from sft_play.data.sources.messages import GIVEN, REASONING_KEYS, Message, without_given
 
 PART_KEY = re.compile(r"""['"]type['"]""")

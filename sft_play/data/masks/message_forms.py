@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sft_play.data.sources.messages import REASONING_KEYS, TEXT_KEYS, Message
+from sft_play.data.sources.messages import REASONING_KEYS, TEXT_KEYS, Message, with_texts
 
 Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
 """`argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text."""
@@ -98,18 +98,13 @@ def mapped(message: Message, index: int, change: Callable[[str, int, Kind], str]
     for call in copy.get("tool_calls") or ():
         function = call["function"]
         name, arguments = change(function["name"], index, "name"), function["arguments"]
-        is_text = isinstance(arguments, str)
-        arguments = change(arguments, index, "arguments") if is_text else _mapped_value(arguments, index, change)
+        arguments = (
+            change(arguments, index, "arguments")
+            if isinstance(arguments, str)
+            else with_texts(arguments, lambda text: change(text, index, "argument"))
+        )
         calls.append({**call, "function": {**function, "name": name, "arguments": arguments}})
     return {**copy, "tool_calls": calls} if calls else copy
-
-
-def _mapped_value(value: Any, index: int, change: Callable[[str, int, Kind], str]) -> Any:
-    if isinstance(value, str):
-        return change(value, index, "argument")
-    if isinstance(value, dict):
-        return {key: _mapped_value(item, index, change) for key, item in value.items()}
-    return [_mapped_value(item, index, change) for item in value] if isinstance(value, list) else value
 
 
 def adapted(messages: Sequence[Message], *, parts: bool) -> list[Message]:

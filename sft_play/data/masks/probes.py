@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from sft_play.data.masks.control_tokens import control_tokens
 from sft_play.data.masks.fitted_template import (
     CALLING,
     NEXT_TURNS,
@@ -28,7 +27,7 @@ from sft_play.data.masks.fitted_template import (
 from sft_play.data.masks.message_forms import ARGUMENT_FORMS, CALL_FORMS, ArgumentForm, in_form, with_arguments_as
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.token_row import Inexact
-from sft_play.data.masks.turn_ends import TurnEnds
+from sft_play.data.masks.turn_ends import TurnEnds, control_tokens
 from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.encode import Encoder, Masked, masked_of
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
 from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import ChatTemplate, RenderError
@@ -31,7 +30,7 @@ from sft_play.data.masks.token_row import (
     TokenRow,
     trained_tokens,
 )
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
+from sft_play.data.masks.tokenizer import Encoder, Masked, TokenizerParts, masked_of
 from sft_play.data.masks.turns import LocatedTurns, Turns
 from sft_play.data.sources.formats import Chat, Example, Text
 from sft_play.data.sources.messages import GIVEN, Message, merge_turns
@@ -207,30 +206,42 @@ class Renderer:
         drafts = self.drafts(examples)
         return self.tokenised(drafts, self.encodings(drafts))
 
-    def drafts(self, examples: Sequence[Example]) -> list[Draft | BadRow]:
-        """Examples as text with the places that are trained: the first of three steps of `render_all`."""
+    def drafts(self, examples: Sequence[Example]) -> list[TokenRow | BadRow]:
+        """Examples as text with the places that are trained, rows without tokens: the first step of `render_all`."""
         return [self._draft(example) for example in examples]
 
-    def encodings(self, drafts: Sequence[Draft | BadRow]) -> list[Any]:
+    def encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
         """The second step, the tokenizer's alone: it can run in a thread beside the other two.
 
         Each is an `Encoding`, or `Masked` where every word of the text is known.
         """
         # texts with hidden special tokens need another copy of the tokenizer, one by one (`_tokenised`)
-        plain = [draft for draft in drafts if isinstance(draft, Draft) and draft.is_plain]
+        plain = [draft for draft in drafts if isinstance(draft, TokenRow) and self._is_plain(draft)]
         by_words = [self.encoder.masked(draft.text, draft.spans) for draft in plain]
         others = [draft.text for draft, masked in zip(plain, by_words, strict=True) if masked is None]
         encodings = iter(self._backend.encode_batch(others, add_special_tokens=False))
         return [next(encodings) if masked is None else masked for masked in by_words]
 
-    def tokenised(self, drafts: Sequence[Draft | BadRow], encodings: Sequence[Any]) -> list[TokenRow | BadRow]:
+    def tokenised(self, drafts: Sequence[TokenRow | BadRow], encodings: Sequence[Any]) -> list[TokenRow | BadRow]:
         """The third step: drafts with their encodings as tokens and labels."""
         waiting = iter(encodings)
         return [draft if isinstance(draft, BadRow) else self._tokenised(draft, waiting) for draft in drafts]
 
-    def _draft(self, example: Example) -> Draft | BadRow:
+    def _is_plain(self, draft: TokenRow) -> bool:
+        """Whether the tokenizer takes its text as it is, in one batch with others."""
+        return draft.source == CHAT and not self._hides(draft.special_in_text)
+
+    def _hides(self, special: int) -> bool:
+        """Whether so many special tokens in texts are hidden while the template runs, and tokenised as plain text."""
+        return special > 0 and self.data.special_tokens_in_text == "plain"
+
+    def _draft(self, example: Example) -> TokenRow | BadRow:
         if isinstance(example, Text):
-            return Draft(example.where, example.text, [(0, len(example.text))], "document", TEXT)
+            text = example.text
+            return TokenRow(
+                example.where, [], [], source=TEXT, method="document", text=text, spans=((0, len(text)),),
+                special_in_text=self.specials.count(text),
+            )  # fmt: skip
         messages: Sequence[Message] = example.messages
         try:
             if self.data.system_into_user:
@@ -241,7 +252,7 @@ class Renderer:
             special = sum(map(self.specials.count, texts_of(messages)))
             if special and self.data.special_tokens_in_text == "fail":
                 raise Inexact("a text holds a special token of the tokenizer", self.specials.first(messages))
-            hide = special > 0 and self.data.special_tokens_in_text == "plain"
+            hide = self._hides(special)
             shown = self.specials.hidden(messages) if hide else messages
             located = turns.locate(shown, example.tools)
             if hide:
@@ -258,9 +269,9 @@ class Renderer:
             elif error.reason == OTHER_PROMPT:
                 details.insert(0, self._settings_that_help(messages, example.tools))
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
-        return Draft(
-            example.where, located.text, spans, method, CHAT, hide, special, untrained, located.stripped, fitted.notes,
-            located.added,
+        return TokenRow(
+            example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
+            special_in_text=special, text=located.text, spans=tuple(spans), notes=fitted.notes, added_end=located.added,
         )  # fmt: skip
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
@@ -376,37 +387,29 @@ class Renderer:
             details.append(f"data.on_inexact_mask=train would train {shown}")
         raise Inexact(turn.reason, "; ".join(details))
 
-    def _tokenised(self, draft: Draft, encodings: Iterator[Any]) -> TokenRow | BadRow:
+    def _tokenised(self, draft: TokenRow, encodings: Iterator[Any]) -> TokenRow | BadRow:
         if draft.source == TEXT:
             (ids,) = self.documents([draft.text])
-            return TokenRow(
-                draft.where, ids, list(ids), source=TEXT, method="document", text=draft.text, spans=tuple(draft.spans),
-                special_in_text=self.specials.count(draft.text),
-            )  # fmt: skip
-        if draft.special:
-            encoding, spans, encoded, text, shown = self.specials.encode(draft.text, draft.spans)
+            draft.input_ids, draft.labels = ids, list(ids)
+            return draft
+        is_plain = self._is_plain(draft)
+        encoded, spans = draft.text, draft.spans
+        if is_plain:
+            encoding = next(encodings)  # one for each plain draft, in their order
         else:
-            # one encoding for each plain draft, in their order
-            encoding, spans, encoded, text, shown = next(encodings), draft.spans, draft.text, draft.text, draft.spans
+            encoding, spans, encoded, draft.text, draft.spans = self.specials.encode(encoded, spans)
         masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
-        merged = masked.inside
-        if merged:
-            splitting = self.specials.splitting if draft.special else self.encoder.splitting
-            split = splitting.masked(encoded, spans)
+        draft.merged = masked.inside
+        if masked.inside:
+            split = (self.encoder if is_plain else self.specials).splitting.masked(encoded, spans)
             if split is None and self.data.on_inexact_mask == "fail":
                 return BadRow(draft.where, "a token crosses the edge of an answer", encoding.tokens[masked.at])
             masked = split or masked  # on_inexact_mask=train: the token that crosses the edge stays untrained
-        ids, labels = masked.ids, masked.labels
+        draft.input_ids, draft.labels = masked.ids, masked.labels
         # The text is encoded without special tokens of the tokenizer's own, so a second BOS stands in the text itself.
-        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
+        if self._bos is not None and masked.ids[:2] == [self._bos, self._bos]:
             return BadRow(draft.where, "two BOS tokens", "the row's text begins with the template's own BOS")
-        if trained_tokens(labels) == 0:
-            return BadRow(draft.where, "no trained token")
-        return TokenRow(
-            draft.where, ids, labels, merged=merged, method=draft.method, untrained_turns=draft.untrained,
-            stripped_think=draft.stripped, special_in_text=draft.special_count, text=text, spans=tuple(shown),
-            notes=draft.notes, added_end=draft.added_end,
-        )  # fmt: skip
+        return draft if draft.trained else BadRow(draft.where, "no trained token")
 
     def cut(self, row: TokenRow) -> TokenRow | BadRow:
         """The row within max_seq_len, cut as data.truncate says."""
@@ -431,20 +434,16 @@ class Renderer:
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of documents with what the tokenizer puts around a text, each ended by the end-of-text token."""
-        if self.data.special_tokens_in_text == "plain" and any(map(self.specials.count, texts)):
-            return [self._document(self._encode_document(text)) for text in texts]
-        return [self._document(encoding) for encoding in self._backend.encode_batch(list(texts))]
-
-    def _encode_document(self, text: str) -> Any:
-        if self.data.special_tokens_in_text == "plain" and self.specials.count(text):
-            return self.specials.plain.encode(text)
-        return self._backend.encode(text)
-
-    def _document(self, encoding: Any) -> list[int]:
-        ids = list(encoding.ids)
+        hides = [self._hides(self.specials.count(text)) for text in texts]
+        plain = [text for text, hide in zip(texts, hides, strict=True) if not hide]
+        encodings = iter(self._backend.encode_batch(plain))
         end = self.parts.end_of_text
-        # some tokenizers put it there themselves, by their post-processor
-        return ids if end is None or (ids and ids[-1] == end) else [*ids, end]
+        documents = []
+        for text, hide in zip(texts, hides, strict=True):
+            ids = list((self.specials.plain.encode(text) if hide else next(encodings)).ids)
+            # some tokenizers put it there themselves, by their post-processor
+            documents.append(ids if end is None or (ids and ids[-1] == end) else [*ids, end])
+        return documents
 
     def encoded(self, text: str) -> Any:
         """The tokenizer's own encoding of a rendered text, with offsets."""
@@ -485,29 +484,7 @@ class Renderer:
 
     def hides(self, messages: Sequence[Message]) -> bool:
         """Whether special tokens that the messages' texts spell are tokenised as plain text, as in training."""
-        return self.data.special_tokens_in_text == "plain" and any(map(self.specials.count, texts_of(messages)))
-
-
-@dataclass
-class Draft:
-    """A rendered example that waits for its tokens; `special` says that special tokens of its texts are hidden."""
-
-    where: str
-    text: str
-    spans: list[Span]
-    method: str
-    source: str
-    special: bool = False
-    special_count: int = 0
-    untrained: int = 0
-    stripped: int = 0
-    notes: tuple[str, ...] = ()
-    added_end: str = ""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the tokenizer takes its text as it is, in one batch with others."""
-        return not self.special and self.source == CHAT
+        return self._hides(sum(map(self.specials.count, texts_of(messages))))
 
 
 def is_trained_turn(message: Message) -> bool:

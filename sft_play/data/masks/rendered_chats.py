@@ -12,9 +12,9 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-from sft_play.data.masks.control_tokens import control_token_places, control_tokens
 from sft_play.data.masks.fitted_template import FittedTemplate
 from sft_play.data.masks.template import RenderError
+from sft_play.data.masks.turn_ends import control_token_places, control_tokens
 from sft_play.data.sources.messages import Message
 
 _PROBES: tuple[tuple[str, ...], ...] = (

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.control_tokens import common_length, control_tokens, first_difference
 from sft_play.data.masks.fitted_template import NEXT_QUESTION, FittedTemplate
 from sft_play.data.masks.marked_copy import (
     NOWHERE,
@@ -32,7 +31,7 @@ from sft_play.data.masks.marked_copy import (
 from sft_play.data.masks.message_forms import Kind, adapted, mapped
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
-from sft_play.data.masks.turn_ends import TurnEnds
+from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
 
@@ -164,7 +163,6 @@ class Skeletons:
         return tuple(stripped)
 
     def _turn(self, places: MarkedText, copy: Sequence[Message], index: int, tools: Sequence[Any]) -> Turn:
-        """One assistant turn of the marked copy."""
         try:
             prompt = self._template.rendered(copy[:index], tools, prompt=True)
         except RenderError as error:

@@ -9,10 +9,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from sft_play.data.masks.encode import Splitting
 from sft_play.data.masks.token_row import Inexact, Span
-from sft_play.data.masks.tokenizer_parts import TokenizerParts
-from sft_play.data.sources.messages import TEXT_KEYS, Message
+from sft_play.data.masks.tokenizer import Splitting, TokenizerParts
+from sft_play.data.sources.messages import Message, with_texts
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -59,14 +58,14 @@ class Specials:
         def hide(text: str) -> str:
             return self._pattern.sub(lambda match: chr(_HIDDEN_BASE + self._number[match.group()]), text)
 
-        hidden: list[Message] = _map_texts(list(messages), hide)
+        hidden: list[Message] = with_texts(list(messages), hide, but=("role", "id", "tool_call_id", "type"))
         return hidden
 
     def revealed(self, text: str) -> str:
         """A rendered text with hidden tokens as it reads."""
         return re.sub(self._hidden, lambda match: self.tokens[ord(match.group()) - _HIDDEN_BASE], text)
 
-    def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, list[Span], str, str, list[Span]]:
+    def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, tuple[Span, ...], str, str, tuple[Span, ...]]:
         """A rendered text with hidden tokens: its encoding, the spans in the text that was encoded, that text, and the
         text and spans as a person reads them."""
         encoded, shown = _Spliced(), _Spliced()
@@ -81,8 +80,8 @@ class Specials:
         for spliced in (encoded, shown):  # the text after the last one
             spliced.add(text[at:], "", 0)
         encoding = self.plain.encode(encoded.text, add_special_tokens=False)
-        shown_spans = [shown.moved(span) for span in spans]
-        return encoding, [encoded.moved(span) for span in spans], encoded.text, shown.text, shown_spans
+        moved, seen = (tuple(map(spliced.moved, spans)) for spliced in (encoded, shown))
+        return encoding, moved, encoded.text, shown.text, seen
 
     @functools.cached_property
     def splitting(self) -> Splitting:
@@ -131,7 +130,6 @@ class Specials:
 
 
 def _spelled_by(merge: Any) -> tuple[str, ...]:
-    """The two parts of a merge of BPE, and what they make."""
     left, right = merge if isinstance(merge, list) else merge.split(" ", 1)
     return left, right, left + right
 
@@ -139,14 +137,13 @@ def _spelled_by(merge: Any) -> tuple[str, ...]:
 def texts_of(messages: Sequence[Message]) -> Iterable[str]:
     """Every text of a conversation that a template may write."""
     for message in messages:
-        for key in TEXT_KEYS:
-            if isinstance(message.get(key), str):
-                yield message[key]
-        # most messages are a role and a text: nothing else has to be looked through
-        if len(message) > 2 or not isinstance(message.get("content"), str):
-            for key, value in message.items():
-                if key not in _NO_TEXT_KEYS and not (key in TEXT_KEYS and isinstance(value, str)):
-                    yield from _strings(value)
+        content = message.get("content")
+        if len(message) == 2 and isinstance(content, str):  # most messages: a role and a text
+            yield content
+            continue
+        for key, value in message.items():
+            if key not in _NO_TEXT_KEYS:
+                yield from _strings(value)
         for call in message.get("tool_calls") or ():
             yield call["function"]["name"]
             yield from _strings(call["function"]["arguments"])
@@ -204,13 +201,3 @@ def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, dict):
         return {names.get(key, key): _rename_strings(item, names) for key, item in value.items()}
     return [_rename_strings(item, names) for item in value] if isinstance(value, list) else value
-
-
-def _map_texts(value: Any, change: Any) -> Any:
-    """A copy with every text changed; keys, roles and ids stay."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        fixed = ("role", "id", "tool_call_id", "type")
-        return {key: item if key in fixed else _map_texts(item, change) for key, item in value.items()}
-    return [_map_texts(item, change) for item in value] if isinstance(value, list) else value

@@ -1,7 +1,7 @@
 """The sandbox that chat templates run in: transformers' environment with limits.
 
 Jinja's sandbox keeps a template from files and from Python. It stops neither a loop that never ends nor a text that
-doubles. So loops, calls and the sizes of their results are counted here; `watchdog.py` ends what takes too long.
+doubles. So loops, calls and the sizes of their results are counted here; `template.py` ends what takes too long.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class RenderBudget:
 
 
 def _check_chars(count: int) -> None:
-    """Raise TooMuch for a text of so many characters."""
     if count > MAX_CHARS:
         raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
 
@@ -225,14 +224,12 @@ def _owner_of(function: Any) -> Any:
 
 
 def _filter_node(node: nodes.Node, name: str) -> nodes.Filter:
-    """The node put through a filter."""
     filtered = nodes.Filter(node, name, [], [], None, None)
     filtered.set_lineno(node.lineno)
     return filtered
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """The text of a block or a macro."""
     parts = list(parts)
     _check_chars(sum(map(len, parts)))
     return "".join(parts)
@@ -261,7 +258,6 @@ def _count(value: Any) -> int:
 
 
 def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that writes a value as text."""
 
     def written(*args: Any, **kwargs: Any) -> Any:
         for value in args:

@@ -27,9 +27,9 @@ CHAT, TEXT = "chat", "text"
 """Where a row's tokens come from; the two sources of task_mode cpt_mixed."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class TokenRow:
-    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained.
+    """A row as tokens: ids and labels of shape [T]; a label of `IGNORED` is not trained. Not frozen, for speed.
 
     `text` is what the whole row's tokens spell, with special tokens of the data's own texts as they stand there, and
     `spans` are the characters of it that are trained. `method` says how they were found.

@@ -28,24 +28,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from sft_play.data.masks.control_tokens import first_difference
 from sft_play.data.masks.marked_copy import OTHER_SALT, SALT, Skeleton, Turn, splitter
 from sft_play.data.masks.probes import probed
 from sft_play.data.masks.skeletons import Skeletons
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, REFUSED, Inexact, Span
+from sft_play.data.masks.turn_ends import first_difference
 from sft_play.data.sources.messages import Message
-
-Method = Literal["generation", "prefix", "marker", "next_turn", "last_turn", "all", "document", "inexact"]
-"""How the trained spans of a row were found; see docs/masks.md.
-
-generation: the template's own `{% generation %}` marks, which agree with the turns that were found; prefix: start and
-end of every turn are those of the rendered conversation up to it; marker: the start is, the end is that of the
-end-of-turn marker, because the template renders a turn differently once it is history; next_turn: the token that opens
-the next turn ends this one; last_turn: only some turns are exact; all: every token; document: plain text; inexact: the
-best guess (data.on_inexact_mask=train)."""
 
 _MAX_SHAPES = 20_000
 """Shapes of rows that are remembered; then all are forgotten. Data with shapes of its own in every row has no use of
@@ -60,7 +51,8 @@ class LocatedTurns:
     spans: dict[int, Span]
     inexact: dict[int, Turn]
     nearest: dict[int, Span]
-    method: Method
+    method: str
+    """How they were found: a key of `METHODS`."""
     stripped: int = 0
     """Pieces of think text that the template does not write."""
     added: str = ""
@@ -211,7 +203,6 @@ class Turns:
                 first, last = turn.nearest
                 nearest[turn.message] = (begins[first.gap] + first.offset, begins[last.gap] + last.offset)
         inexact = {turn.message: turn for turn in skeleton.turns if not turn.is_exact}
-        method: Method
         if inexact:
             method = "last_turn" if spans else "inexact"
         elif skeleton.marks_agree:

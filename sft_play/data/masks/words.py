@@ -187,13 +187,11 @@ def words_of(backend: Any) -> Words | None:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A part of a tokenizer as tokenizer.json has it; empty where there is none."""
     state: dict[str, Any] = json.loads(part.__getstate__()) if part is not None else {}
     return state
 
 
 def _keeps(allowed: frozenset[str], normalizer: dict[str, Any]) -> bool:
-    """Whether a normaliser is one of these, or none."""
     kind = normalizer.get("type")
     if kind == "Sequence":
         return all(_keeps(allowed, one) for one in normalizer["normalizers"])
@@ -219,7 +217,6 @@ def _stages(pre_tokenizer: dict[str, Any]) -> list[re.Pattern[str]] | None:
 
 
 def _pattern_of(step: dict[str, Any]) -> str | None:
-    """The pattern of a step that keeps all its parts."""
     if step.get("type") == "Digits":
         return r"\p{N}" if step.get("individual_digits") else r"\p{N}+"
     if step.get("type") != "Split" or (step.get("behavior"), step.get("invert")) not in (

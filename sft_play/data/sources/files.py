@@ -160,7 +160,6 @@ def data_paths(data: DataConfig) -> DataPaths:
 
 
 def _source_paths(data: DataConfig) -> tuple[tuple[SourcePaths, ...], list[str]]:
-    """The sources that exist, and messages for the paths that do not."""
     existing: list[SourcePaths] = []
     missing: list[str] = []
     for at, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
@@ -207,7 +206,6 @@ def find_source(value: str) -> Path | Source:
 
 
 def _located(value: str) -> Path | Source | None:
-    """What a path option names; None where it does not exist."""
     if value.startswith(tables.HUB):
         tables.hub_parts(value)
         return Source(value)
@@ -237,7 +235,6 @@ _HUB_LIKE = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def _absent(value: str) -> str:
-    """The message for a path that does not exist, with what lies beside it."""
     shown = one_line(value)
     if glob.has_magic(value):
         return f"no file matches {shown}"
@@ -372,7 +369,7 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
     elif kind in ("arrow", "arrow stream"):
         yield from tables.read_arrow(path, name, is_stream=kind == "arrow stream")
     elif kind == "saved":
-        yield from tables.read_saved(path, name, part.split)
+        yield from tables.read_saved(part.name, name, part.split)
     elif kind == "hub":
         yield from tables.read_hub(part.name, part.split)
     else:
@@ -386,9 +383,7 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
 
 def split_names(part: Part) -> list[str]:
     """The names of the splits that a part's data set has; none for plain files."""
-    if part.kind == "saved":
-        return tables.saved_splits(part.path)
-    return tables.hub_splits(part.name) if part.kind == "hub" else []
+    return tables.split_names(part.name, on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
 
 
 def split_part(part: Part, *, part_bytes: int) -> list[Part]:
@@ -435,34 +430,21 @@ def _line_ranges(part: Part, part_bytes: int) -> list[Part]:
     return ranges
 
 
-def source_digest(source: AnySource) -> str:
-    """Digest of the names and contents of a source's files; of its own name where it is on the hub."""
-    sha256 = hashlib.sha256()
+def content_digest_of(source: AnySource) -> str:
+    """Digest of what a source's files hold, for a run's record; that of a single file is the file's own, that of a data
+    set of the hub its name's."""
     path = source if isinstance(source, Path) else _existing(str(source))
     if path is not None and path.is_file():
-        files = [path]
-    elif path is not None:
-        files = sorted(item for item in path.rglob("*") if item.is_file())
-    else:
-        files = [] if str(source).startswith(tables.HUB) else [item for item in _glob(str(source)) if item.is_file()]
-    if path is None and not files:
-        sha256.update(str(source).encode())
+        return digest_of(path)
+    found = _glob(str(source)) if path is None else path.rglob("*")
+    files = sorted(file for file in found if file.is_file())
+    sha256 = hashlib.sha256(b"" if files else str(source).encode())
     for file in files:
-        if path is None or path.is_dir():
-            sha256.update(str(file.relative_to(path) if path is not None else file).encode() + b"\0")
+        sha256.update(str(file if path is None else file.relative_to(path)).encode() + b"\0")
         with file.open("rb") as stream:
             while block := stream.read(1 << 20):
                 sha256.update(block)
     return sha256.hexdigest()
-
-
-def content_digest_of(source: AnySource) -> str:
-    """Digest of what a source's files hold, for a run's record; that of a single file is the file's own."""
-    path = Path(str(source)).expanduser()
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            return digest_of(path)
-    return source_digest(source)
 
 
 def digest_of(file: Path) -> str:

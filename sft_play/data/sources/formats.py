@@ -11,9 +11,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.messages import (
@@ -98,19 +98,28 @@ def digest_share(digest: bytes) -> float:
 
 @dataclass(frozen=True)
 class Format:
-    """A shape of rows: the keys it needs, those it may have, and how a row becomes an example."""
+    """A shape of rows: the keys it needs, what they hold, and the keys it may have."""
 
     name: str
     needs: tuple[str, ...]
-    build: Callable[[RawRow], Example]
-    may_have: frozenset[str] = field(default_factory=frozenset)
+    kind: Literal["turns", "pair", "text"]
+    may_have: frozenset[str] = frozenset()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _format_named, (self.name,)  # `build` is a closure, which cannot be pickled
-
-
-def _format_named(name: str) -> Format:
-    return next(shape for shape in FORMATS if shape.name == name)
+    def build(self, row: RawRow) -> Example:
+        """The example that a row of this format is; raises Unusable."""
+        if self.kind == "pair":
+            return _chat_of_pair(row, *self.needs)
+        key = self.needs[0]
+        if self.kind == "turns":
+            if key == "chosen" and not _is_turns(unpacked(row.data[key], "[")):
+                raise Unusable("chosen is not a list of turns", "beside a text it needs a prompt column")
+            return _chat(row, turns_of(row.data[key], key))
+        if "role" in row.data:
+            raise Unusable("a row is one message, not a conversation", "the turns of a chat belong in one list")
+        text = _text_at(row, key)
+        if not text.strip():
+            raise Unusable(EMPTY_TEXT)
+        return Text(row.where, text)
 
 
 def _text_at(row: RawRow, key: str, *, needed: bool = True) -> str:
@@ -177,13 +186,6 @@ def _check_turns(messages: list[Message]) -> None:
         raise Unusable(NOTHING_TRAINED)
 
 
-def _from_turns(key: str) -> Callable[[RawRow], Chat]:
-    def build(row: RawRow) -> Chat:
-        return _chat(row, turns_of(row.data[key], key))
-
-    return build
-
-
 # A question and its answer
 
 
@@ -206,14 +208,11 @@ def _question_and_answer(row: RawRow, question: str, answer: str) -> list[Messag
     return [*earlier, {"role": "user", "content": prompt}, {"role": "assistant", "content": reply}]
 
 
-def _pair(question: str, answer: str) -> Callable[[RawRow], Chat]:
-    def build(row: RawRow) -> Chat:
-        prompt, reply = (_listed(unpacked(row.data.get(key), "[{")) for key in (question, answer))
-        if _is_turns(prompt) or _is_turns(reply):
-            return _chat(row, _turns_of_pair(prompt, reply, question, answer))
-        return _chat(row, _question_and_answer(row, question, answer))
-
-    return build
+def _chat_of_pair(row: RawRow, question: str, answer: str) -> Chat:
+    prompt, reply = (_listed(unpacked(row.data.get(key), "[{")) for key in (question, answer))
+    if _is_turns(prompt) or _is_turns(reply):
+        return _chat(row, _turns_of_pair(prompt, reply, question, answer))
+    return _chat(row, _question_and_answer(row, question, answer))
 
 
 def _is_turns(value: Any) -> bool:
@@ -237,28 +236,11 @@ def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[
     return [*asked, *answers]
 
 
-def _from_chosen(row: RawRow) -> Chat:
-    if not _is_turns(unpacked(row.data["chosen"], "[")):
-        raise Unusable("chosen is not a list of turns", "beside a text it needs a prompt column")
-    return _chat(row, turns_of(row.data["chosen"], "chosen"))
-
-
-def _from_text(key: str) -> Callable[[RawRow], Text]:
-    def build(row: RawRow) -> Text:
-        if "role" in row.data:
-            raise Unusable("a row is one message, not a conversation", "the turns of a chat belong in one list")
-        text = _text_at(row, key)
-        if not text.strip():
-            raise Unusable(EMPTY_TEXT)
-        return Text(row.where, text)
-
-    return build
-
-
 _BESIDE_TURNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS})
 _BESIDE_PAIRS = _BESIDE_TURNS | {"history"}
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "dialogs", "turns", "contents")
 PAIR_COLUMNS = (
+    ("instruction", "output"),
     ("prompt", "completion"),
     ("prompt", "response"),
     ("question", "answer"),
@@ -276,28 +258,20 @@ PAIR_COLUMNS = (
 )
 TEXT_COLUMNS = ("text", "content", "document")
 
+_NAMES = {"conversations": "sharegpt", "instruction/output": "alpaca"}
 FORMATS: tuple[Format, ...] = (
-    *(
-        Format({"conversations": "sharegpt"}.get(key, key), (key,), _from_turns(key), _BESIDE_TURNS)
-        for key in TURN_COLUMNS
-    ),
-    Format(
-        "alpaca",
-        ("instruction", "output"),
-        lambda row: _chat(row, _question_and_answer(row, "instruction", "output")),
-        _BESIDE_PAIRS | {*_EXTRAS},
-    ),
+    *(Format(_NAMES.get(key, key), (key,), "turns", _BESIDE_TURNS) for key in TURN_COLUMNS),
     *(
         Format(
-            f"{question}/{answer}",
-            (question, answer),
-            _pair(question, answer),
-            _BESIDE_PAIRS | ({*_EXTRAS} if question == "instruction" else set()),
+            _NAMES.get(f"{pair[0]}/{pair[1]}", f"{pair[0]}/{pair[1]}"),
+            pair,
+            "pair",
+            _BESIDE_PAIRS | (frozenset(_EXTRAS) if pair[0] == "instruction" else frozenset()),
         )
-        for question, answer in PAIR_COLUMNS
+        for pair in PAIR_COLUMNS
     ),
-    Format("chosen", ("chosen",), _from_chosen, _BESIDE_TURNS),
-    *(Format(key, (key,), _from_text(key)) for key in TEXT_COLUMNS),
+    Format("chosen", ("chosen",), "turns", _BESIDE_TURNS),
+    *(Format(key, (key,), "text") for key in TEXT_COLUMNS),
 )
 """In the order in which they are tried: the first whose needed keys are all there."""
 
@@ -386,7 +360,7 @@ def to_example(row: RawRow, shape: Format, data: DataConfig | None = None) -> Ex
     if missing:
         keys = one_line(", ".join(map(str, row.data)) or "none")
         return BadRow(row.where, f"{missing[0]} is missing", f"format {shape.name}; its keys: {keys}")
-    is_text = shape.name in TEXT_COLUMNS
+    is_text = shape.kind == "text"
     try:
         # columns that the user mapped (data.columns) are meant, whatever stands beside them
         is_mapped = data is not None and all(key in data.columns for key in shape.needs)

@@ -93,7 +93,6 @@ def _lost(value: Any, text: str) -> str:
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists stand inside each other, up to just above the limit."""
     level, depth = [value], 0
     while level and depth <= MAX_DEPTH:
         level = [

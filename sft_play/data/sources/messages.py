@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from sft_play.data.sources.json_rows import strict_json
@@ -102,6 +102,15 @@ def unpacked(value: Any, opening: str) -> Any:
         return strict_json(value)
     except ValueError:
         return value
+
+
+def with_texts(value: Any, change: Callable[[str], str], *, but: Collection[str] = ()) -> Any:
+    """A copy of a value of JSON with every text changed, those below the keys `but` left as they are."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: item if key in but else with_texts(item, change, but=but) for key, item in value.items()}
+    return [with_texts(item, change, but=but) for item in value] if isinstance(value, list) else value
 
 
 def turns_of(value: Any, key: str) -> list[Message]:
@@ -380,7 +389,6 @@ def _parts_of(value: Any, kinds: frozenset[str]) -> list[dict[str, Any]]:
 
 
 def _reasoning_of(item: Mapping[str, Any], content: Any) -> str:
-    """Think text that stands beside the answer; empty where there is none."""
     given = _first(item, *REASONING_KEYS)
     if isinstance(given, str):
         if any(item.get(key) not in (None, given) for key in REASONING_KEYS):
@@ -396,7 +404,6 @@ def _reasoning_of(item: Mapping[str, Any], content: Any) -> str:
 
 
 def _calls_of(item: Mapping[str, Any], content: Any, where: str) -> list[Any]:
-    """The tool calls of a message, wherever they are in it."""
     calls = unpacked(item.get("tool_calls"), "[{")
     if calls not in (None, "", [], {}):
         return _tool_calls(calls, where)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sft_play.data.sources.messages import Unusable, shown, unpacked
-from sft_play.log import one_line
+from sft_play.data.sources.messages import Unusable, unpacked
 
 TAGS = ("label", "kto_tag", "kto_label", "desirable", "is_desirable", "is_chosen", "undesirable", "is_undesirable")
 """Where rows of KTO say whether an answer is wanted."""
@@ -110,56 +109,35 @@ def _is_mark(value: Any, choices: Any) -> bool:
 # Rows of no known format.
 
 
-_TWO_ANSWERS = (
-    *(("conversation_a", "conversation_b"), ("response_a", "response_b"), ("response1", "response2")),
-    *(("response_0", "response_1"), ("response_j", "response_k"), ("answer_a", "answer_b"), ("answer_0", "answer_1")),
-    *(("output_1", "output_2"), ("human_ref_A", "human_ref_B"), ("completion_a", "completion_b")),
-)
-_LISTS_OF_ANSWERS = ("responses", "completions", "answers", "outputs", "candidates", "generations", "replies")
-_QUESTIONS = ("prompt", "question", "query", "instruction", "problem", "input", "user", "human")
-_RETRIEVAL_KEYS = (("anchor", "positive"), ("query", "pos"), ("query", "positive"), ("sentence1", "sentence2"))
 _MAP_ONE = "data.columns names the answer to train, such as {prompt: prompt, completion: best_answer}"
+_KINDS: tuple[tuple[str, str, tuple[type, ...], str], ...] = (
+    ("preferences, as for DPO", "not supervised examples; map the answer to train with data.columns", (object,),
+     " ".join(REJECTED)),
+    ("comparisons of two answers", f"not supervised examples; {_MAP_ONE}", (object,),
+     "conversation_a+conversation_b response_a+response_b response1+response2 response_0+response_1 "
+     "response_j+response_k answer_a+answer_b answer_0+answer_1 output_1+output_2 human_ref_A+human_ref_B "
+     "completion_a+completion_b"),
+    ("steps with labels, as for a process reward model",
+     "not supervised examples; join the right steps into one completion", (list,), "completions+labels"),
+    ("rows of tokens", "texts are needed, since masks are found by rendering them", (object,), "input_ids"),
+    ("pairs for retrieval or embeddings", "not supervised examples", (object,),
+     "anchor+positive query+pos query+positive sentence1+sentence2"),
+    ("multiple choice", "write the choices into a prompt and the right one as its completion", (list, dict),
+     " ".join((*CHOICES, "endings"))),
+    ("several answers to one prompt, as for a ranking", f"choose one; {_MAP_ONE}", (list,),
+     "responses completions answers outputs candidates generations replies"),
+    ("classification", "write the label as the answer's text, and map both columns", (object,), "label"),
+    ("questions whose answer is in no known column",
+     "prompts for reinforcement learning have none; where there is one, map it with data.columns", (str, list),
+     "prompt question query instruction problem input user human"),
+)  # fmt: skip
+"""What rows look like, what to do, the types of what their columns hold, and these columns; `+`: both are there."""
 
 
 def likely_kind(data: Mapping[str, Any]) -> str:
     """What rows of no known format look like, and what to do; "" where nothing is known."""
-    likely = _likely(data)
-    if likely is None:
-        return ""
-    what, columns, advice = likely
-    return f"It looks like {what} ({', '.join(columns)}): {advice}. "
-
-
-def _likely(data: Mapping[str, Any]) -> tuple[str, tuple[str, ...], str] | None:
-    rejected = next((key for key in REJECTED if key in data), None)
-    if rejected is not None:
-        return (
-            "preferences, as for DPO",
-            (rejected,),
-            "not supervised examples; map the answer to train with data.columns",
-        )
-    pair = next((keys for keys in _TWO_ANSWERS if all(key in data for key in keys)), None)
-    if pair is not None:
-        return "comparisons of two answers", pair, f"not supervised examples; {_MAP_ONE}"
-    if isinstance(data.get("labels"), list) and isinstance(data.get("completions"), list):
-        steps = "not supervised examples; join the right steps into one completion"
-        return "steps with labels, as for a process reward model", ("completions", "labels"), steps
-    if "input_ids" in data:
-        return "rows of tokens", ("input_ids",), "texts are needed, since masks are found by rendering them"
-    retrieval = next((keys for keys in _RETRIEVAL_KEYS if all(key in data for key in keys)), None)
-    if retrieval is not None:
-        return "pairs for retrieval or embeddings", retrieval, "not supervised examples"
-    choices = next((key for key in (*CHOICES, "endings") if isinstance(data.get(key), (list, dict))), None)
-    if choices is not None:
-        return "multiple choice", (choices,), "write the choices into a prompt and the right one as its completion"
-    answers = next((key for key in _LISTS_OF_ANSWERS if isinstance(unpacked(data.get(key), "["), list)), None)
-    if answers is not None:
-        return "several answers to one prompt, as for a ranking", (answers,), f"choose one; {_MAP_ONE}"
-    if "label" in data:
-        label = one_line(shown(data["label"]), limit=30)
-        return "classification", (f"label is {label}",), "write the label as the answer's text, and map both columns"
-    asked = next((key for key in _QUESTIONS if isinstance(data.get(key), (str, list)) and data[key]), None)
-    if asked is None:
-        return None
-    do = "prompts for reinforcement learning have none; where there is one, map it with data.columns"
-    return "questions whose answer is in no known column", (asked,), do
+    for what, advice, types, alternatives in _KINDS:
+        for keys in (one.split("+") for one in alternatives.split()):
+            if all(data.get(key) not in (None, "") and isinstance(unpacked(data[key], "["), types) for key in keys):
+                return f"It looks like {what} ({', '.join(keys)}): {advice}. "
+    return ""

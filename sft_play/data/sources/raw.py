@@ -6,6 +6,7 @@ text would is refused.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import gzip
 import os
@@ -13,10 +14,10 @@ import re
 import shlex
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -83,33 +84,6 @@ def too_large(where: str, size: int) -> BadRow:
     )
 
 
-class _Unpacked:
-    """A gzipped file's content, counted: more than both limits raises DataError."""
-
-    def __init__(self, path: Path, packed_bytes: int) -> None:
-        self._file = gzip.open(path, "rb")  # noqa: SIM115 - closed by `close`
-        self._path, self._read = path, 0
-        self._limit = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * packed_bytes)
-
-    def read(self, size: int) -> bytes:
-        """The next bytes."""
-        try:
-            block = self._file.read(size)
-        except (OSError, EOFError, zlib.error) as error:
-            raise DataError(f"{self._path} cannot be read: {error}") from None
-        self._read += len(block)  # the size in gzip's footer is of the last member alone, and modulo 2**32
-        if self._read > self._limit:
-            raise DataError(
-                f"{self._path} unpacks to more than {self._limit:,} bytes, over {MAX_UNPACKED_RATIO} times its size: "
-                "text does not compress like that; unpack it yourself if this is intended (gunzip)"
-            )
-        return block
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-
 def is_gzipped(path: Path) -> bool:
     """Whether the file's content, not its name, says gzip."""
     try:
@@ -130,28 +104,27 @@ def require_file(path: Path) -> None:
 
 
 def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The bytes [start, end) of a file in blocks, unpacked where it is gzipped.
+    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, and from its beginning to its end.
 
     Raises:
         DataError: the file cannot be read, or unpacks to more than the limits.
     """
-    unpacked = _Unpacked(path, path.stat().st_size) if is_gzipped(path) else None
+    packed = is_gzipped(path)
+    done = start
     try:
-        file: BinaryIO | _Unpacked = path.open("rb") if unpacked is None else unpacked
-        try:
-            if start and not isinstance(file, _Unpacked):  # gzipped files are read whole, never in ranges
-                file.seek(start)
-            left = None if end is None else end - start
-            while left is None or left > 0:
-                block = file.read(size if left is None else min(size, left))
-                if not block:
-                    return
-                left = None if left is None else left - len(block)
+        with gzip.open(path) if packed else path.open("rb") as file:
+            limit = max(MAX_UNPACKED_BYTES, MAX_UNPACKED_RATIO * path.stat().st_size)
+            file.seek(start)
+            while block := file.read(size if end is None else min(size, end - done)):
+                done += len(block)  # the size in gzip's footer is of the last member alone, and modulo 2**32
+                if packed and done > limit:
+                    raise DataError(
+                        f"{path} unpacks to more than {limit:,} bytes, over {MAX_UNPACKED_RATIO} times its size: text "
+                        "does not compress like that; unpack it yourself if this is intended (gunzip)"
+                    )
                 yield block
-        finally:
-            file.close()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def head(path: Path, size: int = HEAD_BYTES) -> bytes:
@@ -200,31 +173,20 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
 
 def text_blocks(path: Path) -> Iterator[str]:
     """The file's text in pieces; raises DataError at the first byte that is not UTF-8."""
-    carry = b""
+    decoder = codecs.getincrementaldecoder("utf-8")()  # keeps the bytes of a character that a block's end cut
     at = 0
-    for number, block in enumerate(blocks(path)):
-        data = carry + block
-        if number == 0 and data.startswith(BOM):
-            data, at = data[len(BOM) :], len(BOM)
+    for number, read in enumerate(blocks(path)):
+        block = read
+        if number == 0 and block.startswith(BOM):
+            block, at = block[len(BOM) :], len(BOM)
+        begin = at - len(decoder.getstate()[0])
         try:
-            text, used = _decode(data)
+            yield decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise not_utf8(path, at + error.start) from None
-        yield text
-        carry, at = data[used:], at + used
-    if carry:
-        raise not_utf8(path, at)
-
-
-def _decode(data: bytes) -> tuple[str, int]:
-    """The text of whole characters, and how many bytes they are; a character cut by the end waits."""
-    try:
-        return data.decode("utf-8"), len(data)
-    except UnicodeDecodeError as error:
-        # the block's end cut a character: its bytes are the beginning of the next block
-        if error.end == len(data) and error.reason == "unexpected end of data":
-            return data[: error.start].decode("utf-8"), error.start
-        raise
+            raise not_utf8(path, begin + error.start) from None
+        at += len(block)
+    if left := decoder.getstate()[0]:
+        raise not_utf8(path, at - len(left))
 
 
 def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
@@ -239,7 +201,7 @@ def text_pieces(path: Path) -> Iterator[tuple[int, str]]:
         if block.count("\0") > len(block) // 100:  # a few stray ones are noted as control characters
             raise DataError(f"{path} is not text (it holds NUL bytes)")
         buffer += block
-        while len(buffer) > 2 * TEXT_CHARS:
+        while is_long(buffer):
             cut = piece_end(buffer, TEXT_CHARS)
             piece, buffer = buffer[:cut], buffer[cut:]
             is_whole = False
@@ -300,6 +262,8 @@ def not_utf8(path: Path, offset: int) -> DataError:
             break
     within = len(sample) - (at - offset)
     near = sample[max(0, within - HEAD_BYTES) : within + HEAD_BYTES]
+    if len(near) < len(sample):  # whole lines, since a character that is cut in two is none of its encoding
+        near = near[near.find(b"\n") + 1 : near.rfind(b"\n")] or near
     column = offset - line_start + 1
     byte = sample[within]
     encoding, name = guess_encoding(near)
@@ -340,90 +304,35 @@ def wide_encoding(path: Path, start: bytes) -> DataError | None:
     return DataError(f"{path} is {encoding[:6].upper()}, not UTF-8. {_convert(path, encoding)}")
 
 
+_ENCODINGS = {
+    "cp1251": ("cp1251", "Windows-1251"),
+    "koi8_r": ("koi8-r", "KOI8-R"),
+    "cp932": ("cp932", "Shift-JIS"),
+    "euc_jp": ("euc-jp", "EUC-JP"),
+    "gb18030": ("gb18030", "GBK"),
+    "euc_kr": ("euc-kr", "EUC-KR"),
+    "big5": ("big5", "Big5"),
+}
+"""Encodings of scripts other than Latin by Python's name: iconv's, and the one for messages. Of those that are equally
+likely the first counts: Chinese text may be Korean too, hardly the reverse."""
+
+
 def guess_encoding(sample: bytes) -> tuple[str, str]:
     """What bytes that are not UTF-8 look like: (iconv's name, the name for messages)."""
     # sequences of several bytes that are UTF-8 are no accident: where most are, the others are damage
     kept = sample.decode("utf-8", "ignore").encode()
     if sum(byte > 0x7F for byte in kept) > 4 * (len(sample) - len(kept)):
         return "utf-8", "UTF-8 that is damaged here"
-    runs = _high_runs(sample)
-    high = sum(map(len, runs))
-    if high and sum(len(run) for run in runs if len(run) > 1) >= 0.7 * high:
-        # These encodings share their bytes, so nearly all of them decode: each test asks whether what comes out is
-        # what text of its language consists of.
-        for test in (_korean, _japanese, _chinese, _cyrillic, _traditional):
-            guess = test(sample)
-            if guess:
-                return guess
+    runs = list(map(len, re.findall(rb"[\x80-\xff]+", sample)))
+    if sum(size for size in runs if size > 1) >= 0.7 * sum(runs):  # in Latin script they stand alone
+        from charset_normalizer import from_bytes
+
+        chaos = {match.encoding: match.chaos for match in from_bytes(sample, cp_isolation=[*_ENCODINGS])}
+        if chaos:
+            return _ENCODINGS[min((name for name in _ENCODINGS if name in chaos), key=chaos.__getitem__)]
     if any(0x80 <= byte <= 0x9F for byte in sample):
         return "cp1252", "Windows-1252"
     return "latin1", "Latin-1"
-
-
-def _high_runs(sample: bytes) -> list[bytes]:
-    table = bytes(0x80) + bytes(range(0x80, 0x100))  # every ASCII byte becomes a zero, to split at
-    return [run for run in sample.translate(table).split(b"\0") if run]
-
-
-def _text_of(sample: bytes, encoding: str) -> str:
-    """The sample's text beyond ASCII, or "" where it is not in that encoding (a character cut at an end may be)."""
-    for begin, end in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        try:
-            return "".join(char for char in sample[begin : len(sample) - end].decode(encoding) if char > "\x7f")
-        except UnicodeDecodeError:
-            continue
-    return ""
-
-
-def _share(text: str, test: Callable[[str], bool]) -> float:
-    return sum(map(test, text)) / len(text) if text else 0.0
-
-
-def _korean(sample: bytes) -> tuple[str, str] | None:
-    is_hangul = _share(_text_of(sample, "euc_kr"), lambda char: "\uac00" <= char <= "\ud7a3") > 0.8
-    # in EUC-KR hangul have the lead bytes 0xB0 to 0xC8; Chinese text soon goes beyond
-    pairs = [run[at] for run in _high_runs(sample) for at in range(0, len(run) - 1, 2)]
-    return ("euc-kr", "EUC-KR") if is_hangul and max(pairs, default=0xFF) <= 0xC8 else None
-
-
-def _japanese(sample: bytes) -> tuple[str, str] | None:
-    def is_kana(char: str) -> bool:
-        return "\u3041" <= char <= "\u30fa"
-
-    for encoding, iconv in (("cp932", "cp932"), ("euc_jp", "euc-jp")):
-        if _share(_text_of(sample, encoding), is_kana) > 0.3:
-            return iconv, "Shift-JIS" if encoding == "cp932" else "EUC-JP"
-    return None
-
-
-def _chinese(sample: bytes) -> tuple[str, str] | None:
-    text = _text_of(sample, "gb18030")
-    is_common = _share(text, lambda char: _is_common_hanzi(char) or "\u3000" <= char <= "\u303f" or char >= "\uff00")
-    return ("gb18030", "GBK") if is_common > 0.6 else None
-
-
-def _is_common_hanzi(char: str) -> bool:
-    """GB2312's first level: the 3,755 characters that nearly all text consists of."""
-    try:
-        raw = char.encode("gb2312")
-    except UnicodeEncodeError:
-        return False
-    return len(raw) == 2 and 0xB0 <= raw[0] <= 0xD7
-
-
-def _cyrillic(sample: bytes) -> tuple[str, str] | None:
-    def lower_share(encoding: str) -> float:
-        return _share(sample.decode(encoding, "ignore"), lambda char: "\u0430" <= char <= "\u044f")
-
-    best = max(("cp1251", "koi8-r"), key=lower_share)
-    letters = "".join(char for char in sample.decode(best, "ignore") if char > "\x7f")
-    is_text = _share(letters, lambda char: "\u0410" <= char <= "\u044f") > 0.9 and lower_share(best) > 0
-    return (best, "Windows-1251" if best == "cp1251" else "KOI8-R") if is_text else None
-
-
-def _traditional(sample: bytes) -> tuple[str, str] | None:
-    is_han = _share(_text_of(sample, "big5"), lambda char: "\u4e00" <= char <= "\u9fff" or char >= "\u3000") > 0.9
-    return ("big5", "Big5") if is_han else None
 
 
 SHOWN_BAD_ROWS = 20

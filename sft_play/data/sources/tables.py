@@ -182,13 +182,17 @@ class _TextLines:
 
 @contextmanager
 def _reading(path: Path | str, kind: str) -> Iterator[None]:
-    """Turns the many exceptions that pyarrow and datasets raise for a damaged file into a DataError."""
+    """Turns the many exceptions that pyarrow, datasets and the hub's libraries raise into a DataError; `kind` is what
+    cannot be read, or `hub:`."""
     try:
         yield
     except (DataError, GeneratorExit):
         raise
     except Exception as error:
-        raise DataError(f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}") from error
+        why = f"{path} is {kind} that cannot be read: {one_line(str(error), limit=200)}"
+        if kind == HUB:
+            why = f"{one_line(str(path))} cannot be read: {_hub_advice(hub_parts(str(path))[0], error)}"
+        raise DataError(why) from error
 
 
 def parquet_groups(path: Path) -> list[int]:
@@ -201,7 +205,6 @@ def parquet_groups(path: Path) -> list[int]:
 
 
 def _rows_at_once(total_bytes: int, rows: int) -> int:
-    """Rows that are about SLICE_BYTES, by their mean."""
     return max(1, min(BATCH_ROWS, SLICE_BYTES * rows // max(1, total_bytes)))
 
 
@@ -219,7 +222,7 @@ def read_parquet(path: Path, name: str, *, start: int, end: int | None, first_ro
                 rows = _rows_at_once(meta.total_byte_size, meta.num_rows)
                 yield from file.iter_batches(batch_size=rows, row_groups=[group])
 
-    yield from _from_batches(batches(), path, name, "Parquet", first_row)
+    yield from _from_batches(batches(), str(path), name, "Parquet", first_row)
 
 
 def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | BadRow]:
@@ -234,10 +237,12 @@ def read_arrow(path: Path, name: str, *, is_stream: bool) -> Iterator[RawRow | B
                 reader = pa.ipc.open_file(source)
                 yield from (reader.get_batch(index) for index in range(reader.num_record_batches))
 
-    yield from _from_batches(batches(), path, name, "Arrow", 1)
+    yield from _from_batches(batches(), str(path), name, "Arrow", 1)
 
 
-def _from_batches(batches: Iterable[Any], path: Path, name: str, kind: str, first: int) -> Iterator[RawRow | BadRow]:
+def _from_batches(
+    batches: Iterable[Any], path: Path | str, name: str, kind: str, first: int
+) -> Iterator[RawRow | BadRow]:
     number = first - 1
     plain: bool | None = None
     iterator = iter(batches)
@@ -277,7 +282,6 @@ def _slices(batch: Any) -> Iterator[Any]:
 
 
 def _text_bytes(value: Any) -> int:
-    """Bytes of all texts in a value."""
     if isinstance(value, str):
         return len(value.encode("utf-8", "replace"))
     if isinstance(value, (bytes, bytearray, memoryview)):
@@ -354,42 +358,40 @@ def _json_value(value: Any) -> Any:
     return value.isoformat() if isinstance(value, (datetime.date, datetime.time)) else str(value)
 
 
-def saved_splits(path: Path) -> list[str]:
-    """The names of the splits of a folder saved by `datasets`; none for a single table."""
-    loaded = _load_saved(path)
+def split_names(given: str, *, on_hub: bool) -> list[str]:
+    """The names of the splits of a folder saved by `datasets`, or of a data set of the hub; none for a single table."""
+    loaded = _load_hub(given) if on_hub else _load_saved(given)
     return [str(name) for name in loaded] if isinstance(loaded, dict) else []
 
 
-def read_saved(path: Path, name: str, split: str) -> Iterator[RawRow | BadRow]:
+def read_saved(given: str, name: str, split: str) -> Iterator[RawRow | BadRow]:
     """The rows of one split of a folder saved by `datasets`.
 
     Raises:
         DataError: the folder is damaged, or has no such split.
     """
-    loaded = _load_saved(path)
+    loaded = _load_saved(given)
     if isinstance(loaded, dict):
-        chosen = choose_split([str(known) for known in loaded], split, path)
+        chosen = choose_split([str(known) for known in loaded], split, given)
         loaded, name = loaded[chosen], f"{name}:{chosen}"
     if "Json" in str(loaded.features):  # datasets decodes this feature; its Arrow column holds text
-        with _reading(path, "a saved dataset"):
+        with _reading(given, "a saved dataset"):
             yield from _from_dicts(loaded, name)
         return
     rows = _rows_at_once(loaded.data.nbytes, loaded.data.num_rows)
     # as Arrow, since datasets would decode every row by its features (images, audio)
     batches = loaded.with_format("arrow").iter(batch_size=rows)
-    yield from _from_batches(batches, path, name, "a saved dataset", 1)
+    yield from _from_batches(batches, given, name, "a saved dataset", 1)
 
 
-def _load_saved(path: Path) -> Any:
+def _load_saved(given: str) -> Any:
     import datasets
 
-    try:
-        return datasets.load_from_disk(str(path))
-    except Exception as error:  # datasets and pyarrow raise many kinds for a folder that is damaged
-        raise DataError(f"{path} cannot be loaded by datasets.load_from_disk: {one_line(str(error))}") from error
+    with _reading(given, "a saved dataset"):
+        return datasets.load_from_disk(str(Path(given).expanduser()))
 
 
-def choose_split(names: list[str], split: str, path: Path | str) -> str:
+def choose_split(names: list[str], split: str, path: str) -> str:
     """Which of a data set's splits is train, val or test; a split's own name counts too.
 
     Raises:
@@ -429,18 +431,12 @@ def hub_parts(given: str) -> tuple[str, str | None]:
     return ident, config or None
 
 
-def hub_splits(given: str) -> list[str]:
-    """The names of the splits of a data set of the hub."""
-    loaded = _load_hub(given)
-    return [str(name) for name in loaded] if isinstance(loaded, dict) else []
-
-
 def read_hub(given: str, split: str) -> Iterator[RawRow | BadRow]:
     """The rows of one split of a data set of the hub, streamed; from the cache where HF_HUB_OFFLINE is set."""
     loaded = _load_hub(given)
     if isinstance(loaded, dict):
         loaded = loaded[choose_split([str(known) for known in loaded], split, given)]
-    with _hub_errors(given):
+    with _reading(given, HUB):
         yield from _from_dicts(loaded, f"{given}:{split}")
 
 
@@ -448,20 +444,8 @@ def _load_hub(given: str) -> Any:
     import datasets
 
     ident, config = hub_parts(given)
-    with _hub_errors(given):
+    with _reading(given, HUB):
         return datasets.load_dataset(ident, config, streaming=not datasets.config.HF_HUB_OFFLINE)
-
-
-@contextmanager
-def _hub_errors(given: str) -> Iterator[None]:
-    """Turns the many exceptions of the hub's libraries into a DataError that says what to do."""
-    try:
-        yield
-    except (DataError, GeneratorExit):
-        raise
-    except Exception as error:
-        ident = hub_parts(given)[0]
-        raise DataError(f"{one_line(given)} cannot be read: {_hub_advice(ident, error)}") from error
 
 
 def _hub_advice(ident: str, error: Exception) -> str:

@@ -32,7 +32,7 @@ from sft_play.finished.report.record import (
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
-from sft_play.starter.names import shown_name
+from sft_play.starter import shown_name
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
+from sft_play.config.leaves import training_options
 from sft_play.config.schema import RunConfig
-from sft_play.config.training_options import training_options
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed import keys
 from sft_play.launch.deepspeed.files import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES, STAGES, layout_of, offloads

@@ -22,7 +22,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
-from sft_play.starter.names import BASE_NAME, shown_name
+from sft_play.starter import BASE_NAME, shown_name
 from sft_play.training.measure.exact_match import stop_ids
 from sft_play.training.model.model_loading import TEXT_TOWER_KEYS
 from sft_play.training.prepare.model_spec import ModelSpec, location

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import rewrite_logs
 
+from sft_play.config.leaves import training_options
 from sft_play.config.schema import RunConfig
-from sft_play.config.training_options import training_options
 from sft_play.files import atomic
 from sft_play.log import redact
 from sft_play.planner.plan import Plan

@@ -14,7 +14,7 @@ import torch
 from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.runs.files import evaluations, free_bytes, room
-from sft_play.starter.names import CONFIG
+from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import gathered_weights
 from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.resolved import resolved_without_paths
+from sft_play.config.load import resolved_without_paths
 from sft_play.data.build.splits import Splits, build_splits
-from sft_play.data.checks import first_lines
+from sft_play.data.checks import mask_lines
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import show_row
 from sft_play.data.sources.files import content_digest_of
@@ -101,7 +101,8 @@ def prepare(job: RunJob) -> Prepared:
             model_spec = replace(model_spec, notes=(*model_spec.notes, *origin.notes))
         splits = _splits(job, tokenizer, model_spec)
         _log(model_spec.notes)
-        return Prepared(backend, tokenizer, splits, model_spec, _renderer(job, tokenizer), origin)
+        renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
+        return Prepared(backend, tokenizer, splits, model_spec, renderer, origin)
 
 
 def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
@@ -144,6 +145,7 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
         _log(split.report.lines(name) if split else [])
+    _log(mask_lines(splits.train.report, tokenizer.tokenizer))
     count, effective = len(splits.train.rows), plan.batch.effective_batch
     if count < effective:
         logger.warning(
@@ -152,17 +154,6 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
     row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
     logger.info("First training row, trained part in [[ ]]: %s", row)
     return splits
-
-
-def _renderer(job: RunJob, tokenizer: LoadedTokenizer) -> Renderer:
-    """The renderer, which turns a chat into text and tokens; logs what the first rows look like."""
-    config = job.loaded.config
-    renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
-    for source in job.paths.sources or (None,):
-        path = job.paths.train if source is None else source.train
-        lines = first_lines(path, renderer, tokenizer.tokenizer, task_mode=config.task_mode)
-        _log(lines if source is None else [f"Source {source.name}: {line}" for line in lines])
-    return renderer
 
 
 def _log(lines: Iterable[str]) -> None:

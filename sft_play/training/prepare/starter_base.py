@@ -27,8 +27,7 @@ from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.files import cache_dir, locked
 from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import deepspeed_on_cpu, for_another_run
-from sft_play.starter import language
-from sft_play.starter.names import BASE_NAME
+from sft_play.starter import BASE_NAME, language
 
 logger = logging.getLogger(__name__)
 

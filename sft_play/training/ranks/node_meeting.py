@@ -21,7 +21,7 @@ from typing import Any
 
 from torch.distributed import DistError, TCPStore
 
-from sft_play.config.resolved import differing_keys, resolved_without_paths
+from sft_play.config.load import differing_keys, resolved_without_paths
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware

@@ -22,7 +22,7 @@ from typing import Any
 
 from sft_play import errors
 from sft_play._version import __version__
-from sft_play.config.resolved import resolved
+from sft_play.config.load import resolved
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
