@@ -634,7 +634,7 @@ def test_the_commands_answer_in_words_and_json(exported, command):
         ([], "needs FORMAT="),
         (["--format", "onnx"], "gguf, ollama, vllm"),
         (["--format", "gguf", "--quant", "q4_k_m"], "f32, f16, bf16, q8_0"),
-        (["--format", "vllm", "--quant", "q8_0"], "QUANT= is how a GGUF"),
+        (["--format", "vllm", "--quant", "q8_0"], "QUANT= is for GGUFs"),
     ):
         code, printed = command("export", "--run", folder, *words)
         assert code == 2, printed
