@@ -428,8 +428,7 @@ class TrainConfig(Section):
     continues."""
 
     learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = training(
-        "auto",
-        Elsewhere("learning_rate", deepspeed="optimizer.params.lr", tools="peak_lr initial_lr max_lr"),
+        "auto", Elsewhere("learning_rate", deepspeed="optimizer.params.lr", tools="peak_lr initial_lr max_lr")
     )
     """Peak learning rate; auto is 2e-4 with adapters and 1e-5 for full."""
 

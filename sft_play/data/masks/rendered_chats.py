@@ -26,7 +26,7 @@ _PROBES: tuple[tuple[str, ...], ...] = (
 _LOOKS_RENDERED = re.compile(
     r"<\|?(?:im_start|start_header_id|start_of_turn|start_of_role|turn_start)\|?>\s?(?:user|human)"
     r"|<[|｜](?:user|User|human)[|｜]>|\[INST\]|(?:^|\n)#{2,3} ?(?:Human|User|Instruction):"
-    r"|(?:^|\n)(?:USER|Human|User): .*\n+(?:ASSISTANT|Assistant|GPT): ",
+    r"|(?:^|\n)(?:USER|Human|User): .*\n+(?:ASSISTANT|Assistant|GPT): "
 )
 """How a user's turn begins in layouts that data sets have, of other templates than the run's too."""
 _START, _END = "", ""

@@ -69,12 +69,7 @@ class Turns:
     """
 
     def __init__(
-        self,
-        jinja: ChatTemplate,
-        *,
-        special_tokens: Sequence[str],
-        eos_token: str | None,
-        with_tools: bool = False,
+        self, jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool = False
     ) -> None:
         self.with_tools = with_tools
         self.template, self.ends = probed(

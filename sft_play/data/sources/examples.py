@@ -8,15 +8,7 @@ from collections.abc import Iterator
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.files import AnySource, DataPaths, Part, data_files, read_part
-from sft_play.data.sources.formats import (
-    Example,
-    Format,
-    Text,
-    check_columns,
-    first_format,
-    rename_columns,
-    to_example,
-)
+from sft_play.data.sources.formats import Example, Format, Text, check_columns, first_format, rename_columns, to_example
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, RawRow, bad_row_lines
 from sft_play.errors import DataError
 from sft_play.log import one_line

@@ -18,11 +18,7 @@ TABLE_SUFFIXES = frozenset({".csv", ".tsv"})
 ARROW_SUFFIXES = frozenset({".parquet", ".pq", ".arrow", ".feather", ".ipc"})
 DATA_SUFFIXES = JSON_SUFFIXES | TABLE_SUFFIXES | ARROW_SUFFIXES
 
-_MARKS = {
-    b"PAR1": "parquet",
-    b"ARROW1": "arrow",
-    b"\xff\xff\xff\xff": "arrow stream",
-}
+_MARKS = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow stream"}
 _FOREIGN = {
     b"PK\x03\x04": "a zip archive or an Office file: unpack it, or save the sheet as CSV (UTF-8)",
     b"BZh": "compressed with bzip2: bunzip2",

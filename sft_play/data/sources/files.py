@@ -23,16 +23,7 @@ from pathlib import Path, PurePath
 from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, kind_of, suffix_of
-from sft_play.data.sources.raw import (
-    BadRow,
-    RawRow,
-    blocks,
-    is_gzipped,
-    is_long,
-    pieces_of,
-    require_file,
-    text_pieces,
-)
+from sft_play.data.sources.raw import BadRow, RawRow, blocks, is_gzipped, is_long, pieces_of, require_file, text_pieces
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
