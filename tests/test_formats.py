@@ -121,7 +121,7 @@ def test_rows_that_process_wrote_need_no_mapping():
 
 def test_formats_travel_between_processes():
     for shape in FORMATS:
-        assert pickle.loads(pickle.dumps(shape)) is shape
+        assert pickle.loads(pickle.dumps(shape)) == shape
 
 
 class TestMessages:
