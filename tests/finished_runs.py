@@ -67,7 +67,7 @@ def finished_run(
             if "lora_" in name or "modules_to_save" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     folder.mkdir(parents=True)
-    save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), native_names=False)
+    save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), base=base)
     write_json(folder / "resolved.json", resolved(loaded.config, effective_batch=8))
     write_json(folder / "plan.json", planned.as_json())
     facts = {"weights": weights_facts(str(base), spec.hf_config)}

@@ -146,7 +146,7 @@ def test_experts_and_routers_are_no_linear_layers():
         ({"model_type": "jamba", **SMALL, "num_hidden_layers": 10**9}, "no model is that large"),
         ({"model_type": "gemma4", "text_config": {**SMALL, "hidden_size": -64}}, "hidden_size: -64"),
         ({"model_type": "t5", "d_model": 64}, "an encoder with a decoder"),
-        ({"model_type": "qwen2_vl", **SMALL}, "does not know as a causal language model"),
+        ({"model_type": "idefics", **SMALL}, "does not know as a causal language model"),
         ({"hidden_size": 64}, "no model_type"),
         ([], "holds a list"),
     ],

@@ -83,7 +83,7 @@ def no_unsloth(monkeypatch, tmp_path):
     """No environment of Unsloth's anywhere."""
     monkeypatch.delenv("UNSLOTH_VENV", raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(unsloth_environment.checkout, "ROOT", tmp_path)
+    monkeypatch.setattr(unsloth_environment, "ROOT", tmp_path)
 
 
 def config(*overrides: str) -> Any:
@@ -228,11 +228,11 @@ def test_both_environments_have_to_see_the_same_device(standin, monkeypatch, gpu
 
 def test_models_that_it_cannot_train_as_the_run_says_are_named():
     def said(precision: Any = "bfloat16", **changes: Any) -> str | None:
-        plain = {"is_text_tower": False, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
+        plain = {"tower": None, "peft_config": SimpleNamespace(fan_in_fan_out=False), "resize_to": None}
         return backend.model_problem(SimpleNamespace(**{**plain, **changes}), Precision("bfloat16", precision, ""))
 
     assert said() is None
-    assert "image-text" in str(said(is_text_tower=True))
+    assert "image-text" in str(said(tower=object()))
     assert "Conv1D" in str(said(peft_config=SimpleNamespace(fan_in_fan_out=True)))
     assert "embeddings" in str(said(resize_to=7))
     assert "loads float32 and computes in bfloat16" in str(said("float32"))

@@ -19,8 +19,9 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun, base_folder
 from sft_play.log import one_line
 from sft_play.runs.manifest import first_day
-from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE
+from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_adapter
 from sft_play.training.model import sdpa
+from sft_play.training.model.language_model import language_config, tower_of
 from sft_play.training.model.model_loading import DTYPES, load_model
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -44,9 +45,7 @@ def load_as_trained(run: FinishedRun) -> Any:
     """
     if not run.is_adapter:
         return load_folder(run.weights, dtype=DTYPES[run.plan().precision.load])
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(load_base(run), str(run.weights)).eval()
+    return load_adapter(load_base(run), run.weights)
 
 
 def load_base(run: FinishedRun) -> Any:
@@ -97,9 +96,7 @@ def load_before(run: FinishedRun) -> Any:
         raise ModelError(f"{file} is gone; {run.folder.path} continued its training")
     if digest_of(file) != before.sha256:
         raise ModelError(f"{file} is not the adapter that {run.folder.path} continued, by its digest: put it back")
-    from peft import PeftModel
-
-    return PeftModel.from_pretrained(load_base(run), str(before.folder)).eval()
+    return load_adapter(load_base(run), before.folder)
 
 
 def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T, T]:
@@ -141,13 +138,19 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
     Raises:
         ModelError: it cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     sdpa.switch(cudnn=False)
     try:
         # a device by name: device_map="auto" would spread a large model over devices, or offload it without a word
+        whole, options = AutoConfig.from_pretrained(str(folder)), {}
+        if whole.get_text_config() is not whole:  # of an image-text model its language model
+            config = language_config(whole)
+            with torch.device("meta"):
+                tower = tower_of(whole, AutoModelForCausalLM.from_config(config))
+            options = {"config": config, "key_mapping": tower.key_mapping if tower is not None else None}
         model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True
+            str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True, **options
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}") from error

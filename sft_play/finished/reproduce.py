@@ -30,7 +30,7 @@ from sft_play.data.sources.files import content_digest_of, data_paths
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
-from sft_play.finished.run import FinishedRun, base_folder, next_line, weight_files
+from sft_play.finished.run import FinishedRun, base_folder, next_line
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
@@ -38,6 +38,7 @@ from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
 from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, given_deepspeed, versions
+from sft_play.training.checkpoints.tensor_files import weight_files
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

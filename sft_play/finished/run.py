@@ -156,19 +156,9 @@ def base_folder(run: FinishedRun) -> Path:
         return folder
     if name.startswith((".", "/", "~")):  # a path and no hub id, for which the hub need not be asked
         raise ModelError(f"the base {one_line(name)}, from which {run.weights} was trained, is gone")
-    from huggingface_hub import snapshot_download
+    from sft_play.training.checkpoints.tensor_files import base_files
 
-    try:
-        return Path(
-            snapshot_download(
-                name,
-                revision=recorded.get("sha256") or run.config.model.revision,
-                # what transformers reads, and not the same weights again as .bin, .gguf or original/*.pth
-                allow_patterns=["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"],
-            )
-        )
-    except Exception as error:  # the hub's own errors, and those of every layer below it
-        raise ModelError(f"the base {name} cannot be fetched: {one_line(str(error), limit=300)}") from error
+    return base_files(name, revision=recorded.get("sha256") or run.config.model.revision)
 
 
 def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
@@ -189,32 +179,6 @@ def text_only_of(run: FinishedRun) -> tuple[str, ...]:
     except ModelError:  # the base is gone: a fully trained model needs it no more
         return ()
     return (f"Class: {said}",) if said else ()
-
-
-def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
-    """File, shape and dtype (as safetensors writes it, such as BF16) of every tensor in a folder's weights."""
-    from safetensors import safe_open
-
-    shapes: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                part = tensors.get_slice(name)  # reads the file's header, and none of the tensor
-                shapes[name] = (file, tuple(part.get_shape()), str(part.get_dtype()))
-    return shapes
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read: those of the index where there is one, else all of them.
-
-    A hub repository may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`).
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted({folder / place for place in places.values()})
-    whole = folder / "model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 # --- files and folders that a command writes --------------------------------------------------------------------------

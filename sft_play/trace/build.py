@@ -18,6 +18,7 @@ from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.trace import experts, fakes, kernels
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
+from sft_play.training.model.language_model import language_config
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 """What TRL's SFTTrainer asks of the chunked head (its metrics)."""
@@ -166,7 +167,7 @@ def config_of(settings: StepSettings) -> Any:
     if kind not in CONFIG_MAPPING:
         raise TraceUnavailable(f"this version of transformers does not know model type {kind!r}")
     plain.pop("quantization_config", None)
-    config = CONFIG_MAPPING[kind].from_dict(plain).get_text_config()
+    config = language_config(CONFIG_MAPPING[kind].from_dict(plain), plain)
     # a cache would keep the keys and values of every layer
     config.use_cache = False
     return config

@@ -28,6 +28,7 @@ from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
+from sft_play.training.model.language_model import language_config
 from sft_play.training.proofs.adapter_trial import adapter_places
 
 _KINDS: dict[str, AttentionKind] = {
@@ -90,7 +91,7 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
     try:
         if trust_remote_code and config.get("auto_map"):
             return AutoConfig.from_pretrained(name, trust_remote_code=True).get_text_config()
-        return AutoConfig.for_model(kind, **fields).get_text_config()
+        return language_config(AutoConfig.for_model(kind, **fields), config)
     except Exception as error:
         raise ModelError(
             f"model {one_line(name)}: transformers cannot read its config.json (model_type {one_line(kind)}): "

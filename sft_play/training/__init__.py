@@ -8,15 +8,16 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
 a
   mask or by boundaries; does padding need a mask), `adapter_trial` (which layers take an adapter), `proof` (does other
   code compute the same) with `kernels` (Liger's) and `compiling` (torch.compile).
-- `model/`: `model_loading`, `fsdp_loading` (FSDP2, unit by unit), `adapter_inputs`, `sdpa`,
-  `varlen`, `context_parallel`, `tensor_parallel`, `fused_head`.
+- `model/`: `model_loading`, `language_model` (of an image-text class), `fsdp_loading` (FSDP2, unit by unit),
+  `adapter_inputs`, `sdpa`, `varlen`, `context_parallel`, `tensor_parallel`, `fused_head`.
 - `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
   guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `finite` (steps that are not),
   `curriculum` (stages).
 - `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `engine_check`,
   `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
-  `full_state_dict`, `sharded_checkpoints`, `gathered_weights`, `model_saving`, `consolidate`, `card`.
+  `full_state_dict`, `sharded_checkpoints`, `gathered_weights`, `model_saving`, `tensor_files`, `consolidate`,
+  `card`.
 - `measure/`: `monitor`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
   `summary`.
 - `unsloth/`, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`; `unsloth_worker`

@@ -59,8 +59,8 @@ def text_only(config: Mapping[str, Any]) -> str:
         return ""
     kind = one_line(str(config.get("model_type")))
     return (
-        f"only the language model of this {kind} is trained, as a class of its own: the adapter does nothing on the "
-        f"class of {kind} itself, and neither a merged nor a fully trained model can be opened as that class"
+        f"only the language model of this {kind} is trained; its other parts are not loaded, and stay in merged and "
+        "fully trained models as they are published"
     )
 
 

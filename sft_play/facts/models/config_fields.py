@@ -125,6 +125,8 @@ class Fields:
             raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
         wrapped = isinstance(inner, Mapping) and bool(inner)
         text = dict(inner) if wrapped and inner is not None else dict(config)
+        if isinstance(said := config.get("tie_word_embeddings"), bool):  # often said of the whole class only
+            text.setdefault("tie_word_embeddings", said)
         # an image-text model's config has the language model's in text_config, which may leave out its type
         outer = str(config["model_type"])
         kind = text.get("model_type") or WRAPPERS.get(outer)

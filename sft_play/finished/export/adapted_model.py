@@ -77,6 +77,7 @@ class AdaptedModel:
             if self.model_spec.resize_to is not None:
                 # new rows from the mean of the old ones (the default) need numbers, which meta tensors lack
                 model.resize_token_embeddings(self.model_spec.resize_to, mean_resizing=False)
+        model.sft_tower = self.model_spec.tower
         return model.eval()
 
     def _quantized_layers(self) -> frozenset[str]:
@@ -99,7 +100,9 @@ class AdaptedModel:
 
         file = self.run.weights / ADAPTER_FILE
         # a product of two bf16 factors, or a sum with a bf16 weight, would round what was trained
-        saved = {name: tensor.float() for name, tensor in load_file(file).items() if not is_saved_twice(name)}
+        tower = self.model_spec.tower
+        in_file = str if tower is None else tower.in_whole
+        saved = {in_file(name): one.float() for name, one in load_file(file).items() if not is_saved_twice(name)}
         peft_model = get_peft_model(model, cast("Any", self.model_spec.peft_config))
         names = adapter_names(peft_model)
         lost = sorted(set(names) ^ set(saved))

@@ -34,11 +34,10 @@ from sft_play.finished.run import (
     base_folder,
     built_folder,
     require_space,
-    tensor_shapes,
     text_only_of,
-    weight_files,
 )
 from sft_play.runs.files import read_json, write_json
+from sft_play.training.checkpoints.tensor_files import tensor_shapes, weight_files
 from sft_play.training.prepare.quiet import quiet_libraries
 
 logger = logging.getLogger(__name__)

@@ -151,21 +151,19 @@ def card_facts(
 
 def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch.dtype) -> list[int]:
     """Configs, tokenizer, template and the model's own code; returns the stop tokens, which are those of training."""
-    if adapted.model_spec.is_text_tower:  # the base's config.json is of the whole model, images and all
-        adapted.plain.config.save_pretrained(folder)
-        config = read_json(folder / "config.json") | {"architectures": [type(adapted.plain).__name__]}
-    else:
-        config = read_json(base / "config.json")
+    config = read_json(base / "config.json")
+    text = config.get("text_config") or config
     config.pop("torch_dtype", None)  # what transformers 4 called `dtype`
     config["dtype"] = str(dtype).removeprefix("torch.")
     if adapted.untied:
-        config["tie_word_embeddings"] = False
+        config["tie_word_embeddings"] = text["tie_word_embeddings"] = False
     if adapted.model_spec.resize_to is not None:
-        config["vocab_size"] = adapted.model_spec.resize_to
+        text["vocab_size"] = adapted.model_spec.resize_to
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     adapted.tokenizer.save_pretrained(folder)
     stops = write_generation_config(adapted.run, adapted.tokenizer, base, folder)
-    for file in base.glob("*.py"):  # code of the model's own, which config.json's auto_map names
+    # code of the model's own, which config.json's auto_map names, and what its class reads images with
+    for file in (*base.glob("*.py"), *base.glob("*processor*.json")):
         shutil.copyfile(file, folder / file.name)
     return stops
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,11 +14,11 @@ from torch import nn
 
 from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.export.adapted_model import AdaptedModel
-from sft_play.finished.run import tensor_shapes
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import tied_names
-from sft_play.training.checkpoints.model_saving import saved_dtypes, write_one_by_one, write_weights
-from sft_play.training.model.model_loading import DTYPES, TEXT_TOWER_KEYS, no_load_report, read_model
+from sft_play.training.checkpoints.model_saving import put_into_whole, saved_dtypes, write_one_by_one, write_weights
+from sft_play.training.checkpoints.tensor_files import tensor_shapes
+from sft_play.training.model.model_loading import DTYPES, no_load_report, read_model
 from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
@@ -92,7 +91,7 @@ class MergedWeights:
             with no_load_report():
                 model, found = own.from_pretrained(
                     None, config=config, state_dict=tensors, device_map={"": "meta"}, ignore_mismatched_sizes=True,
-                    output_loading_info=True,
+                    output_loading_info=True, key_mapping=_key_mapping(adapted),
                 )  # fmt: skip
         except (RuntimeError, ValueError) as error:  # experts of different numbers cannot be joined
             return one_line(str(error), limit=300)
@@ -106,21 +105,11 @@ class MergedWeights:
     def _out_name(self, key: str) -> str | None:
         """The name of a base's tensor in the result; None where it has no place there.
 
-        The base's own names are kept, so that other engines read the result as they read the base. A text tower's
-        become those of its class; of one that is joined with others when it is loaded, only what precedes the tower.
+        The base's own names are kept, so that other engines read the result as they read the base, an image-text
+        model's other parts too.
         """
-        target, is_converted = self._targets[key]
-        if target in self._adapted.tied or target in self._adapted.untied:
-            return None
-        if not self._adapted.model_spec.is_text_tower:
-            return key
-        if target not in self._adapted.names:
-            return None
-        if not is_converted:
-            return target
-        for pattern, name in TEXT_TOWER_KEYS.items():
-            key = re.sub(pattern, name, key)
-        return key
+        target = self._targets[key][0]
+        return None if target in self._adapted.tied or target in self._adapted.untied else key
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for key, (_, shape, _) in self._tensors.items():
@@ -130,7 +119,7 @@ class MergedWeights:
         by_target = {self._targets[key][0]: shape for key, (_, shape, _) in self._tensors.items()}
         for name, source in self._adapted.untied.items():
             whole = self._adapted.whole.get(name)
-            yield name, by_target[source] if whole is None else tuple(whole.shape)
+            yield self._in_whole(name), by_target[source] if whole is None else tuple(whole.shape)
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         sources = {source: name for name, source in self._adapted.untied.items()}
@@ -145,7 +134,11 @@ class MergedWeights:
                     yield name, self._as_in_files(self._adapted.tensor(target, base), base)
                     if target in sources:  # what was one tensor in the base is two now
                         other = sources[target]
-                        yield other, self._as_in_files(self._adapted.whole.get(other, base), base)
+                        yield self._in_whole(other), self._as_in_files(self._adapted.whole.get(other, base), base)
+
+    def _in_whole(self, name: str) -> str:
+        tower = self._adapted.model_spec.tower
+        return name if tower is None else tower.in_whole(name)
 
     def _as_in_files(self, tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         return tensor.to(base.dtype) if self._given is None else tensor
@@ -176,7 +169,13 @@ class MergedWeights:
         with torch.no_grad():
             for name, parameter in model.named_parameters(remove_duplicate=True):
                 parameter.data = adapted.tensor(name, parameter.data).to(parameter.dtype)
-        write_weights(model, folder, native_names=adapted.model_spec.is_text_tower, dtype=self.dtype)
+        write_weights(model, folder, dtype=self.dtype)
+        put_into_whole(model, folder, self._folder)
+
+
+def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
+    tower = adapted.model_spec.tower
+    return None if tower is None else tower.key_mapping
 
 
 def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tuple[str, bool]]:
@@ -188,8 +187,7 @@ def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tu
     # a private part of transformers (5.23): files of older layouts get today's names here, and experts that a file
     # holds one by one are stacked into one tensor
     model = adapted.plain
-    key_mapping = TEXT_TOWER_KEYS if adapted.model_spec.is_text_tower else None
-    transforms = get_model_conversion_mapping(model, key_mapping)
+    transforms = get_model_conversion_mapping(model, _key_mapping(adapted))
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     state = model.state_dict()

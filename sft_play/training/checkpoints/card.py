@@ -24,7 +24,6 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
 from sft_play.starter import BASE_NAME, shown_name
 from sft_play.training.measure.exact_match import stop_ids
-from sft_play.training.model.model_loading import TEXT_TOWER_KEYS
 from sft_play.training.prepare.model_spec import ModelSpec, location
 
 logger = logging.getLogger(__name__)
@@ -185,15 +184,13 @@ def _trust(config: RunConfig) -> list[str]:
 def _loading(facts: CardFacts, base: Base) -> tuple[list[str], list[str]]:
     """The classes of transformers that load the weights as they were trained, and the options of their model."""
     config = facts.config
-    classes = ["AutoModelForCausalLM", "AutoTokenizer"]
+    is_tower = facts.model_spec.tower is not None
+    classes = ["AutoModelForImageTextToText" if is_tower else "AutoModelForCausalLM", "AutoTokenizer"]
     if facts.kind != "adapter":
         return classes, ['dtype="auto"', 'device_map="auto"', *_trust(config)]
     options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *_trust(config)]
     if base.is_on_hub and config.model.revision:
         options.append(f"revision={json.dumps(config.model.revision)}")
-    if facts.model_spec.is_text_tower:
-        classes.append("AutoConfig")
-        options += ["config=AutoConfig.from_pretrained(base).get_text_config()", f"key_mapping={TEXT_TOWER_KEYS!r}"]
     if config.tuning.mode == "qlora":
         classes.append("BitsAndBytesConfig")
         options.append("quantization_config=quantization")

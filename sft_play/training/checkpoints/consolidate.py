@@ -29,6 +29,7 @@ from sft_play.training.checkpoints import checkpoints, sharded_checkpoints
 from sft_play.training.checkpoints.full_state_dict import adapter_names, read_weights
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.checkpoints.model_saving import save_model, whole_shapes
+from sft_play.training.checkpoints.tensor_files import base_files
 from sft_play.training.prepare.model_spec import build_model_spec, empty_model, grown
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import GIB, MIB
@@ -83,7 +84,6 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
         model_spec.peft_config.base_model_name_or_path = config.model.name
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
     is_adapter = model_spec.peft_config is not None
-    native = model_spec.is_text_tower and not is_adapter
     weights: dict[str, torch.Tensor] | None = None
     tensors: Iterator[tuple[str, torch.Tensor]] | None = None
     if _kind(source) in _FOLDERS:
@@ -91,9 +91,12 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     else:
         weights = _weights(source, model)
     logger.info("Checkpoint: %s (%s)", source, _kind(source))
+    base = None
+    if model_spec.tower is not None and not is_adapter:
+        base = base_files(config.model.name, revision=config.model.revision)
     try:
         size = save_model(
-            model, tokenizer, target, native_names=native, state_dict=weights, tensors=tensors,
+            model, tokenizer, target, base=base, state_dict=weights, tensors=tensors,
             dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.step_of(source),
         )  # fmt: skip
     except OSError as error:

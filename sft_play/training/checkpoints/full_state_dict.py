@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from sft_play.errors import TrainingError
+from sft_play.training.model.language_model import PEFT_PREFIX, tower_in
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -99,8 +100,10 @@ def fill_optimizer(model: nn.Module, optimizer: Any, states: Mapping[str, Any] |
 def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
     """The whole trained weights of a checkpoint, by their names in the model."""
     if is_adapter(model):
-        names = adapter_names(model)
-        saved = load_file(checkpoint / ADAPTER_FILE)
+        names, saved = adapter_names(model), load_file(checkpoint / ADAPTER_FILE)
+        tower = tower_in(model)
+        if tower is not None:  # a checkpoint of the Trainer has PEFT's own names
+            saved = {tower.in_whole(name): tensor for name, tensor in saved.items()}
         return {names.get(name, name): tensor for name, tensor in saved.items() if not is_saved_twice(name)}
     weights: dict[str, torch.Tensor] = {}
     for file in sorted(checkpoint.glob("model*.safetensors")):
@@ -132,6 +135,23 @@ def fill_adapter(model: Any, folder: Path) -> None:
         # ZeRO-3 divides parameters as soon as they are created, before there is an engine
         with gathered_by_zero3(parameters[name], writer=0), torch.no_grad():
             parameters[name].copy_(tensor)
+
+
+def load_adapter(model: Any, folder: Path) -> Any:
+    """A model with the adapter in a folder, in eval mode; a language model takes one that is named as its whole class
+    is."""
+    from peft import PeftConfig, PeftModel, get_peft_model
+
+    tower = tower_in(model)
+    if tower is None:
+        return PeftModel.from_pretrained(model, str(folder)).eval()
+    config = PeftConfig.from_pretrained(str(folder))
+    names = map(tower.in_tower, load_file(folder / ADAPTER_FILE))
+    layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in names if ".lora_A." in name}
+    config.target_modules = layers
+    adapted = get_peft_model(model, config)
+    fill_adapter(adapted, folder)
+    return adapted.eval()
 
 
 def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
@@ -182,13 +202,16 @@ def embeddings_of(model: Any) -> list[Any]:
 
 
 def adapter_names(model: Any) -> dict[str, str]:
-    """For the name under which PEFT saves each tensor of the adapter, its name in memory."""
+    """For the name of each tensor in an adapter's file, its name in memory: the one under which PEFT saves it, for a
+    language model the one of its whole class."""
     from peft import get_peft_model_state_dict
 
     tensors = model.state_dict()
     by_identity = {id(tensor): name for name, tensor in tensors.items()}
     saved = get_peft_model_state_dict(model, state_dict=tensors, save_embedding_layers=False)
-    return {name: by_identity[id(tensor)] for name, tensor in saved.items()}
+    tower = tower_in(model)
+    in_file = tower.in_whole if tower is not None else str
+    return {in_file(name): by_identity[id(tensor)] for name, tensor in saved.items()}
 
 
 def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:

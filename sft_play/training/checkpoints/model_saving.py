@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import ModelError
 from sft_play.files import atomic
 from sft_play.planner.memory.loading_and_saving import FILE_BYTES
-from sft_play.training.checkpoints.full_state_dict import adapter_names, embeddings_of, is_adapter, tied_names
+from sft_play.training.checkpoints.full_state_dict import (
+    ADAPTER_FILE,
+    adapter_names,
+    embeddings_of,
+    is_adapter,
+    tied_names,
+)
+from sft_play.training.checkpoints.tensor_files import read_tensor, tensor_shapes
+from sft_play.training.model.language_model import Tower, tower_in
 
 
 def save_model(
@@ -23,6 +34,7 @@ def save_model(
     tokenizer: Any,
     path: Path,
     *,
+    base: Path | None = None,
     steps: int = 0,
     moved: Callable[[int], None] | None = None,
     **weights: Any,
@@ -31,6 +43,8 @@ def save_model(
     returns the bytes of its tensors.
 
     Args:
+        base: the base's folder. A language model's weights are saved in the whole class that they came from, with the
+            rest of its tensors.
         steps: optimizer steps taken; after more than one (the first may have a learning rate of zero) an adapter whose
             every lora_B is still zero has learned nothing.
         moved: called with the bytes of each tensor that is read back.
@@ -43,14 +57,16 @@ def save_model(
         write_weights(model, building, **weights)
         (building / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
         tokenizer.save_pretrained(building)
-        return check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1, moved=moved)
+        size = check_saved_weights(building, expected=whole_shapes(model), must_have_learned=steps > 1, moved=moved)
+        if base is not None:
+            put_into_whole(model, building, base)
+        return size
 
 
 def write_weights(
     model: Any,
     folder: Path,
     *,
-    native_names: bool = False,
     state_dict: dict[str, Any] | None = None,
     tensors: Tensors | None = None,
     dtype: torch.dtype | None = None,
@@ -58,13 +74,14 @@ def write_weights(
     """Write a model's config and weights into a folder.
 
     Args:
-        native_names: keep the tensors' names as they are in memory: a text tower saved under the names of the
-            image-text model that it came from could not be loaded as the class that its config names.
         state_dict: the weights, where the model itself holds only a part of them.
         tensors: the same, one after the other: at most one file's worth is in memory where the model's tensors keep
             their names (`keeps_names`).
         dtype: the dtype of whole weights in the files (None: unchanged). The model has it from then on.
     """
+    tower = tower_in(model)
+    # conversions that the whole class has when it is loaded are not those of its language model
+    native_names = tower is not None and not is_adapter(model)
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
     if is_adapter(model):
         options["save_embedding_layers"] = _saves_embeddings(model)
@@ -81,6 +98,8 @@ def write_weights(
         for name, parameter in model.named_parameters() if dtype is not None else ():
             parameter.data = parameter.data.to(dtype_of(name, parameter))
         model.save_pretrained(folder, **options)
+    if tower is not None and is_adapter(model):
+        _name_as_in_whole(model, tower, folder)
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)  # safetensors writes files that only their owner may read
     if dtype is not None:
@@ -88,6 +107,73 @@ def write_weights(
         path = folder / "config.json"
         saved_config = {**json.loads(path.read_text(encoding="utf-8")), "dtype": str(dtype).removeprefix("torch.")}
         path.write_text(json.dumps(saved_config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _name_as_in_whole(model: Any, tower: Tower, folder: Path) -> None:
+    """Give an adapter's files the names of the whole class, in which PEFT and serving engines look for its layers; a
+    name's end alone would match layers for images too."""
+    file, fields = folder / ADAPTER_FILE, folder / "adapter_config.json"
+    save_file({tower.in_whole(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    config = json.loads(fields.read_text(encoding="utf-8"))
+    ends = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
+    config["target_modules"] = rf"{re.escape(tower.places[0][1])}(?:.+\.)?(?:{ends})"
+    fields.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
+
+
+def put_into_whole(model: Any, folder: Path, base: Path) -> None:
+    """Make of a folder with a language model's weights one of its whole class, under the names that the base's files
+    have; all else is the base's, bit by bit. A model of text stays as it is."""
+    tower = tower_in(model)
+    if tower is None or is_adapter(model):
+        return
+    trained, others = tensor_shapes(folder), tensor_shapes(base)
+    places = {name: tower.in_whole(name) for name in trained}
+    own, tied = {_part(name) for name in trained}, tied_names(model)
+    kept = []
+    for key in others:
+        name = renamed(key, tower.key_mapping)
+        if name in trained:
+            places[name] = key
+        elif name not in tied and _part(name) not in own:
+            kept.append(key)
+    sources = {places[name]: (*trained[name], name) for name in trained} | {key: (*others[key], key) for key in kept}
+    shapes = {key: shape for key, (_, shape, _, _) in sources.items()}
+    aside = folder / ".whole"
+    aside.mkdir()
+    write_one_by_one(
+        aside, ((key, read_tensor(file, name)) for key, (file, _, _, name) in sources.items()), shapes=shapes,
+        dtype_of=lambda name, tensor: tensor.dtype,
+    )  # fmt: skip
+    for file in {*(file for file, _, _ in trained.values()), *folder.glob("*.index.json")}:
+        file.unlink()
+    for file in aside.iterdir():
+        file.rename(folder / file.name)
+    aside.rmdir()
+    dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
+    write_whole_config(base, folder, dtype=dtype, vocab_size=model.get_input_embeddings().weight.shape[0])
+
+
+def write_whole_config(base: Path, folder: Path, *, dtype: str | None, vocab_size: int) -> None:
+    """The base's config.json with what training changed, and what its class reads images with."""
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config.pop("torch_dtype", None)  # what transformers 4 called `dtype`
+    config |= {"dtype": dtype} if dtype else {}
+    config.get("text_config", config)["vocab_size"] = vocab_size
+    (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    for file in base.glob("*processor*.json"):
+        shutil.copyfile(file, folder / file.name)
+
+
+def renamed(name: str, key_mapping: Mapping[str, str]) -> str:
+    """A name as transformers' `key_mapping` changes it."""
+    for pattern, other in key_mapping.items():
+        name = re.sub(pattern, other, name)
+    return name
+
+
+def _part(name: str) -> str:
+    """The part of the model that a tensor is in: `model.layers`, `lm_head.weight`."""
+    return ".".join(name.split(".")[:2])
 
 
 def set_stop_tokens(folder: Path, stop: Sequence[int], pad: int | None, *, of: Path | None = None) -> None:
@@ -180,8 +266,6 @@ def check_saved_weights(
 
 
 def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    from safetensors import safe_open
-
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (safe_open is not a mapping)

@@ -18,6 +18,7 @@ from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import gathered_weights
 from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
+from sft_play.training.checkpoints.tensor_files import base_files
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.loop.callbacks import StopAfter
 from sft_play.training.loop.loop import PlannedLoop
@@ -264,10 +265,17 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
         logger.warning("The model card could not be written: %s", error)
 
 
+def _base(job: RunJob, prepared: Prepared) -> Path | None:
+    """The base's files, of which a whole model keeps those that were not trained."""
+    if prepared.is_adapter or prepared.model_spec.tower is None:
+        return None
+    model = job.loaded.config.model
+    return base_files(model.name, revision=model.revision)
+
+
 def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
     """Save the adapter or the whole model on the first rank; the others help to gather it, then wait for the disk."""
     path, tokenizer = job.folder.model_path(adapter=prepared.is_adapter), prepared.tokenizer.tokenizer
-    native = prepared.model_spec.is_text_tower and not prepared.is_adapter
     dtype = None if prepared.is_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)
     needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
@@ -280,8 +288,8 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
                 tokenizer.chat_template = prepared.tokenizer.own_template
             learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
             save_model(
-                model, tokenizer, path, native_names=native, state_dict=state, tensors=tensors,
-                dtype=dtype, steps=steps if learns else 0, moved=trainer.beat.moved,
+                model, tokenizer, path, base=_base(job, prepared), state_dict=state, tensors=tensors, dtype=dtype,
+                steps=steps if learns else 0, moved=trainer.beat.moved,
             )  # fmt: skip
             if not prepared.is_adapter:  # whoever loads it ends answers where training did
                 stop = stops_of(job.loaded.config, tokenizer, prepared.renderer)

@@ -101,6 +101,7 @@ def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec,
             attn_implementation=model_spec.attention.name,
             trust_remote_code=config.model.trust_remote_code,
         )
+    model.sft_tower = model_spec.tower
     model.config.name_or_path = location(config)
     if config.tuning.mode == "qlora":
         from transformers.quantizers import AutoHfQuantizer

@@ -29,12 +29,6 @@ DTYPES: dict[DtypeName, torch.dtype] = {
     "float16": torch.float16,
     "float32": torch.float32,
 }
-TEXT_TOWER_KEYS = {
-    r"^language_model\.model\.": "model.",
-    r"^language_model\.lm_head\.": "lm_head.",
-    r"^model\.language_model\.": "model.",
-}
-"""Where checkpoints of image-text models keep the language model's weights, in the old layout and the new."""
 
 
 def load_model(
@@ -88,8 +82,8 @@ def read_model(
         "output_loading_info": True,
         **(options or {}),
     }
-    if model_spec.is_text_tower:
-        chosen["key_mapping"] = TEXT_TOWER_KEYS
+    if model_spec.tower is not None:
+        chosen["key_mapping"] = model_spec.tower.key_mapping
     where = location(config)
     try:
         with no_load_report():
@@ -107,8 +101,9 @@ def read_model(
             ) from error
         problem = one_line(str(error), limit=300)
         raise ModelError(f"the weights of {config.model.name} cannot be loaded: {problem}") from error
+    model.sft_tower = model_spec.tower
     _check_loaded(model, info, config)
-    unused = [] if model_spec.is_text_tower else sorted(info.get("unexpected_keys", ()))
+    unused = [] if model_spec.tower is not None else sorted(info.get("unexpected_keys", ()))
     if unused:
         logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
     if model_spec.resize_to is not None:

@@ -172,7 +172,7 @@ def _values(config: RunConfig) -> dict[str, tuple[Any, bool]]:
 
 def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
     """Why Unsloth cannot train a model of this class and precision; None where it can."""
-    if model_spec.is_text_tower:
+    if model_spec.tower is not None:
         return "the model is an image-text model, of which only the text tower is trained here"
     if model_spec.peft_config is not None and model_spec.peft_config.fan_in_fan_out:
         return "the model's linear layers are transposed (Conv1D), which Unsloth's are not"

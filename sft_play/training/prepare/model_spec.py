@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from huggingface_hub import get_safetensors_metadata
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
 from torch import nn
@@ -29,7 +30,9 @@ from sft_play.planner.attention import attention_of, is_hub_kernel
 from sft_play.planner.kernels import Experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
+from sft_play.training.checkpoints.tensor_files import tensor_shapes
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
+from sft_play.training.model.language_model import Tower, language_config, tower_of
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
@@ -63,7 +66,8 @@ class ModelSpec:
 
     hf_config: Any
     attention: Attention
-    is_text_tower: bool
+    tower: Tower | None
+    """Where it lies in an image-text class, whose language model it is; None for a model of text."""
     peft_config: PeftLoraConfig | None
     vocab_size: int
     resize_to: int | None
@@ -113,8 +117,8 @@ def build_model_spec(
     """
     whole = _whole_config(config)
     refuse_quantised(whole.to_dict(), name=config.model.name, mode=config.tuning.mode)
-    hf_config = whole.get_text_config()
-    is_text_tower = hf_config is not whole
+    hf_config = language_config(whole)
+    _fit_ties(whole, hf_config, config)
     notes = []
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
@@ -136,8 +140,8 @@ def build_model_spec(
     attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
     notes += measured
     return ModelSpec(
-        hf_config, attention, is_text_tower, peft_config, vocab_size, resize_to, _layer_class(skeleton), tuple(notes),
-        masks,
+        hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to, _layer_class(skeleton),
+        tuple(notes), masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
         chosen,
@@ -205,6 +209,7 @@ def empty_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
     """The model with its adapter, where it has one, on the meta device: names and shapes, no weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_spec.hf_config, trust_remote_code=trust_remote_code)
+        model.sft_tower = model_spec.tower
         adapter = model_spec.peft_config
         return model if adapter is None else get_peft_model(model, copy.deepcopy(adapter))
 
@@ -232,6 +237,22 @@ def _whole_config(config: RunConfig) -> Any:
         return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # each config class checks its fields in its own way
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
+
+
+def _fit_ties(whole: Any, text: Any, config: RunConfig) -> None:
+    """Tie a language model's head to its embedding, or not, where its own config and that of its whole class disagree:
+    as its files have it, of which those of a hub are asked for their index."""
+    if text is whole or bool(text.tie_word_embeddings) == bool(getattr(whole, "tie_word_embeddings", False)):
+        return
+    folder = local_folder(config.model.name)
+    try:
+        if folder is not None:
+            names = set(tensor_shapes(folder))
+        else:
+            names = set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
+    except Exception:  # no network, or a fault of the files that loading words
+        return
+    text.tie_word_embeddings = not any("lm_head." in name for name in names)
 
 
 def _model_class(hf_config: Any, config: RunConfig) -> Any:

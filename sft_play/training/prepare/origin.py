@@ -76,12 +76,13 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
     """
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
     wanted = {name: tuple(model.state_dict()[ours].shape) for name, ours in adapter_names(model).items()}
+    in_file = model_spec.tower.in_whole if model_spec.tower is not None else str
     problem = None
     try:
         with safe_open(file, framework="pt") as tensors:
-            names = [name for name in tensors.keys() if not is_saved_twice(name)]  # noqa: SIM118  (no mapping)
-            for name in names:
-                shape = tuple(tensors.get_slice(name).get_shape())
+            names = {in_file(name): name for name in tensors.keys() if not is_saved_twice(name)}  # noqa: SIM118
+            for name, stored in names.items():
+                shape = tuple(tensors.get_slice(stored).get_shape())
                 if 0 in shape or not shape:
                     problem = problem or f"{name} is empty (shape {list(shape)})"
                 elif name in wanted and shape != wanted[name]:
@@ -92,8 +93,8 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
             if problem is None and (missing or more):
                 problem = f"it lacks {missing[0]}" if missing else f"this model's has no {more[0]}"
                 problem += f" ({len(missing)} are missing, {len(more)} too many)"
-            for name in names if problem is None else ():
-                if not tensors.get_tensor(name).isfinite().all():
+            for name, stored in names.items() if problem is None else ():
+                if not tensors.get_tensor(stored).isfinite().all():
                     problem = problem or f"{name} has values that are not finite"
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{KEY}: {file} cannot be read: {one_line(str(error))}") from None

@@ -249,6 +249,9 @@ def _narrow(small: Any) -> None:
         for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
             if isinstance(rotation.get(name), list):
                 rotation[name] = rotation[name][:turned]
+        if "mrope_section" in getattr(small, "ignore_keys_at_rope_validation", ()):
+            # how many frequencies turn with time, height and width
+            rotation["mrope_section"] = [turned - 2 * (turned // 4), turned // 4, turned // 4]
 
 
 def _states(small: Any) -> dict[str, int]:

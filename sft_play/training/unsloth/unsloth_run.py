@@ -100,7 +100,7 @@ def _prepared(document: handover.Document, config: RunConfig) -> Prepared:
         Backend("unsloth", ""),
         LoadedTokenizer(tokenizer, (), "", document.own_template),
         Splits(splits["train"], splits.get("val"), splits.get("test")),
-        ModelSpec(None, _NOT_HANDED_OVER, False, peft, 0, None, "", ()),
+        ModelSpec(None, _NOT_HANDED_OVER, None, peft, 0, None, "", ()),
         _NOT_HANDED_OVER,
     )
 

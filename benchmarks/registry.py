@@ -1,0 +1,416 @@
+"""Every class of the installed transformers, as a tiny model with random weights: planned, traced, trained, resumed,
+merged, and loaded again by plain transformers and PEFT.
+
+    python -m benchmarks.registry [--kinds llama,gpt_oss] [--out registry.json] [--again]
+
+`docs/models.md` is made of the file by `python -m benchmarks.registry --kinds= `.
+
+Causal language models and the language models of image-text classes; of these the whole class is the base. Of each:
+`plan` says whether the plan knows its blocks or measures them, `trace` how far estimate and trace of a step differ, for
+LoRA without and full weights with activation checkpointing. For each mode the model is trained once without a break,
+and once interrupted and resumed: the weights of both are compared bit by bit. A merged model has to answer as base and
+adapter do. What is in the file already, of the same versions, is not done again; a class that ended the process is left
+out when the command is started again, and stays in the file as such. On two cores about a quarter of a minute a class.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import SftPlayError
+from sft_play.facts.hardware import detect
+from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.families import FAMILIES, OTHER_KINDS
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import Precision
+from sft_play.runs.files import read_json, write_json
+from sft_play.runs.manifest import versions
+from sft_play.trace.block_meter import meter_of
+from sft_play.trace.confirm import settings_of
+from sft_play.trace.meta_shape import shape_on_meta
+from sft_play.trace.step import record
+from sft_play.training.model.language_model import language_config
+from sft_play.training.proofs.small_model import small_config
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "benchmarks" / "registry.json"
+MODES = ("lora", "qlora", "full")
+LARGEST = 150_000_000
+"""Parameters of a model that is still tried where its class refuses small sizes."""
+VOCABULARY = 512
+NEEDED: dict[str, dict[str, Any]] = {
+    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "moe_topk": 2},  # a router that always takes one expert, by its defaults
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+}
+"""Sizes for which the config class has no default, or none that works."""
+BF16 = Precision("bfloat16", "bfloat16", "")
+RUN = """\
+model: {{name: {folder}/base, max_seq_len: 64}}
+tuning: {{mode: {mode}{rank}}}
+data: {{train_path: {folder}/rows.jsonl, val_path: null, test_path: null}}
+train: {{effective_batch_size: 4, batch_size: 2, max_steps: 4, learning_rate: 1e-3, report_to: []}}
+eval: {{steps: 0}}
+output: {{dir: {folder}/outputs}}
+"""
+
+
+def kinds() -> list[str]:
+    """Model types of causal language models, then of image-text classes; encoders with decoders are neither."""
+    causal = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in OTHER_KINDS]
+    return [*causal, *(kind for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if kind not in causal)]
+
+
+class CannotBuild(Exception):
+    """The class cannot be built small from its config's own defaults."""
+
+
+# --- a small base -----------------------------------------------------------------------------------------------------
+
+
+def small_base(kind: str) -> Any:
+    """A model of the class on the CPU, in fp32, with random weights none of which is zero everywhere.
+
+    Raises:
+        CannotBuild: with what the class says.
+    """
+    is_whole = kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    auto, problems = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM, dict[str, None]()
+    for narrow in ("all", "text", "nothing") if is_whole else ("text", "nothing"):
+        try:
+            config = _small(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), narrow)
+            with torch.device("meta"):
+                size = sum(one.numel() for one in auto.from_config(config).parameters())
+            if size > LARGEST:
+                raise CannotBuild(f"its smallest has {size:,} parameters")
+            torch.manual_seed(0)
+            model = auto.from_config(config, dtype=torch.float32)
+            with torch.no_grad():
+                for parameter in model.parameters():  # what begins at zero would pass no gradient on
+                    parameter.add_(torch.randn_like(parameter) * 0.02)
+            return model
+        except Exception as error:  # each class checks its sizes in its own way
+            problems[" ".join(str(error).split())[:200]] = None
+    raise CannotBuild("; ".join(problems))
+
+
+_BESIDE = {
+    "hidden_size": 64, "embed_dim": 64, "d_model": 64, "intermediate_size": 64, "out_hidden_size": 64, "num_heads": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "encoder_attention_heads": 4, "head_dim": 16,
+}  # fmt: skip
+"""Sizes of parts for images and sound."""
+
+
+def _small(whole: Any, narrow: str) -> Any:
+    """The config with few blocks; `narrow`: those of all parts, of the language model, or none."""
+    text = whole.get_text_config()
+    small = small_config(text) if narrow != "nothing" else text
+    small.vocab_size = VOCABULARY
+    if hasattr(small, "vocab_size_per_layer_input"):
+        small.vocab_size_per_layer_input = VOCABULARY
+    if text is whole:
+        return small
+    for name in whole.sub_configs:
+        part = getattr(whole, name, None)
+        if part is text:
+            setattr(whole, name, small)
+            continue
+        sizes = dict.fromkeys(("depth", "num_hidden_layers", "num_layers"), 1) | (_BESIDE if narrow == "all" else {})
+        for size, value in sizes.items():
+            if isinstance(getattr(part, size, None), int):
+                setattr(part, size, value)
+    return whole
+
+
+def _write_base(kind: str, folder: Path) -> Any:
+    from tests.models import make_tokenizer
+
+    model = small_base(kind)
+    make_tokenizer(folder / "base", vocab_size=VOCABULARY - 112)
+    model.save_pretrained(folder / "base")
+    return model.config
+
+
+# --- the plan ---------------------------------------------------------------------------------------------------------
+
+
+def agreement(config: Any) -> dict[str, Any]:
+    """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares."""
+    fields = json.loads(json.dumps(config.to_dict(), default=str))
+    text = language_config(config)
+    known = text.model_type in FAMILIES
+    shape = parse_config(fields, name="m") if known else shape_on_meta(fields, name="m")
+    shape = shape if known else replace(shape, meter=meter_of(fields))
+    found: dict[str, Any] = {"plan": "known" if known else "measured"}
+    attention: Literal["sdpa", "eager"] = "sdpa" if shape.has_sdpa else "eager"
+    for mode, layers in (("lora", 0), ("full", None if shape.can_checkpoint else 0)):
+        rank = "" if mode == "full" else ", lora: {r: 8}"
+        run = config_from_text(f"model: {{name: m, max_seq_len: 128}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
+        step = Step(2, 1, 128, attention=attention, masks=False, saves=False, checkpointed_layers=layers)
+        predicted = estimate(run, shape, BF16, step).allocated
+        traced = record(settings_of(run, fields, shape, BF16, step))[0].peak
+        found[f"trace_{mode}"] = round(predicted / traced - 1, 4)
+    return found
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _stopped_after(passes: int) -> Iterator[None]:
+    """Ctrl-C in the middle of an optimizer step."""
+    from sft_play.training.loop.trainer import PlannedTrainer
+
+    original, seen = PlannedTrainer.training_step, 0
+
+    def step(self: Any, *words: Any, **options: Any) -> Any:
+        nonlocal seen
+        loss, seen = original(self, *words, **options), seen + 1
+        if seen == passes:
+            os.kill(os.getpid(), signal.SIGINT)
+        return loss
+
+    PlannedTrainer.training_step = step  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        PlannedTrainer.training_step = original  # type: ignore[method-assign]
+
+
+class Refused(Exception):
+    """A command did not do what it was to."""
+
+
+def _command(*words: str, code: int = 0) -> None:
+    from sft_play.cli import main
+
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            found = main(list(words))
+        except Exception:  # a fault of ours, or of the class
+            raise Refused(f"{words[0]}: {traceback.format_exc().strip().splitlines()[-1][:300]}") from None
+    if found != code:
+        lines = [line for line in text.getvalue().splitlines() if line.strip()]
+        raise Refused(f"{words[0]}: exit {found}: {lines[-1][:300] if lines else ''}")
+
+
+def life(kind: str, mode: str, folder: Path) -> dict[str, Any]:
+    """Trained, resumed, merged, loaded again.
+
+    Raises:
+        Refused: at the first of these that does not work.
+    """
+    rank = "" if mode == "full" else ", lora: {r: 4}"
+    config = folder / f"{mode}.yaml"
+    config.write_text(RUN.format(folder=folder, mode=mode, rank=rank))
+    runs = {name: f"{mode}-{name}" for name in ("whole", "stopped")}
+    _command("train", "--config", str(config), f"output.name={runs['whole']}")
+    with _stopped_after(3):
+        _command("train", "--config", str(config), f"output.name={runs['stopped']}", code=130)
+    _command("resume", "--config", str(config), f"output.name={runs['stopped']}")
+    part = "model" if mode == "full" else "adapter"
+    one, two = (_tensors(folder / "outputs" / run / part) for run in runs.values())
+    different = [name for name in one if name not in two or not torch.equal(one[name], two[name])]
+    if different or one.keys() != two.keys():
+        raise Refused(f"resume: {len(different)} of {len(one)} tensors differ from the unbroken run's")
+    if mode == "full":
+        return {"moved": _loads(kind, folder / "outputs" / runs["whole"] / part, folder / "base")}
+    _command("merge", "--run", str(folder / "outputs" / runs["whole"]))
+    return _merged(kind, folder / "outputs" / runs["whole"], folder / "base", quantised=mode == "qlora")
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def _auto(kind: str) -> Any:
+    return AutoModelForCausalLM if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else AutoModelForImageTextToText
+
+
+def _plain(kind: str, folder: Path) -> Any:
+    """A model by transformers alone; every tensor has to be there."""
+    model, info = _auto(kind).from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    missing = sorted(info["missing_keys"]) + sorted(info["unexpected_keys"])
+    if missing:
+        raise Refused(f"reload: {len(missing)} tensors missing or unexpected, such as {missing[0]}")
+    return model.eval()
+
+
+def _logits(model: Any) -> torch.Tensor:
+    ids = torch.randint(3, 100, (1, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+    return logits
+
+
+def _loads(kind: str, trained: Path, base: Path) -> float:
+    """How far training moved the logits, over their spread."""
+    one, two = (_logits(_plain(kind, folder)) for folder in (trained, base))
+    return float((one - two).abs().max() / two.std())
+
+
+def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, float]:
+    """How far the merged model's logits are from those of base and adapter in PEFT, and those from the base's alone,
+    over their spread. The base of a QLoRA adapter is what NF4 stands for, so there it is only loaded."""
+    from peft import PeftModel
+
+    merged = _logits(_plain(kind, run / "merged"))
+    adapted = PeftModel.from_pretrained(_plain(kind, base), run / "adapter").eval()
+    together, spread = _logits(adapted), float(merged.std())
+    with adapted.disable_adapter():
+        alone = _logits(adapted)
+    found = {"moved": float((together - alone).abs().max()) / spread}
+    gap = float((merged - together).abs().max()) / spread
+    if not quantised:
+        found["merge"] = gap
+        if gap > 1e-3:
+            raise Refused(f"merge: its logits differ by {gap:.2g} of their spread from those of base and adapter")
+    if found["moved"] < 1e-3:
+        raise Refused("reload: in plain PEFT the adapter changes nothing")
+    return found
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+PAGE = """\
+# Model classes
+
+Every causal language model and image-text class of transformers {transformers}, as a tiny model with random weights, on
+a CPU ({date}; torch {torch}, peft {peft}, bitsandbytes {bitsandbytes}). Of an image-text class the language model is
+trained, and what is written is of that class, its other parts as they were. Made by `make -C benchmarks registry`.
+
+- **plan**: `known` blocks, whose bytes the plan computes, or blocks `measured` on tensors without bytes.
+- **trace**: how far the plan's bytes are from those of the whole step, run on such tensors: LoRA; full weights with
+  checkpointing.
+- **LoRA, QLoRA, full**: trained; interrupted, resumed, and equal bit by bit to the run without a break; merged (full:
+  saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
+
+{planned} classes are planned, {trained} of them do all of it in all three modes; {refused} are refused by name, and
+{not_built} cannot be built small from the defaults of their configs.
+
+| class | plan | trace | LoRA | QLoRA | full |
+|---|---|---|---|---|---|
+{rows}
+
+{notes}
+"""
+
+
+def page(book: Mapping[str, Any]) -> str:
+    """docs/models.md of what was found."""
+    notes: dict[str, int] = {}
+
+    def cell(found: Any) -> str:
+        return f"[{notes.setdefault(_note(found), len(notes) + 1)}]" if isinstance(found, str) else "yes"
+
+    rows, counts = [], dict.fromkeys(("planned", "trained", "refused", "not_built"), 0)
+    for kind, row in book["classes"].items():
+        reason = row.get("refused") or row.get("not_built")
+        if reason:
+            counts["refused" if "refused" in row else "not_built"] += 1
+            rows.append(f"| {kind} | {'refused' if 'refused' in row else 'not built'} {cell(reason)} | | | | |")
+            continue
+        counts["planned"] += 1
+        counts["trained"] += all(not isinstance(row[mode], str) for mode in MODES)
+        trace = f"{row['trace_lora']:+.1%}; {row['trace_full']:+.1%}"
+        rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
+    lines = (f"{number}. {text}" for text, number in notes.items())
+    return PAGE.format(**book["versions"], **counts, date=book["date"], rows="\n".join(rows), notes="\n".join(lines))
+
+
+def _note(reason: str) -> str:
+    """A reason without the folder that the class was tried in."""
+    return re.sub(r"/\S*registry-\w+/", "", " ".join(reason.split()))
+
+
+# --- the walk ---------------------------------------------------------------------------------------------------------
+
+
+def walked(kind: str, folder: Path) -> dict[str, Any]:
+    """All that is found of a class."""
+    row: dict[str, Any] = {}
+    _write_rows(folder / "rows.jsonl")
+    try:
+        config = _write_base(kind, folder)
+    except CannotBuild as error:
+        return {"not_built": str(error)}
+    try:
+        row |= agreement(config)
+    except SftPlayError as error:
+        return {"refused": str(error)}
+    for mode in MODES:
+        try:
+            row[mode] = life(kind, mode, folder)
+        except Refused as error:
+            row[mode] = str(error)
+        except Exception as error:  # transformers or PEFT, with what was written
+            row[mode] = f"reload: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    return row
+
+
+def main() -> None:
+    """Walk, and write what was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--kinds", default=",".join(kinds()))
+    parser.add_argument("--again", action="store_true", help="those too that are in the file")
+    words = parser.parse_args()
+    torch.set_num_threads(1)
+    book = read_json(words.out) if words.out.is_file() else {}
+    if book.get("versions") != versions():
+        book = {"versions": versions(), "machine": detect().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    rows: dict[str, Any] = book.setdefault("classes", {})
+    for kind in filter(None, words.kinds.split(",")):
+        if kind in rows and not words.again:
+            continue
+        rows[kind] = {"not_built": "it ended the process"}
+        write_json(words.out, book)
+        with tempfile.TemporaryDirectory(prefix="registry-") as place:
+            rows[kind] = walked(kind, Path(place))
+        print(kind, json.dumps(rows[kind]), flush=True)
+        book["classes"] = {name: rows[name] for name in sorted(rows)}
+        write_json(words.out, book)
+    if words.out == OUT:
+        (ROOT / "docs" / "models.md").write_text(page(book), encoding="utf-8")
+
+
+def _write_rows(path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"what is {number} + {number}? hello there"},
+                      {"role": "assistant", "content": f"it is {2 * number}. yes, the light is on"}]}
+        for number in range(16)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

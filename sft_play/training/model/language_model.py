@@ -1,0 +1,189 @@
+"""The language model of an image-text class, as a causal language model of its own.
+
+Of most image-text classes transformers has the language model with a head (`Gemma3ForCausalLM`); of others (Qwen2.5-VL,
+Qwen3-VL, GLM-4.5V) only the decoder (`Qwen2_5_VLTextModel`), since their head belongs to the whole class. Here such a
+decoder gets a head and is registered as transformers asks for classes of one's own, so that everything that takes a
+causal language model takes it. A test compares each with its whole class: on text both compute the same.
+
+Training holds the language model alone. What it writes carries the names of the whole class (`Tower`), whose other
+weights stay as they are published.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
+
+OLDER_LAYOUTS = {
+    r"^language_model\.model\.": "model.",
+    r"^language_model\.lm_head\.": "lm_head.",
+    r"^model\.language_model\.": "model.",
+}
+"""Where checkpoints of image-text models keep the language model's weights, before transformers 4.52 and since."""
+
+
+PEFT_PREFIX = "base_model.model."
+"""What PEFT puts before the base's names."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """Where the language model lies in its whole class."""
+
+    whole: Any
+    """The config as published."""
+    places: tuple[tuple[str, str], ...]
+    """How names of weights begin in the language model, and in the whole class: `model.` and `model.language_model.`"""
+
+    @property
+    def key_mapping(self) -> dict[str, str]:
+        """What `from_pretrained` of the language model needs to find its weights in files of the whole class."""
+        return {**OLDER_LAYOUTS, **{rf"^{re.escape(whole)}": own for own, whole in self.places}}
+
+    def in_whole(self, name: str) -> str:
+        """The name in the whole class of a weight or module, with PEFT's prefix or without; of one that has its name
+        there already the same."""
+        prefix, name = _without_prefix(name)
+        if self._begins(name, 1):
+            return prefix + name
+        return prefix + next((whole + name[len(own) :] for own, whole in self.places if name.startswith(own)), name)
+
+    def in_tower(self, name: str) -> str:
+        """Its name in the language model."""
+        prefix, name = _without_prefix(name)
+        return prefix + next((own + name[len(whole) :] for own, whole in self.places if name.startswith(whole)), name)
+
+    def _begins(self, name: str, end: int) -> bool:
+        return any(name.startswith(place[end]) for place in self.places)
+
+
+def _without_prefix(name: str) -> tuple[str, str]:
+    return (PEFT_PREFIX, name.removeprefix(PEFT_PREFIX)) if name.startswith(PEFT_PREFIX) else ("", name)
+
+
+def tower_in(model: Any) -> Tower | None:
+    """Where the language model lies that this model is, with adapters or without; None for a model of text."""
+    found: Tower | None = getattr(model, "sft_tower", None)
+    return found
+
+
+def tower_of(whole: Any, language_model: Any) -> Tower | None:
+    """Where a language model (without weights, as `language_config` has it built) lies in the class of a config as
+    published; None where that is the language model's own."""
+    if whole.get_text_config() is whole:
+        return None
+    try:
+        config = copy.deepcopy(whole)
+        with torch.device("meta"):
+            model = AutoModelForImageTextToText.from_config(config)
+    except Exception:  # the class is not one of images and text, or its other parts need a package that is not there
+        return Tower(whole, (("model.", "model.language_model."),))
+    modules = dict(model.named_modules())
+    inside = next((path for path, module in modules.items() if type(module) is type(language_model)), None)
+    if inside is not None:
+        return Tower(whole, (("", f"{inside}."),))
+    decoder = language_model.get_decoder()
+    ours = next(path for path, module in language_model.named_modules() if module is decoder)
+    theirs = next((path for path, module in modules.items() if type(module) is type(decoder)), "model.language_model")
+    return Tower(whole, ((f"{ours}.", f"{theirs}."),))
+
+
+def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> Any:
+    """The config of the language model in a config as published, which is that of a text model itself or holds one.
+
+    `AutoModelForCausalLM` builds it from then on, if transformers has a decoder for it.
+
+    Args:
+        published: the fields of config.json, which may say of the whole alone that the head is the embedding.
+    """
+    text = whole.get_text_config()
+    if not hasattr(text, "tie_word_embeddings"):  # some say it of the whole class only
+        text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)
+    said, inner = (published or {}).get("tie_word_embeddings"), (published or {}).get("text_config")
+    if isinstance(inner, Mapping) and "tie_word_embeddings" not in inner and isinstance(said, bool):
+        text.tie_word_embeddings = said
+    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(whole, "is_encoder_decoder", False):
+        found = _class_with_head(text)
+        if found is not None:
+            AutoModelForCausalLM.register(type(text), found, exist_ok=True)  # a config of its own
+    return text
+
+
+def _class_with_head(text: Any) -> type | None:
+    """A causal language model of this config; None where transformers has no decoder for it."""
+    kind = type(text)
+    whole = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(kind, None)
+    if whole is not None:  # the config of a whole class, which may be a text model all the same (Mistral 4)
+        return whole if whole.__name__.endswith("ForCausalLM") else None
+    decoder = _decoder_of(kind)
+    return None if decoder is None else _with_head(decoder, kind)
+
+
+def _decoder_of(kind: type) -> Any:
+    """The class that runs the blocks of a text config, by transformers' mapping, or in the file beside the config's."""
+    found: Any = MODEL_MAPPING.get(kind, None)
+    if found is None:
+        file = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+        models: list[Any] = [
+            one for _, one in inspect.getmembers(file, inspect.isclass) if issubclass(one, PreTrainedModel)
+        ]
+        found = [one for one in models if one.config_class is kind and one.__name__.endswith("TextModel")]
+    classes = found if isinstance(found, list | tuple) else [found]
+    return next((one for one in classes if "input_ids" in list(inspect.signature(one.forward).parameters)[1:2]), None)
+
+
+def _with_head(decoder: Any, kind: type) -> type:
+    """A decoder's class with an output head over its last hidden states."""
+    plain: Any = next(base for base in decoder.__mro__[1:] if issubclass(base, PreTrainedModel))
+
+    class LanguageModel(plain, GenerationMixin):
+        config_class = kind
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012  (as transformers has it)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = decoder(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.vocab_size = config.vocab_size
+            self.post_init()
+
+        def forward(
+            self,
+            input_ids: torch.Tensor | None = None,
+            attention_mask: torch.Tensor | None = None,
+            labels: torch.Tensor | None = None,
+            logits_to_keep: int | torch.Tensor = 0,
+            **options: Any,
+        ) -> CausalLMOutputWithPast:
+            """Logits [B, T, V], and the loss where labels are given; `options` are those of the decoder."""
+            options.pop("return_dict", None)
+            found = self.model(input_ids=input_ids, attention_mask=attention_mask, **options)
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(found.last_hidden_state[:, kept, :])
+            loss = None
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **options)
+            return CausalLMOutputWithPast(
+                loss=loss, logits=logits, past_key_values=found.get("past_key_values"),
+                hidden_states=found.get("hidden_states"), attentions=found.get("attentions"),
+            )  # fmt: skip
+
+    # transformers finds conversions of weights and kernels by these
+    LanguageModel.__name__ = LanguageModel.__qualname__ = f"{decoder.__name__.removesuffix('Model')}ForCausalLM"
+    LanguageModel.__module__ = decoder.__module__
+    return LanguageModel
