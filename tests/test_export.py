@@ -35,6 +35,7 @@ from tests.conftest import shared
 from tests.converter import converter
 from tests.finished_runs import SMALL, finished_run, make_base
 from tests.models import CHATML, make_tokenizer
+from tests.test_merge import gemma3_with_images
 
 pytestmark = pytest.mark.build
 
@@ -78,6 +79,7 @@ KINDS = {
         lambda: model("Gemma3", sliding_window=32, layer_types=["sliding_attention", "full_attention"], vocab_size=320),
         torch.bfloat16, {}, None, "bf16",
     ),
+    "gemma3 with its images": (lambda: gemma3_with_images(vocab_size=320), torch.bfloat16, {}, None, "bf16"),
     "larger vocabulary, scaled positions, biases": (
         lambda: model("Llama", vocab_size=300, attention_bias=True, rope_parameters=LLAMA3_POSITIONS),
         torch.float32, {"modules_to_save": ["embed_tokens", "lm_head"]}, "f16", "f16",

@@ -43,11 +43,16 @@ def mixtral():
     return MixtralForCausalLM(MixtralConfig(**SMALL, vocab_size=400, num_local_experts=4))
 
 
-def gemma3_with_images():
+def gemma3_with_images(vocab_size=400):
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     torch.manual_seed(0)
-    text = {**SMALL, "vocab_size": 400, "sliding_window": 32, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {
+        **SMALL,
+        "vocab_size": vocab_size,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"],
+    }
     vision = {
         "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
         "image_size": 32, "patch_size": 16,

@@ -19,6 +19,7 @@ from sft_play.finished.export.check_merge import PLACES, Scored
 from sft_play.finished.load import this_device
 from sft_play.log import one_line
 from sft_play.training.model import sdpa
+from sft_play.training.model.language_model import language_config
 
 _AS_LLAMA = ("mistral",)
 """Model types that llama.cpp writes as `llama`, and that compute as it does."""
@@ -57,7 +58,7 @@ def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
     """
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 
-    config = AutoConfig.from_pretrained(model)
+    config = language_config(AutoConfig.from_pretrained(model))  # a GGUF holds the language model
     config.get_text_config().vocab_size = rows  # the converter may leave out rows that only pad the embeddings
     if config.model_type in _AS_LLAMA:
         from transformers import LlamaConfig

@@ -1,0 +1,56 @@
+"""On text the language model of an image-text class computes what the whole class does, and is found in its files."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from benchmarks.registry import small_base
+from sft_play.finished.load import load_folder
+from sft_play.training.model.language_model import OLDER_LAYOUTS, PEFT_PREFIX, Tower
+
+WITHOUT_HEAD = (
+    "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "granite_docling", "mistral_large4", "molmo2",
+    "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
+)  # fmt: skip
+"""Classes whose decoders get their head here."""
+WITH_HEAD = ("gemma3", "idefics3", "llama4", "mistral3", "paligemma", "qwen3_5")
+OFTEN = ("qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3")
+
+
+def logits(model):
+    ids = torch.randint(3, 100, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in OFTEN else pytest.mark.slow)
+        for kind in sorted({*WITHOUT_HEAD, *WITH_HEAD})
+    ],
+)
+def test_on_text_both_compute_the_same(kind, tmp_path):
+    small_base(kind).save_pretrained(tmp_path)
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    alone = load_folder(tmp_path, dtype=torch.float32)
+    assert sum(one.numel() for one in alone.parameters()) < sum(one.numel() for one in whole.parameters())
+    torch.testing.assert_close(logits(alone), logits(whole), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("places", [(("model.", "model.language_model."),), (("", "language_model."),)])
+def test_a_name_in_the_whole_class_and_back(places):
+    tower, draw = Tower(None, places), random.Random(4)
+    for _ in range(300):
+        rest = ".".join(draw.choices(["layers", "3", "self_attn", "q_proj", "weight"], k=draw.randrange(1, 5)))
+        name = draw.choice(["", PEFT_PREFIX]) + "model." + rest
+        whole = tower.in_whole(name)
+        assert whole != name
+        assert tower.in_tower(whole) == name
+        assert tower.in_whole(whole) == whole
+    assert tower.in_whole("lm_head.weight") == ("lm_head.weight" if places[0][0] else "language_model.lm_head.weight")
+    assert {**OLDER_LAYOUTS}.items() <= tower.key_mapping.items()
