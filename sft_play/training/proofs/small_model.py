@@ -229,6 +229,9 @@ def _narrow(small: Any) -> None:
         sizes |= dict.fromkeys(
             ("num_key_value_heads", "num_kv_heads"), 4 if groups == heads else 1 if groups == 1 else 2
         )
+    whole_head = field_of(small, "qk_head_dim")
+    if whole_head is not None and field_of(small, "head_dim") == whole_head:  # not the rotated part alone
+        sizes["head_dim"] = sizes["qk_head_dim"]
     for name in _EXPERTS:
         value = field_of(small, name)
         if isinstance(value, int) and value:
@@ -251,7 +254,7 @@ def _narrow(small: Any) -> None:
                 rotation[name] = rotation[name][:turned]
         if "mrope_section" in getattr(small, "ignore_keys_at_rope_validation", ()):
             # how many frequencies turn with time, height and width
-            rotation["mrope_section"] = [turned - 2 * (turned // 4), turned // 4, turned // 4]
+            rotation["mrope_section"] = [turned // 4, turned // 4, turned - 2 * (turned // 4)]
 
 
 def _states(small: Any) -> dict[str, int]:
