@@ -367,6 +367,8 @@ def walked(kind: str, folder: Path) -> dict[str, Any]:
         row |= agreement(config)
     except SftPlayError as error:
         return {"refused": str(error)}
+    except Exception as error:  # a class that does not take its own config again
+        return {"not_built": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
     for mode in MODES:
         try:
             row[mode] = life(kind, mode, folder)

@@ -27,7 +27,8 @@ def loaded_config(*settings: str) -> LoadedConfig:
 
 def advised(batch: BatchPlan, checkpointing: object) -> str:
     memory = SimpleNamespace(required=30 * GIB)
-    plan = SimpleNamespace(memory=memory, budget_bytes=23 * GIB, batch=batch, gradient_checkpointing=checkpointing)
+    choice = SimpleNamespace(checkpointing=checkpointing)
+    plan = SimpleNamespace(memory=memory, budget_bytes=23 * GIB, batch=batch, choice=choice)
     return out_of_memory_message(plan, RuntimeError("no room"))  # type: ignore[arg-type]
 
 

@@ -27,6 +27,7 @@ from sft_play.finished.evaluate.ship_rule import (
     judge,
 )
 from sft_play.finished.evaluate.statistics import paired_bootstrap
+from sft_play.training.model.model_loading import weights_facts
 from tests.conftest import chat
 
 QUICK = Thresholds(resamples=1000)
@@ -507,7 +508,8 @@ def test_a_model_that_cannot_be_loaded_is_refused_with_the_reason(world, command
 def test_a_wrong_merge_is_refused_for_the_merge(world, command):
     folder = adapter_copy(world, "unmerged", lambda key, tensor: tensor)
     shutil.copytree(world / "base", folder / "merged")
-    (folder / "merged" / "config.json").touch()
+    adapter = weights_facts(str(folder / "adapter"), None)["sha256"]
+    (folder / "merged" / "merge.json").write_text(json.dumps({"adapter_sha256": adapter}))
     code, answer = shipped(command, folder)
     assert code == 2
     assert checks(answer) == {"task": True, "general": True, "merge": False}

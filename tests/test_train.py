@@ -550,10 +550,10 @@ def test_no_length_is_proposed_that_the_model_has_no_positions_for(train, tmp_pa
     files = (f"data.train_path={path}", "data.val_path=null", "data.test_path=null")
     code, printed, _ = train("short", *files, "model.max_seq_len=256")
     assert code == 2
-    assert "model.max_seq_len=512 keeps" in printed
+    assert "set model.max_seq_len=512, the most that the model has: 54.5% kept" in printed
     code, printed, _ = train("whole", *files, "model.max_seq_len=4096")
     assert code == 2
-    assert "The model has 512 positions: split or shorten the rows" in printed
+    assert "the model has no more positions: split or shorten the rows" in printed
 
 
 def test_a_base_model_without_template_is_refused_before_all_rows_are_read(train, tmp_path):

@@ -276,7 +276,7 @@ def test_the_named_file_wins_then_the_projects_then_accelerates_own(tmp_path, mo
     assert find_accelerate_file({**environment, "ACCELERATE_CONFIG": "mine.yaml"}) == Path("mine.yaml")
     assert read_found_file(own, {**environment, "ACCELERATE_CONFIG": str(own)})[1] == ()
     own.write_text("distributed_type: TPU\n")
-    with pytest.raises(ConfigError, match=r"is not supported(.|\n)*ACCELERATE_CONFIG=none leaves it out"):
+    with pytest.raises(ConfigError, match=r"TPU. is not valid(.|\n)*ACCELERATE_CONFIG=none leaves it out"):
         read_found_file(own, environment)
 
 

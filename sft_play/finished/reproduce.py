@@ -199,8 +199,11 @@ def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
 def _other_settings(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     if run.manifest.get("resumed"):
         return [f"the run was resumed {len(run.manifest['resumed'])} times; it is repeated without a break"]
-    stops = loaded.config.train.stop_after_steps
-    return [] if stops is None else [f"train.stop_after_steps={stops} is left out"]
+    seed, stops = loaded.config.train.seed, loaded.config.train.stop_after_steps
+    told = [] if stops is None else [f"train.stop_after_steps={stops} is left out"]
+    if run.manifest.get("seed") not in (None, seed):
+        told.append(f"train.seed {run.manifest['seed']} in the manifest, {seed} in resolved.json")
+    return told
 
 
 def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:

@@ -40,7 +40,7 @@ COMMANDS = (*_CONFIGURED, "memory-model-score", "gpu-selftest", "mask-score", "r
 """Every command of `sft-play`."""
 _BENCHMARKS = (
     *("benchmark", "benchmark-engines", "benchmark-logging", "benchmark-threads", "benchmark-starter"),
-    *("bench-data", "benchmark-speed", "mutation-score"),
+    *("bench-data", "benchmark-speed", "mutation-score", "registry"),
 )
 _ANSWERING = (
     *("plan", "memory-model-score", "verify-layouts", "doctor", "gpu-info", "gpu-selftest", "memory-check"),

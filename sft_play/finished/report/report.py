@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.memory_check import prediction_of
+from sft_play.errors import SftPlayError
 from sft_play.finished.report.charts import NotDrawn, Screen, charts_of, draw_charts, plot_lines
 from sft_play.finished.report.page import AnsweredQuestion, Section, Table, page, write_page
 from sft_play.finished.report.record import (
@@ -124,7 +125,7 @@ def report_at_end(folder: RunFolder) -> None:
         return
     try:
         logger.info("Report: %s", report(read_record(folder)).path)
-    except Exception as error:  # a run that was trained has not failed because of its report
+    except (SftPlayError, Exception) as error:  # a run that was trained has not failed because of its report
         words = f"{type(error).__name__}: {one_line(str(error))}"
         logger.warning("The report was not written: %s; make report RUN=%s writes it", words, folder.path)
 

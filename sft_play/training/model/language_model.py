@@ -15,7 +15,7 @@ import copy
 import importlib
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,6 +122,16 @@ def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> A
         if found is not None:
             AutoModelForCausalLM.register(type(text), found, exist_ok=True)  # a config of its own
     return text
+
+
+def fit_ties(whole: Any, text: Any, names: Callable[[], set[str]]) -> None:
+    """Tie a language model's head to its embedding, or not, where its own config and that of its whole class disagree:
+    as the names of the tensors in its files have it."""
+    if text is whole or bool(text.tie_word_embeddings) == bool(getattr(whole, "tie_word_embeddings", False)):
+        return
+    found = names()
+    if found:
+        text.tie_word_embeddings = not any("lm_head." in name for name in found)
 
 
 def _class_with_head(text: Any) -> type | None:

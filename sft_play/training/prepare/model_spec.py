@@ -32,7 +32,7 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.tensor_files import tensor_shapes
 from sft_play.training.model import context_parallel, tensor_parallel, varlen
-from sft_play.training.model.language_model import Tower, language_config, tower_of
+from sft_play.training.model.language_model import Tower, fit_ties, language_config, tower_of
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
@@ -118,7 +118,7 @@ def build_model_spec(
     whole = _whole_config(config)
     refuse_quantised(whole.to_dict(), name=config.model.name, mode=config.tuning.mode)
     hf_config = language_config(whole)
-    _fit_ties(whole, hf_config, config)
+    fit_ties(whole, hf_config, lambda: _names_of(config))
     notes = []
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
@@ -239,20 +239,16 @@ def _whole_config(config: RunConfig) -> Any:
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
 
 
-def _fit_ties(whole: Any, text: Any, config: RunConfig) -> None:
-    """Tie a language model's head to its embedding, or not, where its own config and that of its whole class disagree:
-    as its files have it, of which those of a hub are asked for their index."""
-    if text is whole or bool(text.tie_word_embeddings) == bool(getattr(whole, "tie_word_embeddings", False)):
-        return
+def _names_of(config: RunConfig) -> set[str]:
+    """Names of the tensors in the base's files, of which those of a hub are asked for their index; empty where they
+    cannot be read, which loading words."""
     folder = local_folder(config.model.name)
     try:
         if folder is not None:
-            names = set(tensor_shapes(folder))
-        else:
-            names = set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
-    except Exception:  # no network, or a fault of the files that loading words
-        return
-    text.tie_word_embeddings = not any("lm_head." in name for name in names)
+            return set(tensor_shapes(folder))
+        return set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
+    except Exception:  # no network, or broken files
+        return set()
 
 
 def _model_class(hf_config: Any, config: RunConfig) -> Any:
