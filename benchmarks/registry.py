@@ -361,8 +361,8 @@ def walked(kind: str, folder: Path) -> dict[str, Any]:
     _write_rows(folder / "rows.jsonl")
     try:
         config = _write_base(kind, folder)
-    except CannotBuild as error:
-        return {"not_built": str(error)}
+    except Exception as error:  # each class checks its sizes in its own way, some only when they are saved
+        return {"not_built": " ".join(str(error).split())[:300]}
     try:
         row |= agreement(config)
     except SftPlayError as error:

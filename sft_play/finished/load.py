@@ -23,7 +23,7 @@ from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, load_ada
 from sft_play.training.checkpoints.tensor_files import tensor_shapes
 from sft_play.training.model import sdpa
 from sft_play.training.model.language_model import fit_ties, language_config, tower_of
-from sft_play.training.model.model_loading import DTYPES, load_model
+from sft_play.training.model.model_loading import DTYPES, load_model, no_load_report, require_whole
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -151,11 +151,14 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
             with torch.device("meta"):
                 tower = tower_of(whole, AutoModelForCausalLM.from_config(config))
             options = {"config": config, "key_mapping": tower.key_mapping if tower is not None else None}
-        model = AutoModelForCausalLM.from_pretrained(
-            str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True, **options
-        )
+        with no_load_report():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True,
+                output_loading_info=True, **options,
+            )  # fmt: skip
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}") from error
+    require_whole(model, info, str(folder))
     return model.eval()
 
 

@@ -167,7 +167,7 @@ def write_whole_config(base: Path, folder: Path, *, dtype: str | None, vocab_siz
 def renamed(name: str, key_mapping: Mapping[str, str]) -> str:
     """A name as transformers' `key_mapping` changes it."""
     for pattern, other in key_mapping.items():
-        name = re.sub(pattern, other, name)
+        name = re.sub(pattern, other, name, count=1)
     return name
 
 

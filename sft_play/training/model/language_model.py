@@ -22,6 +22,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, GenerationMixin, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -49,11 +55,17 @@ class Tower:
     """The config as published."""
     places: tuple[tuple[str, str], ...]
     """How names of weights begin in the language model, and in the whole class: `model.` and `model.language_model.`"""
+    renamings: tuple[tuple[str, str], ...] = ()
+    """What the whole class renames when it is loaded: names in its files, as regular expressions, and its own."""
 
     @property
     def key_mapping(self) -> dict[str, str]:
         """What `from_pretrained` of the language model needs to find its weights in files of the whole class."""
-        return {**OLDER_LAYOUTS, **{rf"^{re.escape(whole)}": own for own, whole in self.places}}
+        return {
+            **dict(self.renamings),
+            **OLDER_LAYOUTS,
+            **{rf"^{re.escape(whole)}": own for own, whole in self.places},
+        }
 
     def in_whole(self, name: str) -> str:
         """The name in the whole class of a weight or module, with PEFT's prefix or without; of one that has its name
@@ -93,14 +105,20 @@ def tower_of(whole: Any, language_model: Any) -> Tower | None:
             model = AutoModelForImageTextToText.from_config(config)
     except Exception:  # the class is not one of images and text, or its other parts need a package that is not there
         return Tower(whole, (("model.", "model.language_model."),))
+    # a private part of transformers (5.23); what it joins and splits is registered with the language model
+    renamings = tuple(
+        (one.source_patterns[0], one.target_patterns[0])
+        for one in get_model_conversion_mapping(model, add_legacy=False)
+        if type(one) is WeightRenaming and not one.scope_prefix and len(one.source_patterns) == 1
+    )
     modules = dict(model.named_modules())
     inside = next((path for path, module in modules.items() if type(module) is type(language_model)), None)
     if inside is not None:
-        return Tower(whole, (("", f"{inside}."),))
+        return Tower(whole, (("", f"{inside}."),), renamings)
     decoder = language_model.get_decoder()
     ours = next(path for path, module in language_model.named_modules() if module is decoder)
     theirs = next((path for path, module in modules.items() if type(module) is type(decoder)), "model.language_model")
-    return Tower(whole, ((f"{ours}.", f"{theirs}."),))
+    return Tower(whole, ((f"{ours}.", f"{theirs}."),), renamings)
 
 
 def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> Any:
@@ -120,7 +138,11 @@ def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> A
     if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(whole, "is_encoder_decoder", False):
         found = _class_with_head(text)
         if found is not None:
-            AutoModelForCausalLM.register(type(text), found, exist_ok=True)  # a config of its own
+            AutoModelForCausalLM.register(type(text), found, exist_ok=True)
+            known = get_checkpoint_conversion_mapping(whole.model_type) or []
+            joined = [one for one in known if isinstance(one, WeightConverter)]
+            if joined:  # experts that files hold one by one
+                register_checkpoint_conversion_mapping(found.__name__, joined, overwrite=True)
     return text
 
 

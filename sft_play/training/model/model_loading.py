@@ -102,7 +102,7 @@ def read_model(
         problem = one_line(str(error), limit=300)
         raise ModelError(f"the weights of {config.model.name} cannot be loaded: {problem}") from error
     model.sft_tower = model_spec.tower
-    _check_loaded(model, info, config)
+    require_whole(model, info, config.model.name)
     unused = [] if model_spec.tower is not None else sorted(info.get("unexpected_keys", ()))
     if unused:
         logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
@@ -134,13 +134,13 @@ def quantization(precision: Precision, storage: DtypeName | None = None) -> Bits
     )
 
 
-def _check_loaded(model: Any, info: dict[str, Any], config: RunConfig) -> None:
+def require_whole(model: Any, info: dict[str, Any], name: str) -> None:
     """Raises ModelError where weights were missing, since they would be random numbers."""
     missing = sorted(set(info.get("missing_keys", ())) - tied_names(model))
     if missing or info.get("mismatched_keys"):
         names = ", ".join([*missing, *(str(item) for item in info.get("mismatched_keys", ()))][:6])
         raise ModelError(
-            f"the weights of {config.model.name} do not match the model: {one_line(names, limit=300)} "
+            f"the weights of {name} do not match the model: {one_line(names, limit=300)} "
             f"({len(missing)} missing); the folder is incomplete, or of another architecture than its config.json says"
         )
 
