@@ -39,6 +39,7 @@ from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.locking import lock
 from sft_play.training.checkpoints.card import CardFacts, Kind, write_card
+from sft_play.training.checkpoints.model_saving import set_dtype
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.model_spec import ModelSpec
 from sft_play.training.prepare.quiet import quiet_libraries
@@ -153,8 +154,7 @@ def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch
     """Configs, tokenizer, template and the model's own code; returns the stop tokens, which are those of training."""
     config = read_json(base / "config.json")
     text = config.get("text_config") or config
-    config.pop("torch_dtype", None)  # what transformers 4 called `dtype`
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    set_dtype(config, str(dtype).removeprefix("torch."))
     if adapted.untied:
         config["tie_word_embeddings"] = text["tie_word_embeddings"] = False
     if adapted.model_spec.resize_to is not None:

@@ -170,7 +170,7 @@ class MergedWeights:
             for name, parameter in model.named_parameters(remove_duplicate=True):
                 parameter.data = adapted.tensor(name, parameter.data).to(parameter.dtype)
         write_weights(model, folder, dtype=self.dtype)
-        put_into_whole(model, folder, self._folder)
+        put_into_whole(model, folder, self._folder, dtype=self._given)
 
 
 def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:

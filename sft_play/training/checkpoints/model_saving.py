@@ -120,9 +120,9 @@ def _name_as_in_whole(model: Any, tower: Tower, folder: Path) -> None:
     fields.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
-def put_into_whole(model: Any, folder: Path, base: Path) -> None:
+def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype | None = None) -> None:
     """Make of a folder with a language model's weights one of its whole class, under the names that the base's files
-    have; all else is the base's, bit by bit. A model of text stays as it is."""
+    have; all else is the base's, bit by bit, or in `dtype` if one is asked for. A model of text stays as it is."""
     tower = tower_in(model)
     if tower is None or is_adapter(model):
         return
@@ -142,26 +142,35 @@ def put_into_whole(model: Any, folder: Path, base: Path) -> None:
     aside.mkdir()
     write_one_by_one(
         aside, ((key, read_tensor(file, name)) for key, (file, _, _, name) in sources.items()), shapes=shapes,
-        dtype_of=lambda name, tensor: tensor.dtype,
+        dtype_of=lambda name, tensor: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
     )  # fmt: skip
     for file in {*(file for file, _, _ in trained.values()), *folder.glob("*.index.json")}:
         file.unlink()
     for file in aside.iterdir():
         file.rename(folder / file.name)
     aside.rmdir()
-    dtype = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    write_whole_config(base, folder, dtype=dtype, vocab_size=model.get_input_embeddings().weight.shape[0])
+    saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
+    write_whole_config(base, folder, dtype=saved, vocab_size=model.get_input_embeddings().weight.shape[0])
 
 
 def write_whole_config(base: Path, folder: Path, *, dtype: str | None, vocab_size: int) -> None:
     """The base's config.json with what training changed, and what its class reads images with."""
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
-    config.pop("torch_dtype", None)  # what transformers 4 called `dtype`
-    config |= {"dtype": dtype} if dtype else {}
+    if dtype:
+        set_dtype(config, dtype)
     config.get("text_config", config)["vocab_size"] = vocab_size
     (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     for file in base.glob("*processor*.json"):
         shutil.copyfile(file, folder / file.name)
+
+
+def set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Write a dtype into the fields of a config.json, and of the parts that name one."""
+    config.pop("torch_dtype", None)  # what transformers 4 called `dtype`
+    config["dtype"] = dtype
+    for part in config.values():
+        if isinstance(part, dict) and {"dtype", "torch_dtype"} & part.keys():
+            set_dtype(part, dtype)
 
 
 def renamed(name: str, key_mapping: Mapping[str, str]) -> str:

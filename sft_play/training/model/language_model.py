@@ -36,6 +36,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 OLDER_LAYOUTS = {
+    r"^model\.language_model\.model\.": "model.language_model.",
     r"^language_model\.model\.": "model.",
     r"^language_model\.lm_head\.": "lm_head.",
     r"^model\.language_model\.": "model.",
