@@ -55,7 +55,7 @@ def make_llama(folder: Path, *, template: str | None = CHATML, **changes: object
         "bos_token_id": None,
     }
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)  # type: ignore[arg-type]
+    LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).save_pretrained(folder)
     return folder
 
 
