@@ -304,9 +304,10 @@ def _merged(kind: str, run: Path, base: Path, *, quantised: bool) -> dict[str, f
 PAGE = """\
 # Model classes
 
-Every causal language model and image-text class of transformers {transformers}, as a tiny model with random weights, on
-a CPU ({date}; torch {torch}, peft {peft}, bitsandbytes {bitsandbytes}). Of an image-text class the language model is
-trained, and what is written is of that class, its other parts as they were. Made by `make -C benchmarks registry`.
+{seen} of the {all} causal language models and image-text classes of transformers {transformers}, each as a tiny model
+with random weights, on a CPU ({date}; torch {torch}, peft {peft}, bitsandbytes {bitsandbytes}). Of an image-text class
+the language model is trained, and what is written is of that class, its other parts as they were. Made by
+`make -C benchmarks registry`.
 
 - **plan**: `known` blocks, whose bytes the plan computes, or blocks `measured` on tensors without bytes.
 - **trace**: how far the plan's bytes are from those of the whole step, run on such tensors: LoRA; full weights with
@@ -344,7 +345,10 @@ def page(book: Mapping[str, Any]) -> str:
         trace = f"{row['trace_lora']:+.1%}; {row['trace_full']:+.1%}"
         rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
     lines = (f"{number}. {text}" for text, number in notes.items())
-    return PAGE.format(**book["versions"], **counts, date=book["date"], rows="\n".join(rows), notes="\n".join(lines))
+    number = {"seen": len(rows), "all": book["all"]}
+    return PAGE.format(
+        **book["versions"], **counts, **number, date=book["date"], rows="\n".join(rows), notes="\n".join(lines)
+    )
 
 
 def _note(reason: str) -> str:
@@ -390,6 +394,7 @@ def main() -> None:
     book = read_json(words.out) if words.out.is_file() else {}
     if book.get("versions") != versions():
         book = {"versions": versions(), "machine": detect().as_json(), "date": f"{datetime.now(UTC):%Y-%m-%d}"}
+    book["all"] = len(kinds())
     rows: dict[str, Any] = book.setdefault("classes", {})
     for kind in filter(None, words.kinds.split(",")):
         if kind in rows and not words.again:

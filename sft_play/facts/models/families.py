@@ -171,7 +171,8 @@ REFUSED_NAMES = {"llama4_text": {"router": _TUPLE}, "phimoe": {"router": _TUPLE}
 
 def why_no_adapter(model_type: str, name: str) -> str | None:
     """Why linear layers of this name get no adapter; None where they take one, as far as is known without a trial."""
-    if model_type in MOVED_BY_PEFT and name in MOVED_NAMES:
+    # a language model's adapter is opened on its whole class, too: that of glm4v_moe_text on glm4v_moe
+    if {model_type, model_type.removesuffix("_text")} & MOVED_BY_PEFT and name in MOVED_NAMES:
         return MOVED_WORDS
     return REFUSED_NAMES.get(model_type, {}).get(name)
 
