@@ -377,7 +377,7 @@ def walked(kind: str, folder: Path) -> dict[str, Any]:
         try:
             row[mode] = life(kind, mode, folder)
         except Refused as error:
-            row[mode] = str(error)
+            row[mode] = _note(str(error))
         except Exception as error:  # transformers or PEFT, with what was written
             row[mode] = f"reload: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
     return row
