@@ -242,7 +242,7 @@ def training_options() -> tuple[TrainingOption, ...]:
 REFERENCE = Path("configs/reference.yaml")
 SCHEMA = Path("configs/run.schema.json")
 EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
-"""Stands in for a required value that has no default."""
+"""Example value of a required field, which has no default."""
 
 _HEADER = """\
 # Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by

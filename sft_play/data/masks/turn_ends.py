@@ -18,7 +18,7 @@ _CONTROL_TOKEN = re.compile(
 )
 """Texts that look like control tokens, for templates whose tokens this tokenizer does not have."""
 NO_TAG = re.compile(r"<\|[^|<>]{1,40}\|>|<｜[^｜<>]{1,40}｜>|<\|[A-Za-z_]{1,40}>|<[A-Za-z_]{1,40}\|>")
-"""Control tokens that cannot be taken for a tag of a markup language."""
+"""Control tokens that do not look like HTML or XML tags."""
 TAG = re.compile(r"(?!</s>)</?[A-Za-z_][^<>\s|]{0,40}>")
 """What may be a tag of a markup language."""
 SAYS_END = re.compile(r"end|eot|eos|eom|return|stop|sep\b|<turn\||^</s>$|\bcall\|>", re.IGNORECASE)

@@ -72,7 +72,7 @@ class Tower:
         """The name in the whole class of a weight or module, with PEFT's prefix or without; of one that has its name
         there already the same."""
         prefix, name = _without_prefix(name)
-        if self._begins(name, 1):
+        if any(name.startswith(whole) for _, whole in self.places):
             return prefix + name
         return prefix + next((whole + name[len(own) :] for own, whole in self.places if name.startswith(own)), name)
 
@@ -80,9 +80,6 @@ class Tower:
         """Its name in the language model."""
         prefix, name = _without_prefix(name)
         return prefix + next((own + name[len(whole) :] for own, whole in self.places if name.startswith(whole)), name)
-
-    def _begins(self, name: str, end: int) -> bool:
-        return any(name.startswith(place[end]) for place in self.places)
 
 
 def _without_prefix(name: str) -> tuple[str, str]:
