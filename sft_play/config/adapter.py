@@ -31,7 +31,7 @@ _RUN_FILE, _RUN_FORMAT = "manifest.json", "sft_play run "
 _CHANGES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Ways to start an adapter that change the base's weights too, which its files do not hold."""
 _NOT_TRAINED = (
-    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication", "target_parameters"),
+    *("rank_pattern", "alpha_pattern", "layers_to_transform", "layer_replication"),
     *("trainable_token_indices", "lora_bias", "use_qalora", "alora_invocation_tokens", "use_bdlora", "arrow_config"),
     *("velora_config", "monteclora_config"),
 )
@@ -82,7 +82,7 @@ def put_adapter(document: YamlDocument) -> list[Problem]:
 
 def _is_same(name: str, ours: Plain, theirs: Plain) -> bool:
     """Whether a setting of the run YAML means what the adapter has."""
-    if name == "target_modules" and ours == "auto":
+    if name in ("target_modules", "target_parameters") and ours == "auto":
         return True
     if isinstance(ours, list) and isinstance(theirs, list):
         return sorted(map(str, ours)) == sorted(map(str, theirs))
@@ -218,13 +218,17 @@ def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]
         raise ConfigError(f"{name} has {', '.join(odd)}, which this toolkit does not train: merge it into its base "
                           "with PEFT, and name the merged model in model.name")  # fmt: skip
     targets = config.get("target_modules")
+    stacked = [str(target) for target in config.get("target_parameters") or ()]
     if isinstance(targets, str):  # a regular expression or all-linear: only the tensors tell what it matched
-        targets = sorted({match[1] for key in _tensor_names(weights()) if (match := _ADAPTED.search(key))})
+        experts = {"base_layer", *(target.rpartition(".")[0].rpartition(".")[2] for target in stacked)}
+        found = {match[1] for key in _tensor_names(weights()) if (match := _ADAPTED.search(key))}
+        targets = sorted(found - experts)
     if not isinstance(targets, list) or not targets or not all(isinstance(target, str) for target in targets):
         raise ConfigError(f"{name} names no target_modules in its {CONFIG_FILE}")
     # Modules are named without their layer here. An adapter of some layers only is refused later, by its tensors
     # (training/prepare/origin).
     names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
+    parameters: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in stacked})]
     whole: list[Plain] = [*sorted(config.get("modules_to_save") or ())]
     rank, alpha = (_whole(config.get(key), key, name) for key in ("r", "lora_alpha"))
     return {
@@ -232,6 +236,7 @@ def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]
         "alpha": alpha,
         "dropout": config.get("lora_dropout") or 0.0,
         "target_modules": names,
+        "target_parameters": parameters,
         "modules_to_save": whole,
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),

@@ -143,6 +143,10 @@ class LoraConfig(Section):
     """Modules that get an adapter; auto means every linear layer of the language model that takes one, never
     lm_head."""
 
+    target_parameters: Literal["auto"] | tuple[Name, ...] = leaf((), owner="training.prepare.lora_config")
+    """Weights of experts that get an adapter each, where a class keeps those of all experts as one tensor:
+    `[gate_up_proj, down_proj]`; auto means every one, the default none."""
+
     modules_to_save: tuple[Name, ...] = leaf((), owner="training.prepare.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 

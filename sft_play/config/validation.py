@@ -220,6 +220,10 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
         value = option.value(config)
         if not option.is_read_by(train.optim) and value != option.default:
             add(option.key, f"{value} is AdamW's, and train.optim is {train.optim}; remove one of them")
+    lora = config.tuning.lora
+    for name, value in (("dropout", lora.dropout), ("use_dora", lora.use_dora)):
+        if lora.target_parameters and value:
+            add(f"tuning.lora.{name}", f"{value}, and adapters on experts have none; remove it or target_parameters")
     if config.tuning.backend_fallback == config.tuning.backend:
         add("tuning.backend_fallback", f"is the backend itself ({config.tuning.backend}); remove it")
     return problems

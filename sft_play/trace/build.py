@@ -18,7 +18,9 @@ from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.trace import experts, fakes, kernels
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
+from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import language_config
+from sft_play.training.prepare.experts import meant_experts, stacked_experts
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 """What TRL's SFTTrainer asks of the chunked head (its metrics)."""
@@ -214,6 +216,10 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):
             model.set_submodule(name, fakes.fake_nf4(layer, settings))
+    if settings.quant_experts:
+        nf4_experts.register()  # PEFT's part
+        for _, module, name in list(stacked_experts(model)):
+            fakes.fake_nf4_experts(module, name, settings)
     model.is_loaded_in_4bit = True
     model.quantization_method = "bitsandbytes"
 
@@ -285,8 +291,11 @@ def peft_config_of(plain: Mapping[str, Any]) -> Any:
 
 def _with_adapters(model: Any, settings: StepSettings) -> Any:
     assert settings.peft is not None
+    config = peft_config_of(settings.peft)
+    if getattr(config, "target_parameters", None):
+        config.target_parameters = meant_experts(model, config.target_parameters)
     try:
-        model = importlib.import_module("peft").get_peft_model(model, peft_config_of(settings.peft))
+        model = importlib.import_module("peft").get_peft_model(model, config)
     except ValueError as error:  # no run with these adapters starts
         raise ModelError(f"PEFT refuses the adapters: {one_line(str(error), limit=300)}") from error
     if not settings.casts_inputs:

@@ -23,7 +23,7 @@ from sft_play.planner.candidates import Candidate
 from sft_play.planner.gradients import adapter_dtype, gradients_of
 from sft_play.planner.kernels import liger_in_memory, planned_experts
 from sft_play.planner.memory.step_memory import Step, is_padded
-from sft_play.planner.memory.structure import repeats_kv
+from sft_play.planner.memory.structure import repeats_kv, stacked_adapter
 from sft_play.planner.plan import Traced
 from sft_play.planner.precision import Precision
 from sft_play.process.heap import importing
@@ -91,6 +91,7 @@ def settings_of(
         autocast=precision.compute if half else None,
         adapters=adapters,
         quant_compute=precision.compute,
+        quant_experts=mode == "qlora",
         quant_storage="uint8" if layout.name != "fsdp" else precision.compute,
         checkpointing=recomputed > 0,
         checkpointed_layers=recomputed if 0 < recomputed < shape.num_layers else None,
@@ -160,6 +161,10 @@ def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
+        "target_parameters": sorted(
+            {one.path for kind in shape.layers for one in kind.stacked if stacked_adapter(one, lora)}
+        )
+        or None,
         "modules_to_save": list(lora.modules_to_save) or None,
         "use_rslora": lora.use_rslora,
         "use_dora": lora.use_dora,

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from sft_play.facts.models.model_shape import MOST_PACKED
 from sft_play.planner.memory.model_states import ABSMAX_BLOCK, NF4_BLOCK
 from sft_play.trace.settings import StepSettings
 from sft_play.trace.storages import StorageLog
+from sft_play.training.model import nf4_experts
 
 
 # --- NF4 --------------------------------------------------------------------------------------------------------------
@@ -74,7 +76,6 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     fake.quantised_from = getattr(torch, settings.weights)
     storage = getattr(torch, settings.quant_storage)
     weights = fake.in_features * fake.out_features
-    blocks = math.ceil(weights / NF4_BLOCK)
     rows = math.ceil(weights / 2) // storage.itemsize
     weight = nn.Parameter(torch.empty((rows, 1), dtype=storage, device="meta"), requires_grad=False)
     weight.compress_statistics, weight.quant_type, weight.quant_state = settings.double_quant, "nf4", None
@@ -84,16 +85,55 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     if layer.bias is not None:  # bitsandbytes creates it in fp32; loading casts it to the dtype of the other weights
         fake.bias = nn.Parameter(layer.bias.detach().to(fake.quantised_from), requires_grad=False)
 
-    def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    for name, (shape, dtype) in _constants(weights, double_quant=settings.double_quant).items():
         fake.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"), persistent=False)
-
-    buffer("absmax", (blocks,), torch.uint8 if settings.double_quant else torch.float32)
-    buffer("code", (16,), torch.float32)
-    if settings.double_quant:
-        buffer("absmax_of_absmax", (math.ceil(blocks / ABSMAX_BLOCK),), torch.float32)
-        buffer("code_of_absmax", (256,), torch.float32)
-        buffer("offset", (), torch.float32)
     return fake
+
+
+class _NF4Experts(nn.Module):
+    """Reads a stacked weight of experts dequantised, as training/model/nf4_experts.py does."""
+
+    def __init__(self, shape: torch.Size, settings: StepSettings) -> None:
+        super().__init__()
+        self.shape, self.dtype = shape, getattr(torch, settings.weights)
+        for name, (sizes, dtype) in _constants(shape.numel(), double_quant=settings.double_quant).items():
+            self.register_buffer(name, torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
+
+    def like(self, packed: torch.Tensor) -> torch.Tensor:
+        """A tensor of the weight's shape and dtype with the memory of one element."""
+        return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
+
+    @torch.no_grad()
+    def forward(self, packed: torch.Tensor) -> torch.Tensor:
+        """The whole weight; double quantisation rebuilds its scales in fp32 first."""
+        if self.absmax.dtype is torch.uint8:
+            scales = torch.empty(self.absmax.shape, dtype=torch.float32)
+            scales = scales + self.offset
+        return torch.empty(self.shape, dtype=self.dtype)
+
+
+def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
+    """Put the fake of a packed weight in the place of a stacked one, on the meta device."""
+    weight, storage = getattr(module, name), getattr(torch, settings.quant_storage)
+    if weight.numel() > MOST_PACKED:
+        return
+    rows = math.ceil(weight.numel() / 2) // storage.itemsize
+    packed = nn.Parameter(torch.empty((rows, 1), dtype=storage, device="meta"), requires_grad=False)
+    setattr(module, name, packed)
+    nf4_experts.read_by(module, name, _NF4Experts(weight.shape, settings))
+
+
+def _constants(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of what NF4 keeps beside packed weights."""
+    blocks = math.ceil(weights / NF4_BLOCK)
+    found = {"absmax": ((blocks,), torch.uint8 if double_quant else torch.float32), "code": ((16,), torch.float32)}
+    if double_quant:
+        found |= {
+            "absmax_of_absmax": ((math.ceil(blocks / ABSMAX_BLOCK),), torch.float32),
+            "code_of_absmax": ((256,), torch.float32),
+            "offset": ((), torch.float32),
+        }
+    return found
 
 
 PARAMETER_FIELDS = ("compress_statistics", "quant_type", "quant_state", "blocksize", "quant_storage", "bnb_quantized")

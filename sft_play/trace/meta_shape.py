@@ -25,10 +25,11 @@ from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.models.architecture import refuse_remote_code
 from sft_play.facts.models.config_fields import ACTIVATION, ALIASES, Defaults, refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.models.families import FAMILIES
-from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape
+from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.model.language_model import language_config
+from sft_play.training.prepare.experts import is_routed
 from sft_play.training.proofs.adapter_trial import adapter_places
 
 _KINDS: dict[str, AttentionKind] = {
@@ -263,7 +264,7 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
     modules = dict(block.named_modules())
     linears = tuple(_linear(path, module) for path, module in modules.items() if _is_linear(module))
     experts = _expert_tensors(block)
-    width, gated = _expert_width([tensor for tensor in experts if tensor.dim() == 3])
+    width, gated = _expert_width([tensor for _, tensor in experts if tensor.dim() == 3])
     mlp = next((linear.inputs for linear in linears if linear.name in _DOWN and not linear.is_attention), 0)
     kind = LayerKind(
         count=0,
@@ -271,10 +272,11 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         linears=linears,
         attention=attention,
         mlp_width=0 if experts else mlp,
-        num_experts=experts[0].shape[0] if experts else 0,
+        num_experts=experts[0][1].shape[0] if experts else 0,
         expert_width=width,
         gated_experts=gated,
-        expert_params=sum(tensor.numel() for tensor in experts),
+        expert_params=sum(tensor.numel() for _, tensor in experts),
+        stacked=tuple(Stacked(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
         shared_width=mlp if experts else 0,
         router_params=sum(
             count(module)
@@ -299,13 +301,13 @@ def _settings(block: nn.Module) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest()[:8]
 
 
-def _expert_tensors(block: nn.Module) -> list[torch.Tensor]:
-    """The weights and biases of a block's routed experts, in their order: one tensor per projection holds all experts,
-    and one per bias."""
+def _expert_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The weights and biases of a block's routed experts with their paths, in their order: one tensor per projection
+    holds all experts, and one per bias."""
     return [
-        tensor
+        (f"{path}.{name}", tensor)
         for path, module in block.named_modules()
-        if "shared" not in path and ("expert" in type(module).__name__.lower() or "experts" in path.split("."))
+        if is_routed(path, module)
         for name, tensor in module.named_parameters(recurse=False)
         if tensor.dim() == 3 or name.endswith("_bias")
     ]

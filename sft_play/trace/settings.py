@@ -65,6 +65,8 @@ class StepSettings:
     double_quant: bool = True
     quant_compute: DtypeName = "bfloat16"
     quant_storage: str = "uint8"
+    quant_experts: bool = False
+    """NF4 for stacked experts too, as this toolkit loads them (training/model/nf4_experts.py)."""
     # --- the step ---------------------------------------------------------------------------------------------------
     checkpointing: bool = True
     checkpointed_layers: int | None = None

@@ -15,7 +15,7 @@ from sft_play.facts.models.config_fields import (
     refuse_other_models,
 )
 from sft_play.facts.models.families import FAMILIES, Experts, Family, marked
-from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape
+from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, Mla, ModelShape, Stacked
 from sft_play.log import one_line
 
 _RESIDUAL_DROPOUT = (
@@ -316,6 +316,7 @@ class _Builder:
         router += number if experts.router_extra != "none" else 0
         if shared and experts.shared is not None:
             linears += self._shared_mlp(experts, experts.shared, shared)
+        into, back = experts.weights
         biases = 2 * width + self.hidden if experts.expert_bias else 0  # of gate and up, and of down
         return replace(
             plain,
@@ -323,6 +324,7 @@ class _Builder:
             num_experts=number,
             expert_width=width,
             expert_params=number * (3 * self.hidden * width + biases),
+            stacked=(Stacked(into, number, self.hidden, 2 * width), Stacked(back, number, width, self.hidden)),
             shared_width=shared,
             router_params=router,
         )

@@ -44,6 +44,8 @@ class Experts:
     router_path: str = "mlp.gate"
     router_extra: Literal["none", "bias", "correction"] = "none"
     """bias: one number per expert in the router; correction: the same, as a parameter beside it."""
+    weights: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    """Paths of the tensors that hold all experts' gates and up projections, and their down projections."""
     expert_bias: bool = False
     clamped: bool = False
     """The gate is gpt-oss's: `_apply_gate`."""
@@ -69,6 +71,7 @@ _SPLIT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _PLAIN = ("mlp.up_proj", "mlp.down_proj")
 _GPT2_MLP = ("mlp.c_fc", "mlp.c_proj")
+_GRANITE_EXPERTS = ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
 _NEOX_MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 
@@ -275,16 +278,20 @@ FAMILIES: dict[str, Family] = {
     "flex_olmo": replace(
         _BIASED, qk_norm=True, qk_norm_size="width", experts=Experts("num_experts", "intermediate_size"),
     ),
-    "granitemoe": replace(_BIASED, experts=Experts(width="intermediate_size", router_path="block_sparse_moe.router")),
+    "granitemoe": replace(
+        _BIASED,
+        experts=Experts(width="intermediate_size", router_path="block_sparse_moe.router", weights=_GRANITE_EXPERTS),
+    ),
     "granitemoeshared": replace(
         _BIASED,
         experts=Experts(
-            width="intermediate_size", router_path="block_sparse_moe.router", shared="shared_mlp",
+            width="intermediate_size", router_path="block_sparse_moe.router", weights=_GRANITE_EXPERTS,
+            shared="shared_mlp",
             shared_width="shared_intermediate_size", shared_fused=True,
         ),
     ),
     "gpt_oss": replace(
-        _BIASED, window="every_2", sinks=True,
+        _BIASED, norm="gemma", window="every_2", sinks=True,
         experts=Experts(
             width="intermediate_size", router_path="mlp.router", router_extra="bias", expert_bias=True, clamped=True,
         ),
@@ -311,6 +318,7 @@ FAMILIES: dict[str, Family] = {
         dense_width="intermediate_size_mlp", window="chunked", window_field="attention_chunk_size",
         experts=Experts(
             width="intermediate_size", router="linear", router_path="feed_forward.router", own_code=True,
+            weights=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
             shared="feed_forward.shared_expert", where="interleaved",
         ),
     ),

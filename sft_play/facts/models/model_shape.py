@@ -16,7 +16,7 @@ AttentionKind = Literal["full", "sliding", "chunked", "none"]
 the block has no softmax attention (a recurrent or convolutional one)."""
 
 NormKind = Literal["rms", "gemma", "layer", "none"]
-"""rms: RMSNorm; gemma: RMSNorm times (1 + weight), all in fp32; layer: LayerNorm; none: no weights."""
+"""rms: RMSNorm; gemma: RMSNorm whose weight multiplies in fp32; layer: LayerNorm; none: no weights."""
 
 ATTENTION_PARTS = ("self_attn.", "attn.", "attention.", "self_attention.")
 """What the names of attention's own linear layers start with."""
@@ -51,6 +51,34 @@ class Linear:
     def matches(self, target: str) -> bool:
         """Whether an adapter target names it: PEFT compares the end of the full name (`q_proj`, `attn.c_proj`)."""
         return self.path == target or self.path.endswith(f".{target}")
+
+
+MOST_PACKED = 2**31 - 1
+"""Elements that bitsandbytes packs at once: its kernels count in 32 bits. A larger tensor stays as loaded."""
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """One matrix of every expert of a block, as one tensor: `path` inside the block, number of experts, widths."""
+
+    path: str
+    experts: int
+    inputs: int
+    outputs: int
+
+    @property
+    def weights(self) -> int:
+        """Elements of the tensor."""
+        return self.experts * self.inputs * self.outputs
+
+    @property
+    def is_packable(self) -> bool:
+        """Whether qlora keeps it in 4 bits."""
+        return self.weights <= MOST_PACKED
+
+    def matches(self, target: str) -> bool:
+        """Whether a name of `tuning.lora.target_parameters` means it: the end of its full name."""
+        return f".{self.path}".endswith(f".{target}")
 
 
 @dataclass(frozen=True)
@@ -102,8 +130,10 @@ class LayerKind:
     gated_experts: bool = True
     """Experts have a gate beside the up projection; else they have an activation between two matrices (Nemotron-H)."""
     expert_params: int = 0
-    """Experts' weights and biases. transformers keeps them as one tensor per projection: not linear layers, so they get
-    no LoRA adapter and stay as loaded."""
+    """Experts' weights and biases. transformers keeps them as one tensor per projection, which are not linear
+    layers."""
+    stacked: tuple[Stacked, ...] = ()
+    """Those tensors, without the biases."""
     shared_width: int = 0
     """Width of the shared experts, which every token passes; their linear layers are in `linears`."""
     router_params: int = 0
@@ -121,6 +151,11 @@ class LayerKind:
     def linear_weights(self) -> int:
         """Elements of the linear layers' weight matrices."""
         return sum(linear.weights for linear in self.linears)
+
+    @cached_property
+    def packable(self) -> tuple[int, ...]:
+        """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
+        return tuple(one.weights for one in (*self.linears, *(one for one in self.stacked if one.is_packable)))
 
     @cached_property
     def linear_biases(self) -> int:
@@ -294,6 +329,17 @@ class ModelShape:
     def expert_params(self) -> int:
         """Parameters of all blocks' experts (not the shared ones)."""
         return sum(kind.count * kind.expert_params for kind in self.layers)
+
+    @cached_property
+    def packable(self) -> tuple[tuple[int, int], ...]:
+        """Elements of each matrix that qlora keeps in 4 bits, with how many of it the model has."""
+        inner = tuple((elements, kind.count) for kind in self.layers for elements in kind.packable)
+        return inner + tuple((linear.weights, 1) for linear in self.outer_linears)
+
+    @cached_property
+    def packable_params(self) -> int:
+        """Parameters that qlora keeps in 4 bits."""
+        return sum(count * elements for elements, count in self.packable)
 
     @cached_property
     def linear_params(self) -> int:

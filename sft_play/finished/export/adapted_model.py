@@ -88,13 +88,14 @@ class AdaptedModel:
         model = self._empty()
         quantizer = AutoHfQuantizer.from_config(quantization(self.precision), pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=DTYPES[self.precision.load], device_map=None)
-        modules = model.named_modules()
-        return frozenset(f"{name}.weight" for name, module in modules if type(module).__name__ == "Linear4bit")
+        names = [name for name, _ in model.named_parameters()]
+        return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))
 
     def _fill(self, model: Any) -> None:
         """Give the model the run's adapter, in fp32; raises ModelError where it is another model's."""
         from peft import get_peft_model
         from peft.tuners.lora import LoraLayer
+        from peft.tuners.lora.layer import ParamWrapper
         from peft.utils import ModulesToSaveWrapper
         from safetensors.torch import load_file
 
@@ -117,7 +118,10 @@ class AdaptedModel:
         peft_model.load_state_dict({names[name]: tensor for name, tensor in saved.items()}, strict=False, assign=True)
         inner = peft_model.get_base_model()
         for path, module in inner.named_modules():
-            if isinstance(module, LoraLayer):
+            if isinstance(module, ParamWrapper):  # nested, where a module has several such weights
+                experts = path.removesuffix(".base_layer")
+                self.layers[f"{experts}.{module.parameter_name}"] = module
+            elif isinstance(module, LoraLayer):
                 self.layers[f"{path}.weight"] = module
             elif isinstance(module, ModulesToSaveWrapper):
                 for name, parameter in module.modules_to_save["default"].named_parameters():
@@ -158,18 +162,18 @@ class AdaptedModel:
 
 def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
     """What PEFT makes of a layer whose base weight is this one."""
-    base = layer.get_base_layer()
-    empty = base.weight
-    base.weight = nn.Parameter(weight.clone(), requires_grad=False)
+    base, name = layer.get_base_layer(), getattr(layer, "parameter_name", "weight")
+    empty = getattr(base, name)
+    setattr(base, name, nn.Parameter(weight.clone(), requires_grad=False))
     try:
         layer.merge(safe_merge=True)  # merges a copy, and raises ValueError unless all of it is finite (PEFT 0.21)
-        result: torch.Tensor = base.weight.data
+        result: torch.Tensor = getattr(base, name).data
     except ValueError as error:
         raise ModelError(f"the adapter makes values that are not finite: {error}") from None
     finally:
         # back to the meta device: kept in its layer, every merged weight would stay in RAM
         layer.merged_adapters.clear()
-        base.weight = empty
+        setattr(base, name, empty)
     return result
 
 

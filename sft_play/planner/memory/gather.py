@@ -12,9 +12,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from sft_play.config.schema import LoraConfig
 from sft_play.facts.models.model_shape import LayerKind, ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.model_states import Targets, adapters_of, packed_bytes
+from sft_play.planner.memory.model_states import adapters_of, packed_bytes
 
 ZERO_BUCKET_PARAMS = 500_000_000
 """DeepSpeed's `reduce_bucket_size`, `allgather_bucket_size` and, doubled, the most parameters it keeps gathered
@@ -82,24 +83,24 @@ class Gathering:
 
 
 def gathering(
-    shape: ModelShape, *, width: int, nf4: bool, rank: int, targets: Targets, parts: int, **more: Any
+    shape: ModelShape, *, width: int, nf4: bool, lora: LoraConfig | None, parts: int, **more: Any
 ) -> Gathering:
-    """The units of a model, `width` bytes for what is gathered unpacked, adapters of `rank` (0: none) included, and the
-    other fields of `Gathering`.
+    """The units of a model, `width` bytes for what is gathered unpacked, the adapters of `lora` included (None: there
+    are none), and the other fields of `Gathering`.
 
     Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's.
     """
-    kinds = [_block(kind, width=width, nf4=nf4, rank=rank, targets=targets) // parts for kind in shape.layers]
+    kinds = [_block(kind, width=width, nf4=nf4, lora=lora) // parts for kind in shape.layers]
     table = width * shape.table_params
     return Gathering(tuple(kinds[place] for place in shape.layer_order), 0 if shape.tied else table, table, **more)
 
 
-def _block(kind: LayerKind, *, width: int, nf4: bool, rank: int, targets: Targets) -> int:
-    adapters = width * adapters_of(kind.linears, rank, targets=targets) if rank else 0
+def _block(kind: LayerKind, *, width: int, nf4: bool, lora: LoraConfig | None) -> int:
+    adapters = 0 if lora is None else width * adapters_of(kind, lora)
     if not nf4:
         return width * kind.params + adapters
-    packed = sum(packed_bytes(linear.weights) for linear in kind.linears)  # constants are whole on every rank already
-    return packed + width * (kind.params - kind.linear_weights) + adapters
+    packed = sum(packed_bytes(elements) for elements in kind.packable)  # constants are whole on every rank already
+    return packed + width * (kind.params - sum(kind.packable)) + adapters
 
 
 def zero_buckets(

@@ -41,7 +41,7 @@ def loading_terms(walk: Walk) -> Terms:
         passing = walk.loaded.weights * largest_tensor(walk.shape) if layout.shards_params else 0
         return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
     sizes = [linear.weights for linear, _ in walk.shape.linears]
-    sizes += [kind.expert_params * 2 // 3 for kind in walk.shape.layers]  # stacked from the experts' own tensors
+    sizes += [STACKING * one.weights for kind in walk.shape.layers for one in kind.stacked]
     adapters = 4 * walk.trained.params  # not there yet while the last matrices are quantised
     cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
     weights = weight_bytes(walk.shape, width=walk.loaded.weights, nf4=True)
@@ -57,9 +57,9 @@ def _largest_unit(walk: Walk) -> int:
     lora = walk.config.tuning.lora
     units_bytes = [width * walk.shape.table_params]
     for kind in walk.shape.layers:
-        packed = sum(nf4_bytes(linear.weights) for linear in kind.linears) if walk.nf4 else 0
-        plain = width * (kind.params - (kind.linear_weights if walk.nf4 else 0))
-        beside = 0 if walk.full else adapters_of(kind.linears, lora.r, targets=lora.target_modules)
+        packed = sum(nf4_bytes(elements) for elements in kind.packable) if walk.nf4 else 0
+        plain = width * (kind.params - (sum(kind.packable) if walk.nf4 else 0))
+        beside = 0 if walk.full else adapters_of(kind, lora)
         units_bytes.append(packed + plain + adapters * beside)
     return max(units_bytes)
 
@@ -77,6 +77,10 @@ def copied_in_ram(walk: Walk) -> int:
     as_stored = walk.shape.stored_dtype == walk.precision.load or walk.step.layout.is_zero
     return walk.loaded.weights * (walk.shape.expert_params if as_stored else walk.shape.params)
 
+
+STACKING = 2
+"""Of a stacked tensor of experts while it is loaded: itself, and the parts that it is put together from
+(transformers' core_model_loading.py, MergeModulelist and Concatenate)."""
 
 Form = Literal["whole", "sharded", "deepspeed"]
 """Whole: one process writes everything, gathered if it is sharded. Sharded: each rank writes its shard, in torch's

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from sft_play.planner.memory.linear import by_widths, linear
+from sft_play.planner.memory.model_states import NF4_BLOCK
 from sft_play.planner.memory.operations import Pass, liger_gate
 from sft_play.planner.memory.tape import Grads, Ref, Tape, one_gradient, shared
 
@@ -27,13 +30,14 @@ def _experts(run: Pass, x: Ref) -> Ref:
     routing = _routing(run, x, rows)  # (T * k,)
     places = run.tape.new(rows, 8)
     gathered = run.tape.op((x,), rows * spec.hidden, x.width, saved=(places,), backward=run.put_back(x, rows))
-    both = _grouped(run, gathered, spec.hidden, (2 if spec.gated_experts else 1) * spec.expert_width)
+    read: list[Ref] = []  # what the block reads dequantised or with an adapter, once, until its experts have run
+    both = _grouped(run, gathered, 0, spec.hidden, (2 if spec.gated_experts else 1) * spec.expert_width, read)
     # biases are gathered row by row before the product, and the name lives until the next ones replace it
     bias = run.tape.new(both.elements, both.width) if spec.expert_bias else None
     parts = run.parts(both, wide, wide) if spec.gated_experts else [both]
-    del both
     inner = _clamped_gate(run, parts) if spec.clamped_gate else _plain_gate(run, parts)
-    out = _grouped(run, inner, spec.expert_width, spec.hidden)
+    del both  # the caller of the gate keeps its input
+    out = _grouped(run, inner, -1, spec.expert_width, spec.hidden, read)
     del inner
     if bias is not None:
         bias = run.tape.new(out.elements, out.width)
@@ -47,7 +51,9 @@ def _experts(run: Pass, x: Ref) -> Ref:
     backward = one_gradient(ordered.elements, ordered.width)
     mixed = run.tape.op((ordered,), x.elements, ordered.width, backward=backward)
     del ordered, bias, gathered
-    return run.to(mixed, x.width)
+    mixed = run.to(mixed, x.width)
+    read.clear()
+    return mixed
 
 
 def _routing(run: Pass, x: Ref, rows: int) -> Ref:
@@ -57,27 +63,53 @@ def _routing(run: Pass, x: Ref, rows: int) -> Ref:
     return run.tape.op((chances,), rows, 4 if spec.routes_in_fp32 else x.width)
 
 
-def _grouped(run: Pass, x: Ref, inputs: int, outputs: int) -> Ref:
+def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: list[Ref]) -> Ref:
     """Rows times the matrices of their experts; a trained weight holds its input. fp32 weights are cast to
-    autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient."""
+    autocast's dtype by training/prepare/experts.py, and the copy is held for x's gradient, as is a weight that was
+    dequantised (training/model/nf4_experts.py) or to which an adapter was added (PEFT's ParamWrapper)."""
     spec, low = run.spec, run.spec.numbers.autocast
     elements, width = spec.experts * inputs * outputs, spec.numbers.weights
+    # experts of a block that a tensor-parallel rank shares have fewer elements than the whole tensor
+    whole, packs, adapter = spec.expert_weights[place] if spec.expert_weights else (elements, False, 0)
+    adapter = adapter * elements // max(1, whole)
     x = run.low(x)
-    held = [x] if spec.full else []
+    trains = spec.full or adapter > 0
+    held = [x] if trains else []
+    weight = None
+    if spec.nf4 and packs:
+        weight = run.tape.new(elements, width)
+        run.tape.meter.touch(2 * 4 * math.ceil(elements / NF4_BLOCK))  # its absmax in fp32 while it is dequantised
+    if adapter:
+        # both factors in the weight's dtype, held by their product, which is added to the weight
+        factors = [] if width == spec.numbers.adapters else [run.tape.new(adapter, width)]
+        weight = run.tape.new(elements, width)
+        held += factors
+        del factors
     if low is not None and low != width:
         held.append(run.tape.new(elements, low))
+    elif weight is not None:
+        held.append(weight)
+    if weight is not None:
+        read.append(weight)
+    del weight
     size, e, wanted = x.elements, x.width, x.node is not None
 
     def backward(tape: Tape, grad: Ref) -> Grads:
         out = tape.new(size, e) if wanted else None
-        if spec.full and spec.experts_in_turn:  # select_backward: zeros of the whole tensor, beside the others' sum
+        if trains and spec.experts_in_turn:  # select_backward: zeros of the whole tensor, beside the others' sum
             tape.meter.touch(2 * elements * width)
         if spec.full:
             run.weight_gradient(elements, width)
+        elif adapter:
+            summed = tape.new(elements, low or width)  # the sum's gradient, of which the factors' are products
+            if summed.width != width:
+                summed = tape.new(elements, width)
+            run.weight_gradient(adapter, spec.numbers.adapters)
+            del summed
         return (out,)
 
     return run.tape.op(
-        (x,), x.elements // inputs * outputs, e, saved=held, backward=backward, holds_weight=True, trains=spec.full
+        (x,), x.elements // inputs * outputs, e, saved=held, backward=backward, holds_weight=True, trains=trains
     )
 
 
@@ -98,9 +130,8 @@ def _clamped_gate(run: Pass, parts: list[Ref]) -> Ref:
     share = run.scaled(gate)
     share = run.tape.op((share,), share.elements, share.width, holds_output=True)
     share = run.product(gate, share)
-    del gate
-    up = run.tape.op((up,), up.elements, up.width, backward=shared(1))
-    return run.product(up, share)
+    more = run.tape.op((up,), up.elements, up.width, backward=shared(1))
+    return run.product(more, share)
 
 
 def _weighted_rows(run: Pass, out: Ref, routing: Ref) -> Ref:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
 
-from sft_play.config.schema import RunConfig
-from sft_play.facts.models.model_shape import Linear, ModelShape
+from sft_play.config.schema import LoraConfig, RunConfig
+from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.layout import Layout
-from sft_play.planner.memory.structure import ROW_ROLES, Numbers, is_target, part_of_linear, roles
+from sft_play.planner.memory.structure import ROW_ROLES, Numbers, is_target, part_of_linear, roles, stacked_adapter
 from sft_play.planner.memory.tape import rest_of_segment
 
 NF4_BLOCK = 64
@@ -30,9 +29,6 @@ def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
     return layout.is_fsdp and layout.tensor_parallel == 1 and not dora
 
 
-Targets = tuple[str, ...] | Literal["auto"]
-
-
 def nf4_bytes(elements: int) -> int:
     """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own absmax, codes.
 
@@ -48,14 +44,12 @@ def packed_bytes(elements: int) -> int:
 
 
 def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
-    """Elements, count and whether a linear layer, of the tensors that can be large: matrices, embedding, head."""
-    for linear, count in shape.linears:
-        yield linear.weights, count, True
+    """Elements, count and whether qlora packs it, of the tensors that can be large: matrices, embedding, head."""
+    for elements, count in shape.packable:
+        yield elements, count, True
     yield shape.table_params, 1 if shape.tied else 2, False
     for kind in shape.layers:
-        if kind.expert_params:  # gate and up of all experts are one tensor, down another (transformers 5)
-            yield kind.expert_params * 2 // 3, kind.count, False
-            yield kind.expert_params // 3, kind.count, False
+        yield from ((one.weights, kind.count, False) for one in kind.stacked if not one.is_packable)
 
 
 def largest_tensor(shape: ModelShape) -> int:
@@ -64,27 +58,34 @@ def largest_tensor(shape: ModelShape) -> int:
 
 
 def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
-    """The weights as loaded: `width` bytes each; in NF4 the linear layers, never embedding, head, norms, biases or
-    experts (transformers keeps those as one tensor, which bitsandbytes leaves alone)."""
-    linears = sum(count * linear.weights for linear, count in shape.linears)
-    packed = sum(count * nf4_bytes(linear.weights) for linear, count in shape.linears)
+    """The weights as loaded: `width` bytes each; in NF4 the linear layers and experts, never embedding, head, norms or
+    biases."""
+    packed = sum(count * nf4_bytes(elements) for elements, count in shape.packable)
     rests = sum(
-        count * rest_of_segment(elements // 2 if nf4 and linear else width * elements)
-        for elements, count, linear in large_tensors(shape)
+        count * rest_of_segment(elements // 2 if nf4 and packs else width * elements)
+        for elements, count, packs in large_tensors(shape)
     )
-    return (packed if nf4 else width * linears) + width * (shape.params - linears) + rests
+    return (packed if nf4 else width * shape.packable_params) + width * (shape.params - shape.packable_params) + rests
 
 
-def adapter_params(shape: ModelShape, rank: int, *, targets: Targets = "auto", dora: bool = False) -> int:
-    """LoRA parameters: r * (inputs + outputs) on each targeted linear layer; DoRA adds one number per output."""
-    inner = sum(kind.count * adapters_of(kind.linears, rank, targets=targets, dora=dora) for kind in shape.layers)
-    return inner + adapters_of(shape.outer_linears, rank, targets=targets, dora=dora)
+def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
+    """LoRA parameters: r * (inputs + outputs) on each targeted linear layer, and on each expert of a targeted stack;
+    DoRA adds one number per output of a layer."""
+    outer = sum(_adapter_of(linear, lora) for linear in shape.outer_linears)
+    return outer + sum(kind.count * adapters_of(kind, lora) for kind in shape.layers)
 
 
-def adapters_of(linears: tuple[Linear, ...], rank: int, *, targets: Targets, dora: bool = False) -> int:
-    """The same for these layers."""
-    chosen = [linear for linear in linears if is_target(linear, targets)]
-    return sum(rank * (x.inputs + x.outputs) + (x.outputs if dora else 0) for x in chosen)
+def adapters_of(kind: LayerKind, lora: LoraConfig) -> int:
+    """The same for one block."""
+    return sum(_adapter_of(linear, lora) for linear in kind.linears) + sum(
+        stacked_adapter(one, lora) for one in kind.stacked
+    )
+
+
+def _adapter_of(linear: Linear, lora: LoraConfig) -> int:
+    if not is_target(linear, lora.target_modules):
+        return 0
+    return lora.r * (linear.inputs + linear.outputs) + (linear.outputs if lora.use_dora else 0)
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -118,7 +119,7 @@ def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     lora = config.tuning.lora
     names = {name.rpartition(".")[2] for name in lora.modules_to_save}
     embedding, head = bool(names & EMBEDDING_NAMES), bool(names & HEAD_NAMES)
-    params = adapter_params(shape, lora.r, targets=lora.target_modules, dora=lora.use_dora)
+    params = adapter_params(shape, lora)
     return Trained(params + shape.table_params * (embedding + head), widths.adapters, embedding, head, widths.adapters)
 
 
@@ -247,7 +248,7 @@ def adapters_elsewhere(config: RunConfig, shape: ModelShape, ranks: int) -> int:
 
 def _nf4_constants(shape: ModelShape) -> int:
     """What NF4 holds beside its packed weights: absmax and codes, which are not parameters and so are never sharded."""
-    return sum(count * (nf4_bytes(linear.weights) - packed_bytes(linear.weights)) for linear, count in shape.linears)
+    return sum(count * (nf4_bytes(elements) - packed_bytes(elements)) for elements, count in shape.packable)
 
 
 def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *, full: bool) -> Resident:

@@ -241,6 +241,37 @@ def _softmax(run: Pass, scores: Ref) -> Ref:
     return run.tape.op((scores,), size, 4, backward=backward, holds_output=True)
 
 
+def _with_sinks(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
+    """gpt-oss (modeling_gpt_oss.py, eager_attention_forward): a column joins the scores, their maximum is taken off,
+    and the softmax stays in the compute dtype."""
+    width = q.width
+    scores = run.scaled(run.tape.op((q, k), _scores(run), width, saved=(q, k)))
+    scores = run.tape.op((scores,), scores.elements, width, backward=shared(1))
+    size = scores.elements + scores.elements // run.length
+    joined = run.tape.op((scores,), size, width, backward=shared(1))
+
+    def of_maximum(tape: Tape, grad: Ref) -> Grads:
+        # -grad is summed for the maximum, whose own gradient is scattered into zeros and added
+        tape.meter.touch(size * width)
+        spread = tape.new(size, width)
+        out = tape.new(size, width)
+        del spread
+        return (out,)
+
+    joined = run.tape.op((joined,), size, width, backward=of_maximum)
+
+    def of_softmax(tape: Tape, grad: Ref) -> Grads:
+        tape.meter.touch(2 * size * width)
+        return (tape.new(size, width),)
+
+    shares = run.tape.op((joined,), size, width, backward=of_softmax, holds_output=True)
+    del scores, joined
+    part = run.tape.view(shares, shares.elements * run.length // (run.length + 1))
+    if part.node is not None:
+        part.node.backward = one_gradient(size, width)  # zeros of the whole, into which it is copied
+    return _weighted(run, part, v)
+
+
 def _weighted(run: Pass, scores: Ref, v: Ref) -> Ref:
     elements = run.tokens * run.spec.heads * run.spec.value_dim
     return run.tape.op((scores, v), elements, v.width, saved=(scores, v))
@@ -249,6 +280,8 @@ def _weighted(run: Pass, scores: Ref, v: Ref) -> Ref:
 def _eager(run: Pass, q: Ref, k: Ref, v: Ref) -> Ref:
     """eager_attention_forward: S x S scores per head in the compute dtype, probabilities in fp32 and cast."""
     width = q.width
+    if run.spec.sinks:
+        return _with_sinks(run, q, k, v)
     scores = run.scaled(run.tape.op((q, k), _scores(run), width, saved=(q, k)))
     if run.spec.softcap:
         scores = run.scaled(scores)

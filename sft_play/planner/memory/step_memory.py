@@ -178,7 +178,7 @@ class Walk:
                 repeats=step.repeats_kv,
                 cudnn=step.cudnn and (packed or self.config.task_mode == "cpt"),
             )
-            spec = block_spec(kind, self.shape, mode=tuning.mode, rank=lora.r, targets=lora.target_modules)
+            spec = block_spec(kind, self.shape, mode=tuning.mode, lora=lora)
             spec = replace(spec, kernel=kernel, masked=masked, **alike)
             specs.append(on_tensor_parallel(spec, step.layout.tensor_parallel))
         self._known_specs[padded, packed] = tuple(specs)
@@ -190,8 +190,7 @@ class Walk:
             self.shape,
             width=self.numbers.weights,
             nf4=self.nf4,
-            rank=0 if self.full else lora.r,
-            targets=lora.target_modules,
+            lora=None if self.full else lora,
             parts=self.step.layout.tensor_parallel,
             # with adapters a unit's gradients are about as small a part of it as the adapters are of the model
             trained_share=1.0 if self.full else min(1.0, self.trained.params / max(1, self.shape.params)),
@@ -302,7 +301,7 @@ class Walk:
     def _buckets(self) -> int:
         layout = self.step.layout
         if layout.is_zero:
-            packed = self.shape.linear_params - self.shape.expert_params if self.nf4 else 0
+            packed = self.shape.packable_params if self.nf4 else 0
             return zero_buckets(
                 layout, self.trained.params, self.shape.params, self.shape.hidden_size, packed=packed,
                 wider=BYTES[self.synced.reduced] > BYTES[self.synced.computed],

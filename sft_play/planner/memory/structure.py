@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal, TypeVar
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.models.families import why_no_adapter
-from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
+from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
 from sft_play.planner.attention import FLASH_HEAD, SdpaCall, sdpa_kernel
 from sft_play.planner.gradients import adapter_dtype
@@ -82,6 +82,8 @@ class BlockSpec:
     one_by_one: bool = False
     """Each chat is attended to by a call of its own."""
     softcap: bool = False
+    sinks: bool = False
+    """Attention scores get a column that takes a share of the softmax, as in gpt-oss."""
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
@@ -91,6 +93,8 @@ class BlockSpec:
     """Experts gate as gpt-oss does."""
     routes_in_fp32: bool = False
     """The weights by which experts' outputs are added are fp32."""
+    expert_weights: tuple[tuple[int, bool, int], ...] = ()
+    """Elements of each stacked tensor of experts, whether it is packed, and parameters of its adapter (0: none)."""
     experts_in_turn: bool = False
     """Experts run one after another instead of as one grouped product."""
     attends: bool = True
@@ -127,6 +131,13 @@ def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) ->
 def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:
     """Whether a linear layer gets an adapter."""
     return linear.adaptable and (targets == "auto" or any(linear.matches(target) for target in targets))
+
+
+def stacked_adapter(stacked: Stacked, lora: LoraConfig) -> int:
+    """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0 without one."""
+    targets = lora.target_parameters
+    chosen = targets == "auto" or any(stacked.matches(target) for target in targets)
+    return lora.r * stacked.experts * (stacked.inputs + stacked.outputs) if chosen else 0
 
 
 def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
@@ -187,14 +198,13 @@ def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tup
 
 
 @lru_cache(maxsize=4096)
-def block_spec(
-    kind: LayerKind, shape: ModelShape, *, mode: str, rank: int, targets: tuple[str, ...] | Literal["auto"]
-) -> BlockSpec:
+def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfig) -> BlockSpec:
     """A block of this kind with the adapters of this mode; how it runs is left at the defaults."""
     key_dim, value_dim = shape.head_dim, shape.head_dim
     if shape.mla is not None:
         key_dim, value_dim = shape.mla.nope_dim + shape.mla.rope_dim, shape.mla.value_dim
-    adapted = () if mode == "full" else targets
+    full = mode == "full"
+    adapted = () if full else lora.target_modules
     norms = max(1, shape.norms_per_layer)
     return BlockSpec(
         hidden=shape.hidden_size,
@@ -203,7 +213,7 @@ def block_spec(
         head_dim=key_dim,
         value_dim=value_dim,
         linears=tuple(
-            (role, LinearSpec(linear.inputs, linear.outputs, rank if is_target(linear, adapted) else 0))
+            (role, LinearSpec(linear.inputs, linear.outputs, lora.r if is_target(linear, adapted) else 0))
             for role, linear in roles(kind, shape).items()
         ),
         norm=_norm(shape),
@@ -217,15 +227,19 @@ def block_spec(
         dropout=shape.dropout,
         attention_dropout=shape.attention_dropout,
         softcap=shape.attention_softcap is not None,
+        sinks=shape.sinks,
         experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
         experts_per_token=shape.rows_per_token,
         expert_width=kind.expert_width,
         gated_experts=kind.gated_experts,
+        expert_weights=tuple(
+            (one.weights, one.is_packable, 0 if full else stacked_adapter(one, lora)) for one in kind.stacked
+        ),
         expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
         clamped_gate=shape.clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
         attends=kind.attention != "none",
-        full=mode == "full",
+        full=full,
         nf4=mode == "qlora",
     )
 

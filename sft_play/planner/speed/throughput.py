@@ -293,7 +293,7 @@ def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passe
     tokens, mode = passes.places, config.tuning.mode  # padding is computed like text
     weight_gradients = 1.0 if mode == "full" else 0.0
     blocks = 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients)
-    adapters = 0.0 if mode == "full" else 2.0 * adapter_params(shape, config.tuning.lora.r) * tokens * (3.0 + again)
+    adapters = 0.0 if mode == "full" else 2.0 * adapter_params(shape, config.tuning.lora) * tokens * (3.0 + again)
     attention = 4.0 * _attended(shape, step, passes.length) * shape.q_width * tokens * (3.5 + again)
     head = 2.0 * shape.vocab_size * shape.hidden_size * tokens * (3.0 + weight_gradients)
     return {"blocks": blocks, "adapters": adapters, "attention": attention, "head": head}
@@ -341,7 +341,7 @@ def _traffic(
 def _optimizer(
     config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates
 ) -> tuple[float, float]:
-    params = shape.params if config.tuning.mode == "full" else adapter_params(shape, config.tuning.lora.r)
+    params = shape.params if config.tuning.mode == "full" else adapter_params(shape, config.tuning.lora)
     trained = params / (step.layout.shard if step.layout.shards_states else 1)
     trained /= step.layout.tensor_parallel
     as_loaded = config.tuning.mode == "full" and not step.layout.shards_states and precision.updates != "stochastic"

@@ -146,9 +146,11 @@ def load_adapter(model: Any, folder: Path) -> Any:
     if tower is None:
         return PeftModel.from_pretrained(model, str(folder)).eval()
     config = PeftConfig.from_pretrained(str(folder))
+    config.target_parameters = [tower.in_tower(name) for name in config.target_parameters or ()] or None
+    experts = {name.rpartition(".")[0] for name in config.target_parameters or ()}
     names = map(tower.in_tower, load_file(folder / ADAPTER_FILE))
     layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in names if ".lora_A." in name}
-    config.target_modules = layers
+    config.target_modules = {name for name in layers if name.removesuffix(".base_layer") not in experts}
     adapted = get_peft_model(model, config)
     fill_adapter(adapted, folder)
     return adapted.eval()

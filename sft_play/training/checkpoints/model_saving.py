@@ -117,6 +117,7 @@ def _name_as_in_whole(model: Any, tower: Tower, folder: Path) -> None:
     config = json.loads(fields.read_text(encoding="utf-8"))
     ends = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
     config["target_modules"] = rf"{re.escape(tower.places[0][1])}(?:.+\.)?(?:{ends})"
+    config["target_parameters"] = [tower.in_whole(name) for name in config.get("target_parameters") or ()] or None
     fields.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 

@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError, SftPlayError
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.training.model import sdpa
+from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.model.model_loading import DTYPES, keep_4bit_trainable, quantization
 from sft_play.training.prepare.model_spec import ModelSpec, grown, location
 from sft_play.training.ranks import distributed
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _READING_TAKES = datetime.timedelta(days=1)
 """How long the other ranks wait for the first: it may have to download the weights."""
-_AROUND = ("base_layer", "original_module", "modules_to_save", "default")
-"""What PEFT inserts into the names of the base's weights."""
+_AROUND = ("base_layer", "original_module", "modules_to_save", "default", "parametrizations", "original")
+"""What PEFT and packed experts insert into the names of the base's weights."""
 
 Source = Mapping[str, torch.Tensor]
 """The weights by their names in the base; empty on all ranks but the first."""
@@ -109,6 +109,7 @@ def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec,
         quantizer = AutoHfQuantizer.from_config(quantization(precision, storage), pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=DTYPES[precision.load], device_map=None)
         quantizer.postprocess_model(model)
+        nf4_experts.prepare_empty(model)
         model.hf_quantizer = quantizer
     model.tie_weights()
     return model.eval()
@@ -208,6 +209,7 @@ class _Filling:
 
     def __init__(self, model: nn.Module, source: Source, device: torch.device, *, in_fp32: bool) -> None:
         self._source, self._device, self._in_fp32 = source, device, in_fp32
+        self._storage = _storage(model)
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
@@ -236,7 +238,9 @@ class _Filling:
         else:
             whole = self._received(places[0][0], parameter, parameter.shape)
             widen = self._in_fp32 and parameter.requires_grad
-            filled = nn.Parameter(whole.float() if widen else whole, requires_grad=parameter.requires_grad)
+            packed = nf4_experts.fill(module, whole, self._storage)
+            plain = nn.Parameter(whole.float() if widen else whole, requires_grad=parameter.requires_grad)
+            filled = plain if packed is None else packed
         for _, owner, name in places:
             owner._parameters[name] = filled
 
@@ -250,6 +254,12 @@ class _Filling:
         if dist.get_world_size() > 1:
             dist.broadcast(whole, src=0)
         return whole
+
+
+def _storage(model: nn.Module) -> torch.dtype:
+    """The dtype in which a model's packed weights are kept."""
+    packed = (parameter for parameter in model.parameters() if _is_4bit(parameter))
+    return next((parameter.quant_storage for parameter in packed), torch.uint8)
 
 
 def base_name(name: str) -> str:

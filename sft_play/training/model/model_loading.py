@@ -19,7 +19,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training.checkpoints.full_state_dict import tied_names
-from sft_play.training.model import sdpa
+from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.prepare.model_spec import ModelSpec, location
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,9 @@ def no_load_report() -> Iterator[None]:
 
 
 def quantization(precision: Precision, storage: DtypeName | None = None) -> BitsAndBytesConfig:
-    """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314)."""
+    """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314);
+    stacked experts are quantised with it too."""
+    nf4_experts.register()
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

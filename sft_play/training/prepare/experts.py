@@ -4,10 +4,12 @@ autocast."""
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sft_play.config.schema import RunConfig
@@ -38,14 +40,14 @@ def grouped_mm_in_autocast(
 
 
 class _Cast:
-    """A module of experts whose parameters are read in another dtype."""
+    """A module of experts whose weights and biases are read in another dtype."""
 
     def __init__(self, experts: Any, dtype: torch.dtype) -> None:
         self._experts, self._dtype = experts, dtype
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._experts, name)
-        return value.to(self._dtype) if isinstance(value, nn.Parameter) else value
+        return value.to(self._dtype) if isinstance(value, torch.Tensor) else value
 
 
 def register() -> None:
@@ -107,6 +109,27 @@ def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
         ids = torch.arange(3, 19)[None]
         output = model(input_ids=ids, labels=ids, output_router_logits=True, use_cache=False)
     return isinstance(getattr(output, "aux_loss", None), torch.Tensor)
+
+
+def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Weights that are one tensor for all experts: path and module of the experts, and the weight's name there; packed
+    ones too."""
+    for path, module in model.named_modules():
+        if is_routed(path, module):
+            names = [name for name, one in module.named_parameters(recurse=False) if one.dim() == 3]
+            yield from ((path, module, name) for name in (*names, *getattr(module, "parametrizations", ())))
+
+
+def meant_experts(model: nn.Module, targets: Literal["auto"] | Sequence[str]) -> list[str]:
+    """Full names of the stacked weights that names of `tuning.lora.target_parameters` mean: by the ends of theirs."""
+    names = [f"{path}.{name}" for path, _, name in stacked_experts(model)]
+    return [name for name in names if targets == "auto" or any(f".{name}".endswith(f".{one}") for one in targets)]
+
+
+def is_routed(path: str, module: nn.Module) -> bool:
+    """Whether a module at this path holds weights of routed experts, not of shared ones."""
+    has_name = "expert" in type(module).__name__.lower() or "experts" in path.split(".")
+    return has_name and "shared" not in path and not isinstance(module, parametrize.ParametrizationList)
 
 
 def has_own_experts(skeleton: nn.Module) -> bool:

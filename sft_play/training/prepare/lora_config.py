@@ -21,6 +21,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
+from sft_play.training.prepare.experts import meant_experts, stacked_experts
 from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
 
 _SHOWN_NAMES = 24
@@ -47,8 +48,12 @@ def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, li
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
     _check_saved(config, targets, skeleton)
     notes = [f"Adapters: r {lora.r}, alpha {lora.alpha} on {', '.join(sorted(targets))}"]
-    if any(parameter.dim() == 3 for parameter in skeleton.parameters()):
-        notes.append("Adapters: the experts are one tensor per layer, not linear layers, and get none")
+    stacked = _stacked_targets(config, skeleton)
+    if stacked:
+        kinds = sorted({name.rpartition(".")[2] for name in stacked})
+        notes.append(f"Adapters: one on {' and '.join(kinds)} of every expert (tuning.lora.target_parameters)")
+    elif next(stacked_experts(skeleton), None) is not None:
+        notes.append("Adapters: experts get none; tuning.lora.target_parameters=auto gives each one its own")
     notes += [f"Adapters: {words}" for words in places.words]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
@@ -56,6 +61,7 @@ def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, li
         lora_alpha=lora.alpha,
         lora_dropout=lora.dropout,
         target_modules=targets,
+        target_parameters=stacked or None,
         modules_to_save=list(lora.modules_to_save) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
@@ -82,6 +88,24 @@ def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: 
         raise ModelError(
             f"tuning.lora.target_modules: {'; '.join(problems)}. The linear layers are: {names}; auto takes these"
         )
+
+
+def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
+    """Full names of the stacked weights of experts that get adapters.
+
+    Raises:
+        ModelError: a name matches none, or the class has none.
+    """
+    wanted = config.tuning.lora.target_parameters
+    if not wanted:
+        return []
+    names = sorted({name.rpartition(".")[2] for name in meant_experts(skeleton, "auto")})
+    lost = [] if wanted == "auto" else [one for one in wanted if not meant_experts(skeleton, [one])]
+    if lost or not names:
+        has = f"its stacked experts are: {', '.join(names)}" if names else "it has no experts in one tensor"
+        what = one_line(", ".join(lost)) or "auto"
+        raise ModelError(f"tuning.lora.target_parameters: {what} matches nothing in {config.model.name}; {has}")
+    return meant_experts(skeleton, wanted)
 
 
 def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> None:
