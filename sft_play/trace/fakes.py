@@ -90,25 +90,26 @@ def fake_nf4(layer: Any, settings: StepSettings) -> Any:
     return fake
 
 
-class _NF4Experts(nn.Module):
-    """Reads a stacked weight of experts dequantised, as training/model/nf4_experts.py does."""
+class _NF4Experts(nf4_experts.PackedWeight):
+    """Reads a stacked weight of experts dequantised; its scales are buffers of the module."""
 
-    def __init__(self, shape: torch.Size, settings: StepSettings) -> None:
+    def __init__(self, module: Any, name: str, settings: StepSettings) -> None:
         super().__init__()
-        self.shape, self.dtype = shape, getattr(torch, settings.weights)
-        for name, (sizes, dtype) in _constants(shape.numel(), double_quant=settings.double_quant).items():
-            self.register_buffer(name, torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
+        self.shape, self.dtype = getattr(module, name).shape, getattr(torch, settings.weights)
+        self._scales = (module, f"{name}_absmax", f"{name}_offset")
+        for one, (sizes, dtype) in _constants(self.shape.numel(), double_quant=settings.double_quant).items():
+            module.register_buffer(f"{name}_{one}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
 
     def like(self, packed: torch.Tensor) -> torch.Tensor:
         """A tensor of the weight's shape and dtype with the memory of one element."""
         return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
 
-    @torch.no_grad()
-    def forward(self, packed: torch.Tensor) -> torch.Tensor:
-        """The whole weight; double quantisation rebuilds its scales in fp32 first."""
-        if self.absmax.dtype is torch.uint8:
-            scales = torch.empty(self.absmax.shape, dtype=torch.float32)
-            scales = scales + self.offset
+    def whole(self, packed: torch.Tensor) -> torch.Tensor:
+        """The weight; double quantisation rebuilds its scales in fp32 first."""
+        module, absmax, offset = self._scales
+        if getattr(module, absmax).dtype is torch.uint8:
+            scales = torch.empty(getattr(module, absmax).shape, dtype=torch.float32)
+            scales = scales + getattr(module, offset)
         return torch.empty(self.shape, dtype=self.dtype)
 
 
@@ -118,9 +119,9 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
     if weight.numel() > MOST_PACKED:
         return
     rows = math.ceil(weight.numel() / 2) // storage.itemsize
-    packed = nn.Parameter(torch.empty((rows, 1), dtype=storage, device="meta"), requires_grad=False)
-    setattr(module, name, packed)
-    nf4_experts.read_by(module, name, _NF4Experts(weight.shape, settings))
+    packed, reads = torch.empty((rows, 1), dtype=storage, device="meta"), _NF4Experts(module, name, settings)
+    setattr(module, name, nn.Parameter(packed, requires_grad=False))
+    nf4_experts.put_packed(module, name, reads)
 
 
 def _constants(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

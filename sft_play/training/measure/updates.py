@@ -17,7 +17,7 @@ from torch import nn
 from transformers import TrainerCallback
 
 from sft_play.planner.precision import Updates
-from sft_play.training.model import nf4_experts
+from sft_play.training.prepare.experts import PACKED
 from sft_play.training.ranks import distributed, engines
 
 logger = logging.getLogger(__name__)
@@ -171,10 +171,10 @@ def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     base: list[str] = []
     adapters: list[str] = []
     for module in trainer.model.modules():
-        is_4bit = type(module).__name__ == "Linear4bit" or nf4_experts.is_packed(module)
+        packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED, ())
         for name, parameter in module.named_parameters(recurse=False):
             is_adapter = has_adapters and parameter.requires_grad
-            (adapters if is_adapter else base).append("nf4" if is_4bit and name != "bias" else _name(parameter))
+            (adapters if is_adapter else base).append("nf4" if name in packed else _name(parameter))
     wrapped = trainer.model_wrapped
     masters = [_name(tensor) for tensor in engines.masters(wrapped)] if engines.is_deepspeed(wrapped) else []
     return _listed(base), _listed(adapters), _listed(masters), _listed(_states(trainer))

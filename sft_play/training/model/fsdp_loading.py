@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _READING_TAKES = datetime.timedelta(days=1)
 """How long the other ranks wait for the first: it may have to download the weights."""
-_AROUND = ("base_layer", "original_module", "modules_to_save", "default", "parametrizations", "original")
-"""What PEFT and packed experts insert into the names of the base's weights."""
+_AROUND = ("base_layer", "original_module", "modules_to_save", "default")
+"""What PEFT inserts into the names of the base's weights."""
 
 Source = Mapping[str, torch.Tensor]
 """The weights by their names in the base; empty on all ranks but the first."""
@@ -238,7 +238,7 @@ class _Filling:
         else:
             whole = self._received(places[0][0], parameter, parameter.shape)
             widen = self._in_fp32 and parameter.requires_grad
-            packed = nf4_experts.fill(module, whole, self._storage)
+            packed = nf4_experts.fill(module, places[0][2], whole, self._storage)
             plain = nn.Parameter(whole.float() if widen else whole, requires_grad=parameter.requires_grad)
             filled = plain if packed is None else packed
         for _, owner, name in places:

@@ -1,8 +1,8 @@
 """Experts in 4 bits: weights that are one tensor for all experts of a block, which bitsandbytes' layers do not reach.
 
-Each such tensor is quantised as transformers reads and stacks it, so that no more than one of them is ever whole, and
-dequantised where the block reads it (`Bnb4bitParametrization`). Within a block's experts it is dequantised once; the
-backward pass needs it again, so it lives until then unless the block is checkpointed.
+Each such tensor is packed as transformers reads and stacks it, so that no more than one of them is ever whole. The
+packed tensor has the weight's place and name; code that reads the weight gets it dequantised, once in a pass of the
+block's experts. The backward pass needs it again, so it lives until then unless the block is checkpointed.
 """
 
 from __future__ import annotations
@@ -14,36 +14,92 @@ from typing import Any
 import torch
 from bitsandbytes import functional
 from bitsandbytes.nn import Linear4bit
-from bitsandbytes.nn.parametrize import Bnb4bitParametrization
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
-from torch.nn.utils import parametrize
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.facts.models.model_shape import MOST_PACKED
-from sft_play.training.prepare.experts import stacked_experts
+from sft_play.training.prepare.experts import PACKED, stacked_experts
 
 
-class Nf4Weight(Bnb4bitParametrization):
-    """What reads a weight of experts: dequantised, or as it is until it has been quantised (`quant_state` None)."""
+# --- a packed weight --------------------------------------------------------------------------------------------------
+class PackedWeight:
+    """How a packed weight is read: by bitsandbytes' `state` of it, and with the adapter that PEFT adds; as it is until
+    it has been packed (`state` None)."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+        self.adapters: list[tuple[torch.Tensor, torch.Tensor, float]] = []
+        """Factors, experts x rows x rank and experts x rank x columns, and their scale."""
 
     def like(self, packed: torch.Tensor) -> torch.Tensor:
-        """A tensor with shape, dtype and device of the weight, and the memory of one element."""
-        if self.quant_state is None:
+        """A tensor with the weight's shape, dtype and device, and the memory of one element."""
+        if self.state is None:
             return packed
-        return torch.empty((), dtype=self.quant_state.dtype, device=packed.device).expand(self.quant_state.shape)
+        return torch.empty((), dtype=self.state.dtype, device=packed.device).expand(self.state.shape)
 
-    def forward(self, quantized_param: torch.Tensor) -> torch.Tensor:
-        """The weight, experts x rows x columns, of the packed one."""
-        if self.quant_state is None:
-            return quantized_param
-        weight: torch.Tensor = super().forward(quantized_param)
+    def whole(self, packed: torch.Tensor) -> torch.Tensor:
+        """The weight, experts x rows x columns."""
+        if self.state is None:
+            return packed
+        with torch.no_grad():
+            weight: torch.Tensor = functional.dequantize_4bit(packed, self.state)
+        return weight
+
+    def read(self, packed: torch.Tensor) -> torch.Tensor:
+        """The weight with its adapters, in its own dtype."""
+        weight = self.whole(packed)
+        for left, right, scale in self.adapters:
+            weight = torch.baddbmm(weight, left, right, alpha=scale)
         return weight
 
 
+def put_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
+    """Let code that reads a module's parameter get it as `weight` reads it."""
+    if PACKED not in vars(module):
+        setattr(module, PACKED, {})
+        module.register_forward_pre_hook(_start_reading)
+        # always_call: checkpointing ends its second pass by an exception
+        module.register_forward_hook(_end_reading, always_call=True)
+    vars(module)[PACKED][name] = weight
+    kind = type(module)
+    # under the class's own name: others look for experts by it
+    module.__class__ = type(kind.__name__, (kind,), {name: _reading(name), "__module__": kind.__module__})
+
+
+def _reading(name: str) -> property:
+    def read(module: nn.Module) -> torch.Tensor:
+        known: dict[str, torch.Tensor] = vars(module).get("_sft_read", {})
+        if name in known:
+            return known[name]
+        weight: torch.Tensor = vars(module)[PACKED][name].read(module._parameters[name])
+        if "_sft_read" in vars(module):
+            known[name] = weight
+        return weight
+
+    return property(read)
+
+
+def _start_reading(module: nn.Module, inputs: Any) -> None:
+    vars(module)["_sft_read"] = {}
+
+
+def _end_reading(module: nn.Module, inputs: Any, output: Any) -> None:
+    vars(module).pop("_sft_read", None)
+
+
+def pack(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, Any]:
+    """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype, and bitsandbytes' state."""
+    data, state = functional.quantize_4bit(
+        weight.contiguous(), compress_statistics=True, quant_type="nf4", quant_storage=storage
+    )
+    return nn.Parameter(data, requires_grad=False), state
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 class ExpertQuantizer(Bnb4BitHfQuantizer):
     """bitsandbytes' 4 bits for linear layers, as in transformers, and for stacked experts too."""
 
@@ -57,10 +113,10 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
         return _Quantize(self)
 
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
-        for module in [module for module in model.modules() if not isinstance(module, Linear4bit)]:
-            for name, parameter in list(module.named_parameters(recurse=False)):
-                if (state := getattr(parameter, "quant_state", None)) is not None:
-                    read_through(module, name, state)
+        for module in list(model.modules()):
+            for name, parameter in list(module._parameters.items()):
+                if (state := getattr(parameter, "packed_experts", None)) is not None:
+                    put_packed(module, name, PackedWeight(state))
         return super()._process_model_after_weight_loading(model, **options)
 
 
@@ -77,78 +133,40 @@ class _Quantize(Bnb4bitQuantize):
                 continue
             whole = value[0] if isinstance(value, list) else value
             del value
-            packed[name] = pack(whole, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage)
+            packed[name], state = pack(whole, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage)
+            packed[name].packed_experts = state
         return packed
 
 
-def pack(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> nn.Parameter:
-    """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype; its state is `quant_state`."""
-    data, state = functional.quantize_4bit(
-        weight.contiguous(), compress_statistics=True, quant_type="nf4", quant_storage=storage
-    )
-    packed = nn.Parameter(data, requires_grad=False)
-    packed.quant_state = state  # type: ignore[attr-defined]
-    return packed
-
-
-def read_through(module: nn.Module, name: str, state: Any) -> None:
-    """Let a module read its packed weight dequantised; without a state as it is, until `fill` gives it one."""
-    read_by(module, name, Nf4Weight(state))
-
-
-def read_by(module: nn.Module, name: str, reads: nn.Module) -> None:
-    """Let a module read its weight through another one, once in each of its passes."""
-    if not parametrize.is_parametrized(module):
-        # always_call: checkpointing ends its second pass by an exception
-        module.register_forward_pre_hook(_keep_read)
-        module.register_forward_hook(_forget_read, always_call=True)
-    parametrize.register_parametrization(module, name, reads, unsafe=True)
-
-
-def _keep_read(module: nn.Module, inputs: Any) -> None:
-    parametrize._cache_enabled += 1
-
-
-def _forget_read(module: nn.Module, inputs: Any, output: Any) -> None:
-    parametrize._cache_enabled = max(0, parametrize._cache_enabled - 1)
-    if not parametrize._cache_enabled:
-        parametrize._cache = {}
-
-
 def prepare_empty(model: nn.Module) -> None:
-    """Let every stacked weight of a model on the meta device be packed when it arrives."""
+    """Let every stacked weight of a model on the meta device be packed when it arrives (`fill`)."""
     for _, module, name in list(stacked_experts(model)):
         if module.get_parameter(name).numel() <= MOST_PACKED:
-            read_through(module, name, None)
+            put_packed(module, name, PackedWeight())
 
 
-def fill(module: nn.Module, weight: torch.Tensor, storage: torch.dtype) -> nn.Parameter | None:
-    """Pack a weight that arrived for a module of `prepare_empty`; None where the module is none of those."""
-    if not is_packed(module):
+def fill(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtype) -> nn.Parameter | None:
+    """Pack a weight that arrived for a module of `prepare_empty`; None where it is none of those."""
+    reads = vars(module).get(PACKED, {}).get(name)
+    if reads is None:
         return None
-    packed = pack(weight, storage)
-    module[0].quant_state = packed.quant_state
+    packed, reads.state = pack(weight, storage)
     return packed
-
-
-def is_packed(module: nn.Module) -> bool:
-    """Whether a module holds a packed weight of experts, as its parameter `original`."""
-    return isinstance(module, parametrize.ParametrizationList) and isinstance(module[0], Nf4Weight)
 
 
 def _names(model: nn.Module, module: nn.Module) -> frozenset[str]:
     """Names of a module's stacked weights; which modules have some is looked up once for a model."""
-    found: dict[int, frozenset[str]] | None = model.__dict__.get("_sft_stacked")
+    found: dict[int, frozenset[str]] | None = vars(model).get("_sft_stacked")
     if found is None:
         by_module: dict[int, set[str]] = {}
         for _, one, name in stacked_experts(model):
             if one.get_parameter(name).numel() <= MOST_PACKED:
                 by_module.setdefault(id(one), set()).add(name)
-        found = {key: frozenset(names) for key, names in by_module.items()}
-        model.__dict__["_sft_stacked"] = found
+        found = vars(model)["_sft_stacked"] = {key: frozenset(names) for key, names in by_module.items()}
     return found.get(id(module), frozenset())
 
 
+# --- adapters ---------------------------------------------------------------------------------------------------------
 def register() -> None:
     """Make transformers quantise experts too wherever it quantises to 4 bits, and PEFT adapt such experts."""
     AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertQuantizer
@@ -159,45 +177,32 @@ def register() -> None:
 _GET_PARAM, _ACTIVATE = ParamWrapper.get_param, ParamWrapper._activate_lora
 
 
+def _packed(wrapper: ParamWrapper) -> PackedWeight | None:
+    found: PackedWeight | None = vars(wrapper.get_base_layer()).get(PACKED, {}).get(wrapper.parameter_name)
+    return found
+
+
 def _param(wrapper: ParamWrapper) -> torch.Tensor:
     """The weight that PEFT adapts; of a packed one PEFT (0.21) asks for shape, dtype and device alone."""
     reads = _packed(wrapper)
-    weight: torch.Tensor = _GET_PARAM(wrapper) if reads is None else reads[0].like(reads.original)
-    return weight
-
-
-def _packed(wrapper: ParamWrapper) -> Any:
-    """What reads the weight that PEFT adapts, where it is packed, as modules in turn; else None."""
-    every = dict(getattr(wrapper.get_base_layer(), "parametrizations", {}).items())
-    reads = every.get(wrapper.parameter_name, [None])
-    return reads if hasattr(reads[0], "like") else None
+    if reads is None:
+        plain: torch.Tensor = _GET_PARAM(wrapper)
+        return plain
+    packed = wrapper.get_base_layer()._parameters[wrapper.parameter_name]
+    assert packed is not None
+    return reads.like(packed)
 
 
 @contextlib.contextmanager
 def _activated(wrapper: ParamWrapper, adapters: list[str]) -> Iterator[None]:
-    """A weight with its adapter. PEFT (0.21) does not take the adapter of a packed one off again, and torch's cache,
-    which is on while the module's other weight has its own, would keep this one without it."""
-    reads, active = _packed(wrapper), [one for one in adapters if one in wrapper.lora_A]
-    if reads is None or not active:
+    """The block's experts with their adapter, in place of PEFT's, which registers a parametrisation of a parameter."""
+    reads = _packed(wrapper)
+    if reads is None:
         with _ACTIVATE(wrapper, adapters):
             yield
         return
-    reads.extend(_WithAdapter(*wrapper.get_delta_factors(one)) for one in active)
-    parametrize._cache.pop((id(wrapper.get_base_layer()), wrapper.parameter_name), None)
+    reads.adapters = [wrapper.get_delta_factors(one) for one in adapters if one in wrapper.lora_A]
     try:
-        with parametrize.cached():
-            yield
+        yield
     finally:
-        del reads[-len(active) :]
-
-
-class _WithAdapter(nn.Module):
-    """Adds `scaling * lhs @ rhs` to a weight: experts x rows x rank, experts x rank x columns."""
-
-    def __init__(self, lhs: torch.Tensor, rhs: torch.Tensor, scaling: float) -> None:
-        super().__init__()
-        self.factors, self.scaling = (lhs, rhs), scaling
-
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        """The weight with the adapter, in its own dtype."""
-        return torch.baddbmm(weight, *self.factors, alpha=self.scaling)
+        reads.adapters = []

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
 from sft_play.config.schema import RunConfig
@@ -20,6 +19,9 @@ from sft_play.training.proofs.small_model import on_small_model, small_model
 
 CASTING = "sft_play_grouped_mm"
 """The name under which `grouped_mm_in_autocast` is registered in transformers."""
+
+PACKED = "sft_packed"
+"""The attribute of a module with those of its weights that are kept in 4 bits, by name."""
 
 _LIST = re.compile(r"(^|\.)experts$")
 
@@ -116,8 +118,9 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
     ones too."""
     for path, module in model.named_modules():
         if is_routed(path, module):
-            names = [name for name, one in module.named_parameters(recurse=False) if one.dim() == 3]
-            yield from ((path, module, name) for name in (*names, *getattr(module, "parametrizations", ())))
+            own = vars(module).get(PACKED, ())
+            names = [name for name, one in module.named_parameters(recurse=False) if one.dim() == 3 or name in own]
+            yield from ((path, module, name) for name in names)
 
 
 def meant_experts(model: nn.Module, targets: Literal["auto"] | Sequence[str]) -> list[str]:
@@ -129,7 +132,7 @@ def meant_experts(model: nn.Module, targets: Literal["auto"] | Sequence[str]) ->
 def is_routed(path: str, module: nn.Module) -> bool:
     """Whether a module at this path holds weights of routed experts, not of shared ones."""
     has_name = "expert" in type(module).__name__.lower() or "experts" in path.split(".")
-    return has_name and "shared" not in path and not isinstance(module, parametrize.ParametrizationList)
+    return has_name and "shared" not in path
 
 
 def has_own_experts(skeleton: nn.Module) -> bool:
