@@ -55,7 +55,7 @@ prune: setup ## Remove runs, after asking (RUNS='first second', CHECKPOINTS=1 on
 
 ##@ See
 gpu-info: setup ## Show GPUs, driver, topology, host and disk (FULL=1 asks torch, HARDWARE=2xH200 what a plan assumes)
-gpu-selftest: setup ## Test this machine's GPUs against the plan: kernels, peaks, speeds, layouts; 10 minutes (OUT=FILE)
+gpu-selftest: setup ## Test this machine's GPUs against the plan: kernels, peaks, speeds, layouts; 10 minutes, or MINUTES= (OUT=FILE)
 memory-check: setup ## Show how much memory of each GPU a run uses, and how much was predicted (WATCH=1, RUN=NAME)
 tensorboard: setup ## Show the curves of all runs in output.dir (RUN=NAME: of one); stays until tb-stop
 tb-open: setup ## Open that page in a browser, or say its address
@@ -94,6 +94,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: ROUNDS=3                 bench: how often each side runs, in turns
 #: PEER=trl                 bench: what to compare with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory
 #: PEER_PYTHON=PATH         bench: the Python that has the peer's package
+#: MINUTES=3                gpu-selftest: begin no part after so many; another start with the same OUT continues
 #: FULL=1                   gpu-info: start torch too and ask it what it sees
 #: WATCH=1                  memory-check: refresh until Ctrl-C
 #: RUNS='first second'      compare, prune: names of the runs to compare or to remove

@@ -1,11 +1,13 @@
 """`make bench` on a GPU: 8B and 4B shapes, every mode, 2,048 and 8,192 tokens, mixed chats and full blocks, beside TRL.
 
     python -m benchmarks.gpu_bench --out gpu_bench.json          # at most 25 minutes; --minutes 60 for more of them
+    python -m benchmarks.gpu_bench --only 4b-lora-2048-mixed,4b-full-2048-mixed --minutes 4 --longest 60
 
 Weights are random, of the published shapes, so nothing is downloaded; they take 24 GiB of disk in --folder. Each trial
 is a run of ours and one of TRL's on the same rows, with our micro-batch for both unless --tries lets TRL try others.
-The most telling trials come first; those that the time does not reach are written as such, and `--again` goes on with
-them. The file is written after every trial. Not yet measured: this project has no GPU.
+The most telling trials come first, or those of --only in their order; those that the time does not reach are written as
+such, and `--again` goes on with them. The file is written after every trial, with the predicted peak and speed beside
+the measured ones. Not yet measured: this project has no GPU.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from typing import Any
 
 from benchmarks.steps import material
 from benchmarks.steps.bench import compare
-from sft_play.errors import DoesNotFit, HardwareError
+from sft_play.errors import ConfigError, DoesNotFit, HardwareError, SftPlayError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import KNOWN_MODELS
+from sft_play.log import one_line
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
+from sft_play.spelling import did_you_mean
 from sft_play.units import GIB
 
 MODELS = {"8b": "Qwen/Qwen3-8B", "4b": "Qwen/Qwen3-4B"}
@@ -41,7 +45,8 @@ ROWS = (STEPS + WARMUP) * 16
 ROOM = 2 * GIB
 """Beside the weights, while they are made on the GPU."""
 LONGEST_S = 240.0
-"""A trial is not begun with less time left than the longest so far took, or than this before the first has ended."""
+"""A trial is not begun with less time left than the longest so far took, or than this before the first has ended;
+--longest says another time for all."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,22 @@ def trials() -> list[Trial]:
     ]  # fmt: skip
     compiled = [replace(trial, compiled=True) for trial in (first[0], first[5])]
     return [*first, *compiled, *(trial for trial in every if trial not in first)]
+
+
+def chosen(names: str | None) -> list[Trial]:
+    """The trials of these names, separated by commas, in their order; all of them without names.
+
+    Raises:
+        ConfigError: there is no such trial.
+    """
+    every = {trial.name: trial for trial in trials()}
+    if names is None:
+        return list(every.values())
+    unknown = [name for name in names.split(",") if name not in every]
+    if unknown:
+        hint = did_you_mean(unknown[0], every) or f"there are: {', '.join(every)}"
+        raise ConfigError(f"--only: there is no trial {one_line(unknown[0])}; {hint}")
+    return [every[name] for name in names.split(",")]
 
 
 def write_model(place: Path, name: str) -> None:
@@ -146,14 +167,21 @@ def main() -> int:
         "--folder", type=Path, help="where models and rows are made, and kept; default: a temporary one"
     )
     parser.add_argument("--minutes", type=float, default=25.0)
+    parser.add_argument("--only", metavar="NAMES", help="these trials, separated by commas, such as 4b-lora-2048-mixed")
+    parser.add_argument("--longest", type=float, metavar="SECONDS", help="what the longest trial is taken to need")
     parser.add_argument("--tries", action="store_true", help="let TRL try micro-batches, three more starts a trial")
     parser.add_argument("--again", action="store_true", help="keep what OUT has measured and go on")
     given = parser.parse_args()
     logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("benchmarks.steps").setLevel(logging.INFO)  # the last lines of a side that fails
     began, machine = time.monotonic(), detect()
-    if not machine.gpus:
-        sys.stderr.write(f"{HardwareError('gpu_bench needs a GPU, and none is seen here; make bench runs on a CPU')}\n")
-        return HardwareError.exit_code
+    try:
+        asked = chosen(given.only)
+        if not machine.gpus:
+            raise HardwareError("gpu_bench needs a GPU, and none is seen here; make bench runs on a CPU")
+    except SftPlayError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
     out = given.out.absolute()
     book: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if given.again and out.is_file() else {}
     book |= {"machine": machine.as_json(), "versions": versions(), "trials": book.get("trials", {})}
@@ -161,8 +189,8 @@ def main() -> int:
         folder = given.folder or Path(place)
         folder.mkdir(parents=True, exist_ok=True)
         os.environ["SFT_PLAY_CACHE"] = str(folder / "cache")
-        longest = LONGEST_S
-        for trial in trials():
+        longest = given.longest or LONGEST_S
+        for trial in asked:
             if book["trials"].get(trial.name, {}).get("status") == "measured":
                 continue
             if time.monotonic() - began + longest > given.minutes * 60:
@@ -171,7 +199,7 @@ def main() -> int:
                 _say(f"{trial.name}:")
                 book["trials"][trial.name] = measured(trial, folder, tries=given.tries)
                 spent = [one["seconds"] for one in book["trials"].values() if "seconds" in one]
-                longest = max(spent)
+                longest = given.longest or max(spent)
             write_json(out, book)
     return 0
 

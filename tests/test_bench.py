@@ -16,6 +16,7 @@ import pytest
 from benchmarks.steps import bench, material
 from benchmarks.steps.order import Order
 from sft_play.errors import ConfigError, DoesNotFit, TrainingError
+from sft_play.units import GIB
 from tests import warm
 from tests.conftest import ROOT
 
@@ -87,6 +88,9 @@ def test_the_bare_loop_does_the_same_steps(kind, small):
     assert set(mine["parts_s"]) == {"data", "forward_backward", "optimizer"}
     assert 0 < mine["parts_s"]["forward_backward"] < mine["step_s"]
     assert data["medians"]["ours"]["mfu"] is None  # no rate of a CPU is known
+    assert mine["predicted"]["reserved_bytes"] >= mine["predicted"]["allocated_bytes"] > 0
+    assert mine["predicted"]["tokens_per_s"] is None
+    assert "predicted" not in other
     assert {"tokens_per_s", "rows_per_s", "step_s", "resident_bytes", "process_s"} <= set(data["ratios"])
     assert data["ratios"]["tokens_per_s"] == pytest.approx(mine["tokens_per_s"] / other["tokens_per_s"])
     assert any("the same rows in every step" in line for line in found.lines())
@@ -313,6 +317,16 @@ def test_ratios_are_those_of_medians():
     assert found.ratios() == {"tokens_per_s": 2.0, "rows_per_cpu_s": 2.0, "tokens_per_cpu_s": 2.0}
 
 
+def test_a_gpus_peak_is_shown_beside_the_plans():
+    plan = {"allocated_bytes": 20 * GIB, "reserved_bytes": 22 * GIB}
+    run = {"allocated_bytes": 21 * GIB, "reserved_bytes": 21.5 * GIB, "predicted": plan}
+    theirs = {"allocated_bytes": 30 * GIB}
+    lines = comparison([run], [theirs]).lines()
+    assert lines[2] == "    of the GPU: 21.00 GiB allocated (20.00 predicted), 21.50 GiB reserved (22.00 predicted)"
+    assert sum("of the GPU" in line for line in lines) == 1
+    assert not any("of the GPU" in line for line in comparison([run | {"allocated_bytes": None}], [theirs]).lines())
+
+
 def test_utilisation_uses_the_length_of_the_rows_and_is_none_on_a_cpu(small, monkeypatch):
     from sft_play.config.load import load_config
     from sft_play.facts.hardware import named
@@ -412,6 +426,46 @@ def test_a_gpu_script_begins_with_trials_in_which_every_setting_occurs():
     for values in zip(*((one.model, one.mode, str(one.length), one.kind) for one in every[:6]), strict=True):
         assert all(values.count(value) >= 2 for value in set(values))
     assert {one.mode for one in every[:6]} == {"qlora", "lora", "full"}
+
+
+def test_trials_of_a_gpu_script_are_chosen_by_name():
+    gpu = importlib.import_module("benchmarks.gpu_bench")
+    assert gpu.chosen(None) == gpu.trials()
+    names = "4b-full-2048-mixed,8b-lora-2048-mixed-compiled"
+    assert [trial.name for trial in gpu.chosen(names)] == names.split(",")
+    with pytest.raises(ConfigError, match="there is no trial 4b-lora-2048-mixd; did you mean 4b-lora-2048-mixed"):
+        gpu.chosen("4b-lora-2048-mixd")
+
+
+def test_a_gpu_script_begins_no_trial_that_its_time_does_not_reach(tmp_path, monkeypatch):
+    from sft_play.facts.hardware import named
+
+    gpu = importlib.import_module("benchmarks.gpu_bench")
+    now, measured = [0.0], []
+
+    def took(trial: Any, folder: Any, **_: Any) -> dict[str, Any]:
+        now[0] += 70.0
+        measured.append(trial.name)
+        return {"status": "measured", "seconds": 70.0}
+
+    monkeypatch.setattr(gpu, "measured", took)
+    monkeypatch.setattr(gpu, "detect", lambda: named("1xH100"))
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    monkeypatch.setenv("SFT_PLAY_CACHE", "set back at the end")
+    names = [trial.name for trial in gpu.trials()][:3]
+    out = tmp_path / "out.json"
+    words = ["gpu_bench", "--out", str(out), "--only", ",".join(names), "--folder", str(tmp_path)]
+
+    def statuses(*more: str) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        assert gpu.main() == 0
+        return [one["status"] for one in json.loads(out.read_text())["trials"].values()]
+
+    assert statuses("--minutes", "3") == ["not reached"] * 3  # the first is taken to need four
+    # 70 s of 180 left after the second, which is what one took
+    assert statuses("--minutes", "3", "--longest", "60") == ["measured", "measured", "not reached"]
+    assert statuses("--minutes", "3", "--longest", "60", "--again") == ["measured"] * 3
+    assert measured == names
 
 
 def test_a_model_that_cannot_be_made_ends_its_trial_and_not_the_gpu_bench(monkeypatch, tmp_path):

@@ -226,7 +226,10 @@ def test_losses_of_a_resumed_run_are_compared_at_every_step():
 def test_nine_trials_hold_every_pair_of_settings_and_come_first():
     every, core = trials.trials(), trials.core()
     assert (len(every), len(set(every)), len(core)) == (36, 36, 9)
-    assert set(every[:9]) == set(core)
+    assert every[:9] == core
+    for begin in (0, 3, 6):  # what a little time reaches has every mode and every kind of rows
+        some = core[begin : begin + 3]
+        assert len({trial.mode for trial in some}) == len({trial.rows for trial in some}) == 3
     pairs = {
         pair
         for trial in every
@@ -407,6 +410,27 @@ def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(
     assert made[4:] == ["one", "two", "three"]
 
 
+def test_no_part_is_begun_after_the_minutes_that_were_given(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: now[0])
+
+    def step(name: str, seconds: float, **more: Any) -> selftest.Step:
+        def make() -> Part:
+            now[0] += seconds
+            return Part(name, "pass", "", seconds=seconds)
+
+        return selftest.Step(name, make, **more)
+
+    steps = step("one", 100.0), step("several/two", 100.0), step("three", 1.0), step("four", 1e4, later=True)
+    fake(monkeypatch, *steps)
+    found = selftest.selftest(tmp_path / "a.json", minutes=3).parts  # 180 s: over after the second
+    assert [found[name].reason == LATER for name in ("one", "several/two", "three", "four")] == [False] * 2 + [True] * 2
+    assert not json.loads((tmp_path / "a.json").read_text())["finished"]
+    book = selftest.selftest(tmp_path / "a.json", minutes=60)
+    assert {book.parts[name].status for name in ("one", "several/two", "three", "four")} == {"pass"}
+    assert now[0] == 10_201.0  # nothing twice
+
+
 def test_the_answer_of_another_machine_or_of_other_versions_is_not_gone_on_with(tmp_path):
     path = tmp_path / "a.json"
 
@@ -447,6 +471,18 @@ def test_an_answer_that_cannot_be_written_is_one_message_before_any_work(command
     assert said in printed
 
 
+def test_minutes_are_given_to_the_command(command, tmp_path, monkeypatch):
+    fake(monkeypatch, selftest.Step("one", lambda: pytest.fail("it was begun")))
+    now = itertools.count()
+    monkeypatch.setattr(selftest.time, "monotonic", lambda: next(now))
+    code, printed = command("gpu-selftest", "--out", str(tmp_path / "a.json"), "--minutes", "0.01")
+    assert code == 2, printed
+    assert f"SKIP  {'one':<34} {LATER}" in printed
+    code, printed = command("gpu-selftest", "--minutes", "few")
+    assert code == 2
+    assert "MINUTES=few is not a number of minutes, such as MINUTES=3" in printed
+
+
 @pytest.mark.parametrize(
     ("words", "said"), [(("train.bf16=true",), "reads no run YAML"), (("--config", "a"), "--config is not a flag")]
 )
@@ -461,6 +497,7 @@ def test_the_exit_code_is_2_where_a_part_fails_and_0_where_none_does(command, tm
         fake(monkeypatch, selftest.Step("one", lambda: Part("one", status, "")))  # noqa: B023
         code, printed = command("gpu-selftest", "--out", str(tmp_path / f"{status}.json"), "--json")
         assert code == wanted, printed
+        assert ("FAIL  one" in printed, "SKIP  one" in printed) == (status == "fail", status == "skipped")
     answer = json.loads((tmp_path / "fail.json").read_text())
     assert {"machine", "versions", "date", "parts", "ok", "finished"} <= set(answer)
     assert set(answer["parts"][0]) == {"name", "status", "reason", "predicted", "measured", "seconds", "log"}

@@ -79,8 +79,12 @@ def test_it_is_exact_against_one_chat_at_a_time(dtype):
 
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("width", [16, 20])
-def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width):
-    """The only call that differs: its arguments, by a stand-in that does what torch documents of them."""
+@pytest.mark.parametrize("is_told", [True, False])
+def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width, is_told):
+    """The only call that differs: its arguments, by a stand-in that does what torch documents of them.
+
+    torch 2.11's is not told of grouped heads (its source: the operator gets all heads as they are).
+    """
     import torch
     from torch.nn.attention import varlen as torchs
 
@@ -90,19 +94,20 @@ def test_cuda_is_asked_for_what_a_cpu_computes(monkeypatch, window, width):
 
     def documented(
         query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: float,
-        window_size: tuple[int, int], enable_gqa: bool,
+        window_size: tuple[int, int], **of_later: Any,
     ) -> Any:  # fmt: skip
         assert query.shape[-1] % 8 == 0
         assert cu_seq_q is cu_seq_k
         assert (max_q, max_k) == (9, 9)
         assert window_size[1] == 0  # causal
-        assert enable_gqa
+        assert of_later == ({"enable_gqa": True} if is_told else {})
         asked.append(window_size[0])
         seen = None if window_size[0] == -1 else window_size[0] + 1  # left of the query, and itself
         given = (one.transpose(0, 1)[None] for one in (query, key, value))
         return alone(*given, cu_seq_q.diff().tolist(), window=seen, scale=scale)[0].float()
 
     monkeypatch.setattr(torchs, "varlen_attn", documented)
+    monkeypatch.setattr(varlen, "_TELLS_GROUPED", is_told)
     q, k, v = heads(draw, sum(lengths), width=width)
     expected = attended(q, k, v, lengths, sliding_window=window)
     monkeypatch.setattr(varlen, "one_by_one", None)
@@ -185,7 +190,7 @@ def test_an_older_torch_says_what_it_lacks(monkeypatch):
 
     assert varlen.why_not() is None
     monkeypatch.setattr(torchs, "varlen_attn", lambda query, key, value, is_causal=False: None)
-    assert "has no enable_gqa, scale, window_size" in str(varlen.why_not())
+    assert "has no scale, window_size" in str(varlen.why_not())
 
 
 def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():

@@ -57,12 +57,14 @@ class Step:
 def selftest(
     out: Path | None = None,
     *,
+    minutes: float | None = None,
     only: Callable[[str], bool] = lambda name: True,
     progress: Callable[[str], None] = logger.info,
 ) -> Book:
     """Run every part that has not been run yet, and write them to `out` with a text report beside it.
 
     Args:
+        minutes: no part is begun after them, whatever it is; None: only trials wait for time (TIME_S).
         only: which parts to make, by their names.
 
     Raises:
@@ -78,7 +80,8 @@ def selftest(
         for step in _steps(bench, hardware, book):
             if step.name in book.parts or not only(step.name):
                 continue
-            book.add(_run(step, hardware, time.monotonic() - began - together_s))
+            elapsed_s = time.monotonic() - began - (together_s if minutes is None else 0.0)
+            book.add(_run(step, hardware, elapsed_s, minutes=minutes))
             if step.name.startswith(several.PREFIX):
                 together_s += book.parts[step.name].seconds
             progress(line_of(book.parts[step.name]))
@@ -128,6 +131,7 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
         return Step(f"{several.PREFIX}{name}", make, gpus=gpus, packages=torch if name == "all-reduce" else TRAINING)
 
     every = [trial(one) for one in trials.trials()]
+    first = [step for step in every if not step.waits]
     return [
         Step(f"{environment.PREFIX}device", lambda: environment.device(hardware)),
         Step(f"{environment.PREFIX}compiler", lambda: environment.toolchain(bench)),
@@ -138,8 +142,9 @@ def _steps(bench: Bench, hardware: Hardware, book: Book) -> list[Step]:
              packages=("torch", "transformers")),
         Step(f"{environment.PREFIX}varlen", lambda: environment.varlen(bench), packages=("torch", "transformers")),
         Step(f"{environment.PREFIX}nvml", lambda: environment.nvml(bench), gpus=1, packages=torch),
-        *(step for step in every if not step.waits),
+        *first[: len(MODES)],
         Step(out_of_memory.NAME, with_material(lambda: out_of_memory.make(bench, hardware)), gpus=1, packages=TRAINING),
+        *first[len(MODES) :],
         of_several("all-reduce", lambda: several.all_reduce(bench, hardware)),
         of_several("fsdp-qlora", with_material(lambda: several.fsdp_qlora(bench, hardware))),
         of_several("resume", with_material(
@@ -159,9 +164,9 @@ def _make_material(bench: Bench) -> str | None:
     return None
 
 
-def _run(step: Step, hardware: Hardware, elapsed_s: float) -> Part:
+def _run(step: Step, hardware: Hardware, elapsed_s: float, *, minutes: float | None = None) -> Part:
     """The part, or why it is skipped, or how it crashed."""
-    why = _left_out(step, hardware, elapsed_s)
+    why = _left_out(step, hardware, elapsed_s, minutes=minutes)
     if why is not None:
         return Part(step.name, "skipped", why)
     started = time.monotonic()
@@ -175,7 +180,7 @@ def _run(step: Step, hardware: Hardware, elapsed_s: float) -> Part:
     return part if part.seconds else replace(part, seconds=round(time.monotonic() - started, 1))
 
 
-def _left_out(step: Step, hardware: Hardware, elapsed_s: float) -> str | None:
+def _left_out(step: Step, hardware: Hardware, elapsed_s: float, *, minutes: float | None = None) -> str | None:
     """Why a part cannot be run on this machine now; None where it can."""
     there = len(several.together(hardware).gpus)
     if step.gpus == 1 and not hardware.gpus:
@@ -188,6 +193,8 @@ def _left_out(step: Step, hardware: Hardware, elapsed_s: float) -> str | None:
     missing = [name for name in step.packages if importlib.util.find_spec(name) is None]
     if missing:
         return f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed (make setup)"
+    if minutes is not None:
+        return LATER if elapsed_s > 60 * minutes else None
     return LATER if step.later and elapsed_s > TIME_S["cuda" if hardware.gpus else "cpu"] else None
 
 

@@ -35,6 +35,7 @@ from sft_play.process.environment import for_another_run
 from sft_play.runs.manifest import versions
 from sft_play.starting.plan_run import shape_for
 from sft_play.training.unsloth.unsloth_environment import find_python
+from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ class Comparison:
         for side in self.runs:
             figures = self.medians(side)
             lines.append(f"  {side}: {_words(figures)}")
+            lines += _beside_the_plan(self.runs[side][0])
             parts = self.runs[side][0].get("parts_s")
             if parts:
                 lines.append(
@@ -157,6 +159,16 @@ class Comparison:
             lines.append(f"  {rows}; losses of the first {same['losses_compared']} steps differ by at most "
                          f"{same['largest_loss_difference']:.1e}")  # fmt: skip
         return lines
+
+
+def _beside_the_plan(run: Run) -> list[str]:
+    """Measured and predicted memory of a run of ours on a GPU; a CPU's peak is that of the whole process."""
+    if run.get("allocated_bytes") is None or "predicted" not in run:
+        return []
+    plan = run["predicted"]
+    pairs = ((run[f"{name}_bytes"] / GIB, plan[f"{name}_bytes"] / GIB, name) for name in ("allocated", "reserved"))
+    words = ", ".join(f"{saw:.2f} GiB {name} ({said:.2f} predicted)" for saw, said, name in pairs)
+    return [f"    of the GPU: {words}"]
 
 
 def _per_cpu(run: Run, name: str) -> float:
@@ -369,8 +381,13 @@ class _Bench:
         run: Run = json.loads(Path(order.result).read_text(encoding="utf-8"))
         facts = self._known()
         run = flat(run) | timed
-        run["mfu"] = utilisation(run, plan_from_json(facts["plan"]), self.loaded)
+        plan = plan_from_json(facts["plan"])
+        run["mfu"] = utilisation(run, plan, self.loaded)
+        if order.side == "ours":
+            run["predicted"] = predicted(plan)
         self.progress(f"{order.side}: {_words({name: run.get(name) for name in FIGURES})}")
+        for line in _beside_the_plan(run):  # now: a peer that fails would leave no comparison
+            self.progress(f"{order.side}, {line.strip()}")
         return run
 
     def _timed(self, side: str, words: list[str]) -> Run:
@@ -439,6 +456,18 @@ def flat(run: Run) -> Run:
         "step_s": run["seconds"] / run["steps"],
         "cpu_s_per_step": run["cpu_s"] / run["steps"],
         **{f"{name}_bytes": value for name, value in peak.items()},
+    }
+
+
+def predicted(plan: Plan) -> dict[str, Any]:
+    """The plan's peak of a training step in bytes, the margin on what is reserved, and tokens per second of full rows
+    (None: not known), under the names of the measured ones."""
+    return {
+        "allocated_bytes": plan.memory.allocated,
+        "reserved_bytes": plan.memory.reserved,
+        "margin_bytes": plan.memory.margin,
+        "tokens_per_s": plan.speed.tokens_per_s if plan.speed_known else None,
+        "confirmed_by_trace": plan.choice.traced,
     }
 
 

@@ -106,7 +106,8 @@ def _verify_layouts(request: Request) -> Answer:
 
 def _gpu_selftest(request: Request) -> Answer:
     refuse_hardware(request)
-    book = tool("gpu_selftest.selftest", command=request.command).selftest(request.out)
+    selftest = tool("gpu_selftest.selftest", command=request.command).selftest
+    book = selftest(request.out, minutes=request.minutes, progress=logger.info)  # of the checkout: not sft_play's logs
     lines = tool("gpu_selftest.report", command=request.command).result_lines(book)
     return Answer(book.as_json(), ["\n".join(lines)], 0 if book.ok else ConfigError.exit_code, to_out=False)
 

@@ -65,6 +65,7 @@ class Request:
     rounds: int | None = None
     peer: str | None = None
     peer_python: Path | None = None
+    minutes: float | None = None
     full: bool = False
     watch: bool = False
     yes: bool = False

@@ -125,6 +125,13 @@ VARIABLES: Dict[str, Variable] = {
         ("bench",), "what to compare with: bare, trl, trl-grouped, trl-cli, unsloth, axolotl, llamafactory", "trl"
     ),
     "PEER_PYTHON": Variable(("bench",), "the Python that has the peer's package", "PATH", "path"),
+    "MINUTES": Variable(
+        ("gpu-selftest",),
+        "begin no part after so many; another start with the same OUT continues",
+        "3",
+        "number",
+        of="a number of minutes",
+    ),
     "FULL": Variable(("gpu-info",), "start torch too and ask it what it sees", "1", "switch"),
     "WATCH": Variable(("memory-check",), "refresh until Ctrl-C", "1", "switch"),
     "RUNS": Variable(("compare", "prune"), "names of the runs to compare or to remove", "'first second'", "names"),

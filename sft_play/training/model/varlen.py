@@ -35,6 +35,18 @@ _HEAD_UNIT = 8
 """The flash kernel takes heads whose width is a multiple of this (flash_attn/flash_api.cpp)."""
 
 
+def _arguments() -> frozenset[str]:
+    """The arguments of the installed torch's varlen kernel; empty where it has none."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return frozenset()
+    return frozenset(inspect.signature(varlen_attn).parameters)
+
+
+_TELLS_GROUPED = "enable_gqa" in _arguments()
+"""Whether the kernel wants to be told of grouped heads. torch 2.11's has no such argument, and gives all heads to the
+same operator. Found once, since compiled blocks cannot ask."""
 _flash_in_use = False
 
 
@@ -51,11 +63,10 @@ def needs_lengths(attention: str) -> bool:
 
 def why_not() -> str | None:
     """Why the installed torch has no varlen kernel for a GPU; None where it has one."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
+    there = _arguments()
+    if not there:
         return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    lacking = {"scale", "window_size", "enable_gqa"} - set(inspect.signature(varlen_attn).parameters)
+    lacking = {"scale", "window_size"} - there
     return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(lacking))}" if lacking else None
 
 
@@ -169,7 +180,7 @@ def flash(
     output: torch.Tensor = varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
+        **({"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPED else {}),
     )  # fmt: skip
     return output[..., :width]
 
