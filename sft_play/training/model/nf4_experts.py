@@ -1,8 +1,8 @@
 """Experts in 4 bits: weights that are one tensor for all experts of a block, which bitsandbytes' layers do not reach.
 
 Each such tensor is packed as transformers reads and stacks it, so that no more than one of them is ever whole. The
-packed tensor has the weight's place and name; code that reads the weight gets it dequantised, once in a pass of the
-block's experts. The backward pass needs it again, so it lives until then unless the block is checkpointed.
+packed tensor has the weight's place and name; in a pass of the block's experts, code that reads the weight gets it
+dequantised, once. The backward pass needs it again, so it lives until then unless the block is checkpointed.
 """
 
 from __future__ import annotations
@@ -71,14 +71,13 @@ def put_packed(module: nn.Module, name: str, weight: PackedWeight) -> None:
 
 
 def _reading(name: str) -> property:
-    def read(module: nn.Module) -> torch.Tensor:
-        known: dict[str, torch.Tensor] = vars(module).get("_sft_read", {})
-        if name in known:
-            return known[name]
-        weight: torch.Tensor = vars(module)[PACKED][name].read(module._parameters[name])
-        if "_sft_read" in vars(module):
-            known[name] = weight
-        return weight
+    def read(module: nn.Module) -> Any:
+        packed, known = module._parameters[name], vars(module).get("_sft_read")
+        if known is None:  # outside of a pass the parameter itself is asked for, by FSDP and others
+            return packed
+        if name not in known:
+            known[name] = vars(module)[PACKED][name].read(packed)
+        return known[name]
 
     return property(read)
 
