@@ -7,7 +7,7 @@ Weights are random, of the published shapes, so nothing is downloaded; they take
 is a run of ours and one of TRL's on the same rows, with our micro-batch for both unless --tries lets TRL try others.
 The most telling trials come first, or those of --only in their order; those that the time does not reach are written as
 such, and `--again` goes on with them. The file is written after every trial, with the predicted peak and speed beside
-the measured ones. Not yet measured: this project has no GPU.
+the measured ones.
 """
 
 from __future__ import annotations

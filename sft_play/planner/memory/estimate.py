@@ -137,7 +137,7 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
         attention=step.attention,
         optim=config.train.optim,
         layout=layout,
-        experts=shape.num_experts > 0,
+        own_experts=shape.own_experts or any(kind.num_experts and not kind.stacked for kind in shape.layers),
         measured=shape.meter is not None,
         own_kernels=bool(shape.kernel_packages),
         autocast=precision.load != precision.compute,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from sft_play.facts.models.model_shape import Stacked
 from sft_play.planner.memory.model_states import (
     adapters_of,
+    large_tensors,
     largest_tensor,
     loads_by_unit,
     nf4_bytes,
@@ -39,14 +41,20 @@ def loading_terms(walk: Walk) -> Terms:
         return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
     if not walk.nf4:
         passing = walk.loaded.weights * largest_tensor(walk.shape) if layout.shards_params else 0
+        if not layout.shards_params:  # parts of a stack, beside all that is loaded
+            passing = (STACKING - 1) * walk.loaded.weights * max((one.weights for one in _stacked(walk)), default=0)
         return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
     sizes = [linear.weights for linear, _ in walk.shape.linears]
-    sizes += [STACKING * one.weights for kind in walk.shape.layers for one in kind.stacked]
+    sizes += [STACKING * one.weights for one in _stacked(walk)]
     adapters = 4 * walk.trained.params  # not there yet while the last matrices are quantised
     cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
     weights = weight_bytes(walk.shape, width=walk.loaded.weights, nf4=True)
     beside = max(cut, walk.loaded.weights * max(sizes, default=0) - adapters)
     return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
+
+
+def _stacked(walk: Walk) -> list[Stacked]:
+    return [one for kind in walk.shape.layers for one in kind.stacked]
 
 
 def _largest_unit(walk: Walk) -> int:
@@ -67,8 +75,12 @@ def _largest_unit(walk: Walk) -> int:
 def read_in_ram(walk: Walk) -> int:
     """Bytes of RAM that a rank needs to load the weights, without pages of their files."""
     layout = walk.step.layout
-    reads_into_ram = layout.is_fsdp or (layout.is_zero and layout.shards_params and not walk.nf4)
-    return walk.loaded.weights * largest_tensor(walk.shape) + (copied_in_ram(walk) if reads_into_ram else 0)
+    if layout.is_fsdp or (layout.is_zero and layout.shards_params and not walk.nf4):
+        return walk.loaded.weights * largest_tensor(walk.shape) + copied_in_ram(walk)
+    sizes = sorted((size for size, count, _ in large_tensors(walk.shape) for _ in range(count)), reverse=True)
+    # one after the other where each is packed as it comes; what is cast is cast in RAM, by several threads
+    at_once = 1 if walk.nf4 or walk.shape.stored_dtype == walk.precision.load else READERS
+    return walk.loaded.weights * sum(sizes[:at_once])
 
 
 def copied_in_ram(walk: Walk) -> int:
@@ -81,6 +93,9 @@ def copied_in_ram(walk: Walk) -> int:
 STACKING = 2
 """Of a stacked tensor of experts while it is loaded: itself, and the parts that it is put together from
 (transformers' core_model_loading.py, MergeModulelist and Concatenate)."""
+
+READERS = 4
+"""Threads in which transformers reads tensors (core_model_loading.py, GLOBAL_WORKERS)."""
 
 Form = Literal["whole", "sharded", "deepspeed"]
 """Whole: one process writes everything, gathered if it is sharded. Sharded: each rank writes its shard, in torch's

@@ -58,7 +58,7 @@ MARGINS: dict[MarginClass, Margin] = {
     "own_kernels": Margin(
         0.15, "a class with kernels of its own: its reference code was measured, and packages may need other buffers"
     ),
-    "unseen": Margin(0.15, "ZeRO, tensor parallel, offload, experts: neither traced nor measured"),
+    "unseen": Margin(0.15, "ZeRO, tensor parallel, offload, experts by code of their class: not measured"),
 }
 """One row per class; a setting in several classes takes the largest fraction."""
 
@@ -110,7 +110,7 @@ def margin_of(
     attention: str,
     optim: str,
     layout: Layout,
-    experts: bool,
+    own_experts: bool,
     measured: bool = False,
     own_kernels: bool = False,
     autocast: bool = False,
@@ -128,6 +128,6 @@ def margin_of(
         "measured_blocks": measured,
         "own_kernels": own_kernels,
         "shared_rows": layout.context_parallel > 1,
-        "unseen": experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
+        "unseen": own_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
     }
     return max((MARGINS[name] for name, it_does in applies.items() if it_does), key=lambda margin: margin.share)
