@@ -185,7 +185,16 @@ def check(config: dict[str, Any]) -> None:
         assert mine.count == real.count
         assert set(mine.linears) == set(real.linears)
         assert mine.params == real.params
-        for key in ("attention", "mlp_width", "num_experts", "expert_width", "expert_params", "packable", "shared_width", *COUNTS):
+        for key in (
+            "attention",
+            "mlp_width",
+            "num_experts",
+            "expert_width",
+            "expert_params",
+            "packable",
+            "shared_width",
+            *COUNTS,
+        ):
             assert getattr(mine, key) == getattr(real, key), key
     for key in (
         "window",

@@ -213,7 +213,7 @@ def test_trained_embeddings_are_saved_once(tmp_path, kind):
 def test_a_model_whose_files_are_joined_when_loaded_is_merged_in_ram(tmp_path, kind, monkeypatch, caplog):
     """As transformers reads HrmText, whose files hold several layers in one tensor; here every tensor counts so."""
     names = merged_weights._target_names
-    converted = lambda adapted, keys: {key: (name, True) for key, (name, _) in names(adapted, keys).items()}  # noqa: E731
+    converted = lambda adapted, keys: ({key: (name, True) for key, (name, _) in names(adapted, keys)[0].items()}, {})  # noqa: E731
     monkeypatch.setattr(merged_weights, "_target_names", converted)
     build, lora = BASES[kind]
     base = make_base(tmp_path / "base", build(), dtype=torch.bfloat16)

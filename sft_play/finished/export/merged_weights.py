@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -37,12 +38,13 @@ class MergedWeights:
         self._given = dtype
         self.dtype = dtype or self._dtype_of_files()
         """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
-        self._targets = _target_names(adapted, self._tensors)
+        self._targets, self._stacks = _target_names(adapted, self._tensors)
         there = {target for target, is_converted in self._targets.values() if not is_converted}
+        there |= {target for target, stack in self._stacks.items() if stack.is_undone_by_transformers()}
         # files hold a tied tensor once, under its source's name
         trained_whole = (name for name in adapted.whole if name not in adapted.untied and name not in adapted.tied)
-        wanted = {*adapted.layers, *trained_whole, *adapted.quantized}
-        self.is_streamed = wanted <= there and self._misfit(self._shapes()) is None
+        self._wanted = {*adapted.layers, *trained_whole, *adapted.quantized}
+        self.is_streamed = self._wanted <= there and self._misfit(self._shapes()) is None
         """Whether no more than an output file was ever in RAM."""
 
     def _dtype_of_files(self) -> torch.dtype:
@@ -123,6 +125,7 @@ class MergedWeights:
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         sources = {source: name for name, source in self._adapted.untied.items()}
+        done: set[str] = set()
         for file in sorted({file for file, _, _ in self._tensors.values()}):
             with safe_open(file, framework="pt") as tensors:
                 # one tensor at a time is in memory: the order of the output is that of the base's files
@@ -130,11 +133,23 @@ class MergedWeights:
                     name, target = self._out_name(key), self._targets[key][0]
                     if name is None:
                         continue
+                    if target in self._stacks and target in self._wanted:
+                        if target not in done:  # all of a stack's tensors at once, whichever files have them
+                            done.add(target)
+                            yield from self._restacked(target)
+                        continue
                     base = tensors.get_tensor(key)
                     yield name, self._as_in_files(self._adapted.tensor(target, base), base)
                     if target in sources:  # what was one tensor in the base is two now
                         other = sources[target]
                         yield self._in_whole(other), self._as_in_files(self._adapted.whole.get(other, base), base)
+
+    def _restacked(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of the files that transformers joins into one of the model, after training."""
+        stack = self._stacks[target]
+        parts = {key: _read(self._tensors[key][0], key) for key in stack.keys}
+        joined = self._adapted.tensor(target, stack.joined(parts))
+        yield from ((key, self._as_in_files(one, parts[key])) for key, one in stack.parted(joined))
 
     def _in_whole(self, name: str) -> str:
         tower = self._adapted.model_spec.tower
@@ -178,9 +193,64 @@ def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
     return None if tower is None else tower.key_mapping
 
 
-def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tuple[str, bool]]:
+def _read(file: Path, key: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        tensor: torch.Tensor = tensors.get_tensor(key)
+    return tensor
+
+
+class _Stack:
+    """Tensors of the base's files that transformers joins into one of the model, such as a projection of all
+    experts."""
+
+    def __init__(
+        self, adapted: AdaptedModel, target: str, converter: Any, shapes: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        self._adapted, self._target, self._converter, self._shapes = adapted, target, converter, shapes
+        self.keys: list[str] = []
+        self._patterns: dict[str, str] = {}
+
+    def add(self, key: str, pattern: str) -> None:
+        """One more of its tensors, and the pattern of the converter that it matches."""
+        self.keys.append(key)
+        self._patterns[key] = pattern
+
+    def joined(self, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The model's tensor of those of the files."""
+        from transformers.core_model_loading import dot_natural_key
+
+        converter, model = copy.deepcopy(self._converter), self._adapted.plain
+        for key in sorted(self.keys, key=dot_natural_key):  # the tenth expert comes after the ninth
+            converter.add_tensor(self._target, key, self._patterns[key], parts[key])
+        made = converter.convert(self._target, model=model, config=model.config)
+        tensor = made[self._target]
+        result: torch.Tensor = tensor[0] if isinstance(tensor, list) else tensor
+        return result
+
+    def parted(self, joined: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """The files' tensors of the model's, by their names in the files."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        tower = self._adapted.model_spec.tower
+        for name, tensor in revert_weight_conversion(self._adapted.plain, {self._target: joined}).items():
+            yield name if tower is None else tower.in_whole(name), tensor
+
+    def is_undone_by_transformers(self) -> bool:
+        """Whether its tensors come out again under the names and with the shapes that the files have."""
+        parts = {key: torch.empty(self._shapes[key], device="meta") for key in self.keys}
+        try:
+            found = {key: tuple(one.shape) for key, one in self.parted(self.joined(parts))}
+        except Exception:  # a conversion that has no way back, each in its own way
+            return False
+        return found == {key: tuple(self._shapes[key]) for key in self.keys}
+
+
+def _target_names(
+    adapted: AdaptedModel, tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
+) -> tuple[dict[str, tuple[str, bool]], dict[str, _Stack]]:
     """The name in the model of each tensor of the base's files, and whether it is converted on the way (joined with
-    others, split, reshaped); transformers' own table decides, as it does when loading."""
+    others, split, reshaped); transformers' own table decides, as it does when loading. With the tensors of each that is
+    converted."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
@@ -191,8 +261,13 @@ def _target_names(adapted: AdaptedModel, tensors: Iterable[str]) -> dict[str, tu
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
     state = model.state_dict()
-    targets = {}
+    targets, stacks = dict[str, tuple[str, bool]](), dict[str, _Stack]()
+    by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
+    shapes = {key: shape for key, (_, shape, _) in tensors.items()}
     for key in sorted(tensors):
         target, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
         targets[key] = (target, pattern is not None)  # a pattern is that of a converter; mere renamings have none
-    return targets
+        if pattern is not None:
+            stack = stacks.setdefault(target, _Stack(adapted, target, by_pattern[pattern], shapes))
+            stack.add(key, pattern)
+    return targets, stacks

@@ -1,0 +1,277 @@
+"""Experts in 4 bits: packed as they are read, trained beside adapters, resumed, merged; adapters of their own."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from sft_play.config.load import config_from_text
+from sft_play.errors import ConfigError, ModelError
+from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
+from sft_play.finished.export.merge import merge_run
+from sft_play.finished.run import find_finished
+from sft_play.planner.memory.loading_and_saving import STACKING, loading_terms
+from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weight_bytes
+from sft_play.planner.memory.step_memory import Step, Walk
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.planner.precision import Precision
+from sft_play.training.model import nf4_experts
+from sft_play.training.model.model_loading import load_model
+from sft_play.training.prepare.experts import PACKED, stacked_experts
+from sft_play.training.prepare.model_spec import build_model_spec
+from tests.conftest import chat
+from tests.models import make_tokenizer
+from tests.test_distributed import losses, start
+from tests.test_experts import ONE_BLOCK, sizes
+
+FP32, BF16 = Precision("float32", "float32", ""), Precision("bfloat16", "bfloat16", "")
+QWEN = "Qwen/Qwen3-30B-A3B"
+KINDS = ("qwen3_moe", "gpt_oss", "granitemoe", "llama4_text")
+OWN = {
+    "granitemoe": {"num_local_experts": 4, "intermediate_size": 32},
+    "llama4_text": {
+        "num_local_experts": 4, "intermediate_size": 32, "intermediate_size_mlp": 32, "head_dim": 16,
+        "interleave_moe_layer_step": 1, "num_key_value_heads": 2,
+    },
+}  # fmt: skip
+
+
+def small(kind: str, seed: int = 0) -> dict:
+    """Sizes of a random model of a type, with a vocabulary that holds the tokenizer's."""
+    fields = {**sizes(kind if kind not in OWN else "mixtral", seed), **OWN.get(kind, {})}
+    return {**fields, "model_type": kind, "vocab_size": 400, "max_position_embeddings": 256, "pad_token_id": None}
+
+
+def saved(folder: Path, kind: str, seed: int = 0, **changes) -> Path:
+    fields = {**small(kind, seed), **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(fields.pop("model_type"), **fields))
+    with torch.no_grad():  # what begins at zero would pass no gradient on, and every expert would be a tie
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def run(folder: Path | str, *, mode: str = "qlora", **lora) -> object:
+    text = {"model": {"name": str(folder), "max_seq_len": 64}, "tuning": {"mode": mode, "lora": lora}}
+    return config_from_text(json.dumps(text), name="run")
+
+
+def loaded(folder: Path, precision: Precision = FP32):
+    config = run(folder)
+    spec = build_model_spec(config, precision, tokenizer_size=400)
+    return load_model(config, precision, spec, device="cpu"), spec
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(tmp_path, kind, precision):
+    """Bytes are the plan's; the logits are those of a plain model whose experts were rounded to NF4 and back."""
+    folder = saved(tmp_path / "base", kind, **ONE_BLOCK if kind == "qwen3_moe" else {})
+    model, spec = loaded(folder, precision)
+    dtype = getattr(torch, precision.load)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=spec.attention.name)
+    plain.config._experts_implementation = model.config._experts_implementation
+    found = 0
+    for (path, module, name), (_, other, _) in zip(stacked_experts(model), stacked_experts(plain), strict=True):
+        packed, reads = module._parameters[name], vars(module)[PACKED][name]
+        assert packed.dtype is torch.uint8, path
+        rounded = reads.whole(packed)
+        error = (rounded.float() - getattr(other, name).float()).norm() / getattr(other, name).float().norm()
+        assert 0.02 < error < 0.15  # NF4 rounds normal numbers by 9%
+        getattr(other, name).data = rounded
+        found += packed.numel()
+    for name, module in plain.named_modules():
+        four_bit = dict(model.named_modules())[name]
+        if type(four_bit).__name__ == "Linear4bit":
+            module.weight.data = nf4_experts.functional.dequantize_4bit(four_bit.weight, four_bit.weight.quant_state)
+    assert found == sum(nf4 // 2 for nf4 in (n for kind in shape_of(str(folder)).layers for n in stack(kind)))
+    ids = torch.randint(0, 400, (2, 12))
+    with torch.no_grad():
+        ours, theirs = model(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
+    assert (ours - theirs).norm() <= (1e-6 if precision is FP32 else 2e-2) * theirs.norm()
+
+
+def stack(kind) -> list[int]:
+    return [one.weights for one in kind.stacked] * kind.count
+
+
+@pytest.mark.build
+def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "base", "qwen3_moe", num_hidden_layers=4)
+    alive, most = [], []
+    plain = nf4_experts.pack
+
+    def watched(weight, storage):
+        import gc
+
+        gc.collect()
+        alive.append(weight.shape)
+        whole = [
+            one
+            for one in gc.get_objects()
+            if isinstance(one, torch.Tensor) and one.dim() == 3 and one.is_floating_point() and not one.is_meta
+        ]
+        most.append(len({one.untyped_storage().data_ptr() for one in whole}))
+        return plain(weight, storage)
+
+    monkeypatch.setattr(nf4_experts, "pack", watched)
+    model, _ = loaded(folder)
+    assert len(alive) == sum(1 for _ in stacked_experts(model))
+    assert max(most) <= 2  # itself, and its contiguous copy
+
+
+# --- what is planned --------------------------------------------------------------------------------------------------
+
+
+def test_qwen3_30b_fits_24_gib_and_its_adapters_are_counted():
+    shape, config = shape_of(QWEN), run(QWEN)
+    assert weight_bytes(shape, width=2, nf4=True) < 16 * 2**30
+    plan = make_plan(PlanRequest(config, shape, named("1xRTX4090")))
+    assert plan.fits
+    assert plan.memory.allocated < 20 * 2**30
+    walk = Walk(config, shape, BF16, Step(1, 1, 1024))
+    stacks = [one.weights for kind in shape.layers for one in kind.stacked]
+    beside = STACKING * 2 * max(stacks)
+    assert sum(loading_terms(walk).values()) == walk.resident.weights + max(beside, 4 * walk.trained.params)
+    with_experts = run(QWEN, target_parameters="auto").tuning.lora
+    more = adapter_params(shape, with_experts) - adapter_params(shape, config.tuning.lora)
+    assert more == sum(
+        kind.count * 16 * one.experts * (one.inputs + one.outputs) for kind in shape.layers for one in kind.stacked
+    )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packed_bytes_are_those_of_every_matrix(seed):
+    draw = random.Random(seed)
+    shape = shape_of(draw.choice([QWEN, "openai/gpt-oss-20b", "mistralai/Mixtral-8x7B-v0.1", "Qwen/Qwen3-8B"]))
+    width = draw.choice([2, 4])
+    matrices = [(linear.weights, count) for linear, count in shape.linears]
+    matrices += [(one.weights, kind.count) for kind in shape.layers for one in kind.stacked]
+    packed = sum(count * nf4_bytes(elements) for elements, count in matrices)
+    rest = shape.params - sum(count * elements for elements, count in matrices)
+    found = weight_bytes(shape, width=width, nf4=True)
+    assert packed + width * rest <= found <= 1.002 * (packed + width * rest) + 2**22
+    assert weight_bytes(shape, width=width, nf4=False) >= width * shape.params
+
+
+@pytest.mark.parametrize("lora", [{"dropout": 0.1}, {"use_dora": True}])
+def test_adapters_on_experts_refuse_what_peft_does_not_compute(lora):
+    with pytest.raises(ConfigError, match="adapters on experts have none"):
+        run(QWEN, target_parameters="auto", **lora)
+
+
+@pytest.mark.build
+def test_a_name_that_no_expert_has_is_refused(tmp_path, tiny_llama):
+    folder = saved(tmp_path / "base", "qwen3_moe")
+    for where, name, words in ((folder, ["gate_up"], "down_proj, gate_up_proj"), (tiny_llama, "auto", "no experts")):
+        with pytest.raises(ModelError, match=f"target_parameters.*matches nothing.*{words}"):
+            build_model_spec(run(where, target_parameters=name), FP32, tokenizer_size=300)
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("experts")
+    saved(folder / "base", "qwen3_moe", num_experts=4, moe_intermediate_size=32, mlp_only_layers=[])
+    rows = [chat(f"q {i}", " ".join(["word"] * (5 + i % 7))) for i in range(16)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "run.yaml").write_text(
+        f"model: {{name: {folder}/base, max_seq_len: 128}}\ntuning: {{mode: qlora, lora: {{target_parameters: auto}}}}\n"
+        f"data: {{train_path: {folder}/rows.jsonl}}\n"
+        "train: {effective_batch_size: 4, max_steps: 6, save_steps: 2, learning_rate: 1e-2, report_to: []}\n"
+        f"output: {{dir: {folder}/outputs}}\n"
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(world) -> Path:
+    answer = start(world, "train", "--config", f"{world}/run.yaml", "output.name=alone")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "Adapters: one on down_proj and gate_up_proj of every expert" in answer.stdout
+    assert "nf4" in answer.stdout
+    return world / "outputs" / "alone"
+
+
+@pytest.mark.build
+def test_a_broken_run_is_resumed_bit_by_bit(world, alone):
+    words = ["--config", f"{world}/run.yaml"]
+    begun = start(world, "train", *words, "output.name=broken", "train.stop_after_steps=3")
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    ended = start(world, "resume", *words, RUN="broken")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    first, other = (
+        load_file(world / "outputs" / name / "adapter" / "adapter_model.safetensors") for name in ("alone", "broken")
+    )
+    assert first.keys() == other.keys()
+    assert all(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.mark.build
+def test_plain_peft_takes_the_adapter_and_the_merge_equals_it(world, alone):
+    """In fp32: base rounded as in training, with the adapter by PEFT, against the merged folder."""
+    run_ = find_finished(world / "outputs", str(alone))
+    merged = merge_run(run_, dtype="fp32", base="original")
+    ids = torch.randint(0, 400, (2, 24))
+    base = AutoModelForCausalLM.from_pretrained(world / "base", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, alone / "adapter").eval()
+    whole = AutoModelForCausalLM.from_pretrained(merged.path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        ours, theirs = whole(input_ids=ids).logits, adapted(input_ids=ids).logits
+        with adapted.disable_adapter():
+            without = adapted(input_ids=ids).logits
+    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()
+    assert (without - theirs).abs().max() > 1e-3 * theirs.abs().max()
+
+
+@pytest.mark.build
+def test_every_expert_that_saw_a_token_has_a_gradient(world):
+    """The adapter's factors of an expert: B's has one where a token came by, A's as soon as B is not zero."""
+    model, _ = loaded(world / "base")
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_parameters=["gate_up_proj", "down_proj"], target_modules=[])
+    model = get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.05)
+    seen = []
+    for _, module, _ in stacked_experts(model):
+        module.register_forward_hook(lambda module, inputs, output: seen.append((id(module), inputs[1].unique())))
+    ids = torch.randint(0, 400, (1, 4))
+    model(input_ids=ids, labels=ids).loss.backward()
+    by_module = dict(seen)
+    wrappers = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+    assert len(wrappers) == 4
+    for wrapper in wrappers:
+        routed = set(by_module[id(wrapper.get_base_layer())].tolist())
+        factors = wrapper.lora_A["default"].weight.grad.reshape(wrapper.num_experts, -1)
+        found = {expert for expert in range(wrapper.num_experts) if factors[expert].abs().sum() > 0}
+        assert found == routed != set()
+
+
+@pytest.mark.build
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2", "zero3"])
+def test_two_ranks_lose_what_one_process_does(world, alone, strategy):
+    words = ["--config", f"{world}/run.yaml", f"output.name={strategy}", "output.if_exists=replace"]
+    answer = start(world, "train-distributed", *words, STRATEGY=strategy, NPROC="2")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert losses(world / "outputs" / strategy) == pytest.approx(losses(alone), rel=1e-4)
