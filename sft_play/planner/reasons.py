@@ -74,7 +74,7 @@ def reasons_of(
         *([f"the model's shape is {job.shape.note}"] if job.shape.note else []),
         *_activation_words(walk),
         *_adapter_words(job),
-        *filter(None, (job.shape.text_only, job.shape.published)),
+        *filter(None, (job.shape.text_only, job.shape.stored, job.shape.published)),
         *_batch_words(job, candidates, chosen),
         _row_words(job, chosen),
         *_loading_words(job, chosen),

@@ -20,6 +20,7 @@ from sft_play.facts.models.architecture import (
     published_words,
     refuse_quantised,
     refuse_remote_code,
+    stored_words,
     text_only,
 )
 from sft_play.facts.models.config_fields import UnknownArchitecture
@@ -66,7 +67,8 @@ def shape_for(config: RunConfig) -> ModelShape:
         own_code = model.name if model.trust_remote_code and fields.get("auto_map") else None
         shape = replace(shape, meter=meter_of(fields, code=own_code))
     published = published_words(model.name, model.revision, shape.params)
-    return replace(shape, text_only=text_only(fields), published=published)
+    said = {"text_only": text_only(fields), "stored": stored_words(fields, config.tuning.mode), "published": published}
+    return replace(shape, **said)
 
 
 def has_eval(config: RunConfig) -> bool:

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import json
 import os
+import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.config_fields import refuse_other_models
+from sft_play.facts.models.config_fields import DEQUANTISED, quantisation_of, refuse_other_models, stored_by
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
@@ -65,24 +66,40 @@ def text_only(config: Mapping[str, Any]) -> str:
 
 
 def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
-    """Raises ModelError where the stored weights are quantised in a way that `tuning.mode` does not train.
+    """Raises ModelError where the stored weights are quantised in a way that is not trained.
 
-    Only bitsandbytes' 4 bits are trained as they are stored, by qlora.
+    Bitsandbytes' 4 bits are trained as they are stored, by qlora; `DEQUANTISED` ones in 16 bits, or packed anew.
     """
-    parts = [config, config.get("text_config")]  # an image-text model's config has it in either
-    given = (part.get("quantization_config") for part in parts if isinstance(part, Mapping))
-    stored = next((one for one in given if one is not None), None)
-    if stored is None:
+    method, fields = stored_by(config)
+    if method is None or method in DEQUANTISED:
         return
-    fields = stored if isinstance(stored, Mapping) else {}
-    four_bit, eight_bit = (any(fields.get(f"{at}load_in_{bits}bit") for at in ("", "_")) for bits in (4, 8))
-    method = fields.get("quant_method") or ("bitsandbytes" if four_bit or eight_bit else "unknown method")
+    eight_bit = any(fields.get(f"{at}load_in_8bit") for at in ("", "_"))
     if method != "bitsandbytes" or eight_bit or mode != "qlora":
-        bits = ", 8 bits" if eight_bit else ""
+        bits, original = ", 8 bits" if eight_bit else "", original_of(config, name)
+        take = f"take its original, {original}" if original else "take the unquantised model"
         raise ModelError(
-            f"the weights of {one_line(name)} are already quantised ({one_line(str(method))}{bits}); take the "
-            "unquantised model: tuning.mode=qlora quantises it while loading"
+            f"the weights of {one_line(name)} are already quantised ({one_line(method)}{bits}); {take}: "
+            "tuning.mode=qlora quantises it while loading"
         )
+
+
+_OF_A_HUB = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def original_of(config: Mapping[str, Any], name: str) -> str:
+    """The model that a quantised one was made of, as far as its config.json tells; empty where it does not."""
+    _, fields = stored_by(config)
+    said = (config.get("_name_or_path"), config.get("base_model"), fields.get("model_name_or_path"))
+    return next((one for one in said if isinstance(one, str) and _OF_A_HUB.fullmatch(one) and one != name), "")
+
+
+def stored_words(config: Mapping[str, Any], mode: str) -> str:
+    """What is to be said of weights that are stored quantised and dequantised while they are read; else nothing."""
+    method, _ = quantisation_of(config)
+    if method is None:
+        return ""
+    then = "packed as NF4" if mode == "qlora" else "trained so" if mode == "full" else "kept so"
+    return f"its weights are stored in {DEQUANTISED[method]}: dequantised tensor by tensor while loading, and {then}"
 
 
 def _is_native(model_type: str) -> bool:

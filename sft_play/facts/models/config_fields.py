@@ -64,6 +64,38 @@ class UnknownArchitecture(ModelError):
     """Perhaps a decoder, but of a type that the table of families does not have: only its class can tell."""
 
 
+DEQUANTISED = {"mxfp4": "MXFP4", "fp8": "FP8"}
+"""Ways to store quantised weights that are dequantised while they are read, by their names in config.json."""
+
+
+def quantisation_of(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """How a model's weights are stored, if that is one of `DEQUANTISED`, and the fields that say so."""
+    method, fields = stored_by(config)
+    return (method if method in DEQUANTISED else None), fields
+
+
+def dequantised_config(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's config.json as that of its dequantised weights; as it is where they are not stored so."""
+    if quantisation_of(config)[0] is not None:
+        inner = config.get("text_config")
+        for part in (config, inner if isinstance(inner, dict) else {}):
+            part.pop("quantization_config", None)
+    return config
+
+
+def stored_by(config: Mapping[str, Any]) -> tuple[str | None, Mapping[str, Any]]:
+    """The method by which a model's weights are stored quantised and its fields; None where they are not."""
+    parts = [config, config.get("text_config")]  # an image-text model's config has it in either
+    given = (part.get("quantization_config") for part in parts if isinstance(part, Mapping))
+    stored = next((one for one in given if one is not None), None)
+    if stored is None:
+        return None, {}
+    fields = stored if isinstance(stored, Mapping) else {}
+    is_bitsandbytes = any(fields.get(f"{at}load_in_{bits}bit") for at in ("", "_") for bits in (4, 8))
+    method = fields.get("quant_method") or ("bitsandbytes" if is_bitsandbytes else "unknown method")
+    return str(method), fields
+
+
 def refuse_other_models(config: object, *, name: str) -> None:
     """Raises ModelError for JSON that is not the config.json of a causal language model."""
     shown = one_line(name)

@@ -12,6 +12,7 @@ from sft_play.facts.models.config_fields import (
     CLASS_DEFAULTS,
     Fields,
     UnknownArchitecture,
+    quantisation_of,
     refuse_other_models,
 )
 from sft_play.facts.models.families import FAMILIES, Experts, Family, marked
@@ -53,6 +54,7 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
     parts = (config, inner if isinstance(inner, Mapping) else {})
     dtypes = [part.get("dtype") or part.get("torch_dtype") for part in parts]  # torch_dtype: before transformers 5
     stored = next((dtype.removeprefix("torch.") for dtype in dtypes if isinstance(dtype, str)), None)
+    stored = quantisation_of(config)[0] or stored
     return replace(_Builder(family, fields).shape(), stored_dtype=stored)
 
 

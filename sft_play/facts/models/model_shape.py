@@ -254,6 +254,8 @@ class ModelShape:
     """Where these shapes are from, if not from the table of families."""
     text_only: str = ""
     """What is to be said where only the language model of a larger class is trained."""
+    stored: str = ""
+    """What is to be said where its files hold quantised weights."""
     published: str = ""
     """What its published files say of the parameters, where that is something else."""
     adapters: AdapterPlaces | None = None

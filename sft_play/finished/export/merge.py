@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from sft_play.errors import ConfigError, RunFolderError
+from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.finished.export.adapted_model import AdaptedModel, Base
 from sft_play.finished.export.merged_weights import MergedWeights
 from sft_play.finished.export.prompts import write_generation_config
@@ -152,7 +153,7 @@ def card_facts(
 
 def _write_configs(adapted: AdaptedModel, base: Path, folder: Path, dtype: torch.dtype) -> list[int]:
     """Configs, tokenizer, template and the model's own code; returns the stop tokens, which are those of training."""
-    config = read_json(base / "config.json")
+    config = dequantised_config(read_json(base / "config.json"))
     text = config.get("text_config") or config
     set_dtype(config, str(dtype).removeprefix("torch."))
     if adapted.untied:

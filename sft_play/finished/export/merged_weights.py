@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from sft_play.errors import ConfigError, ModelError
@@ -18,7 +17,7 @@ from sft_play.finished.export.adapted_model import AdaptedModel
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import tied_names
 from sft_play.training.checkpoints.model_saving import put_into_whole, saved_dtypes, write_one_by_one, write_weights
-from sft_play.training.checkpoints.tensor_files import tensor_shapes
+from sft_play.training.checkpoints.tensor_files import tensor_shapes, tensors_in
 from sft_play.training.model.model_loading import DTYPES, no_load_report, read_model
 from sft_play.units import gib
 
@@ -34,7 +33,8 @@ class MergedWeights:
 
     def __init__(self, adapted: AdaptedModel, folder: Path, dtype: torch.dtype | None) -> None:
         self._adapted, self._folder = adapted, folder
-        self._tensors = tensor_shapes(folder)
+        self._opened = tensors_in(folder)
+        self._tensors = {name: (one.file, one.shape, one.dtype) for name, one in self._opened.items()}
         self._given = dtype
         self.dtype = dtype or self._dtype_of_files()
         """Dtype of the merged weights; tensors that the class keeps in fp32 stay so."""
@@ -127,27 +127,26 @@ class MergedWeights:
         sources = {source: name for name, source in self._adapted.untied.items()}
         done: set[str] = set()
         for file in sorted({file for file, _, _ in self._tensors.values()}):
-            with safe_open(file, framework="pt") as tensors:
-                # one tensor at a time is in memory: the order of the output is that of the base's files
-                for key in [key for key, place in self._tensors.items() if place[0] == file]:
-                    name, target = self._out_name(key), self._targets[key][0]
-                    if name is None:
-                        continue
-                    if target in self._stacks and target in self._wanted:
-                        if target not in done:  # all of a stack's tensors at once, whichever files have them
-                            done.add(target)
-                            yield from self._restacked(target)
-                        continue
-                    base = tensors.get_tensor(key)
-                    yield name, self._as_in_files(self._adapted.tensor(target, base), base)
-                    if target in sources:  # what was one tensor in the base is two now
-                        other = sources[target]
-                        yield self._in_whole(other), self._as_in_files(self._adapted.whole.get(other, base), base)
+            # one tensor at a time is in memory: the order of the output is that of the base's files
+            for key in [key for key, place in self._tensors.items() if place[0] == file]:
+                name, target = self._out_name(key), self._targets[key][0]
+                if name is None:
+                    continue
+                if target in self._stacks and target in self._wanted:
+                    if target not in done:  # all of a stack's tensors at once, whichever files have them
+                        done.add(target)
+                        yield from self._restacked(target)
+                    continue
+                base = self._opened[key].read()
+                yield name, self._as_in_files(self._adapted.tensor(target, base), base)
+                if target in sources:  # what was one tensor in the base is two now
+                    other = sources[target]
+                    yield self._in_whole(other), self._as_in_files(self._adapted.whole.get(other, base), base)
 
     def _restacked(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the files that transformers joins into one of the model, after training."""
         stack = self._stacks[target]
-        parts = {key: _read(self._tensors[key][0], key) for key in stack.keys}
+        parts = {key: self._opened[key].read() for key in stack.keys}
         joined = self._adapted.tensor(target, stack.joined(parts))
         yield from ((key, self._as_in_files(one, parts[key])) for key, one in stack.parted(joined))
 
@@ -191,12 +190,6 @@ class MergedWeights:
 def _key_mapping(adapted: AdaptedModel) -> dict[str, str] | None:
     tower = adapted.model_spec.tower
     return None if tower is None else tower.key_mapping
-
-
-def _read(file: Path, key: str) -> torch.Tensor:
-    with safe_open(file, framework="pt") as tensors:
-        tensor: torch.Tensor = tensors.get_tensor(key)
-    return tensor
 
 
 class _Stack:

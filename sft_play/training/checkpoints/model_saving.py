@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
 from sft_play.errors import ModelError
+from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.files import atomic
 from sft_play.planner.memory.loading_and_saving import FILE_BYTES
 from sft_play.training.checkpoints.full_state_dict import (
@@ -25,7 +26,7 @@ from sft_play.training.checkpoints.full_state_dict import (
     is_adapter,
     tied_names,
 )
-from sft_play.training.checkpoints.tensor_files import read_tensor, tensor_shapes
+from sft_play.training.checkpoints.tensor_files import tensors_in
 from sft_play.training.model.language_model import Tower, tower_in
 
 
@@ -127,7 +128,7 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
     tower = tower_in(model)
     if tower is None or is_adapter(model):
         return
-    trained, others = tensor_shapes(folder), tensor_shapes(base)
+    trained, others = tensors_in(folder), tensors_in(base)
     places = {name: tower.in_whole(name) for name in trained}
     own, tied = {_part(name) for name in trained}, tied_names(model)
     kept = []
@@ -137,15 +138,15 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
             places[name] = key
         elif name not in tied and _part(name) not in own:
             kept.append(key)
-    sources = {places[name]: (*trained[name], name) for name in trained} | {key: (*others[key], key) for key in kept}
-    shapes = {key: shape for key, (_, shape, _, _) in sources.items()}
+    sources = {places[name]: trained[name] for name in trained} | {key: others[key] for key in kept}
+    shapes = {key: one.shape for key, one in sources.items()}
     aside = folder / ".whole"
     aside.mkdir()
     write_one_by_one(
-        aside, ((key, read_tensor(file, name)) for key, (file, _, _, name) in sources.items()), shapes=shapes,
+        aside, ((key, one.read()) for key, one in sources.items()), shapes=shapes,
         dtype_of=lambda name, tensor: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
     )  # fmt: skip
-    for file in {*(file for file, _, _ in trained.values()), *folder.glob("*.index.json")}:
+    for file in {*(one.file for one in trained.values()), *folder.glob("*.index.json")}:
         file.unlink()
     for file in aside.iterdir():
         file.rename(folder / file.name)
@@ -156,7 +157,7 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
 
 def write_whole_config(base: Path, folder: Path, *, dtype: str | None, vocab_size: int) -> None:
     """The base's config.json with what training changed, and what its class reads images with."""
-    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    config = dequantised_config(json.loads((base / "config.json").read_text(encoding="utf-8")))
     if dtype:
         set_dtype(config, dtype)
     config.get("text_config", config)["vocab_size"] = vocab_size

@@ -1,27 +1,80 @@
-"""The safetensors files of a model's folder, read by their headers."""
+"""The safetensors files of a model's folder, read by their headers.
+
+Where weights are stored quantised, in MXFP4 or in blocks of FP8 or FP4, the folder is seen as if it held the 16-bit
+tensors that they stand for: each is dequantised when it is read.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder
+from sft_play.facts.models.config_fields import quantisation_of
 from sft_play.log import one_line
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a folder's weights."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors writes it, such as BF16."""
+    read: Callable[[], torch.Tensor]
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        """Its values, as transformers reads them of a file."""
+        return self.read()[place]
+
+
+def tensors_in(folder: Path) -> dict[str, FileTensor]:
+    """Every tensor in a folder's weights by its name; none is read yet.
+
+    Raises:
+        ModelError: a quantised tensor has no scales.
+    """
+    opened: dict[str, FileTensor] = {}
+    for file in weight_files(folder):
+        tensors = safe_open(file, framework="pt").__enter__()  # maps the file, as long as any of its tensors is held
+        for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
+            part = tensors.get_slice(name)  # reads the file's header, and none of the tensor
+            read = partial(tensors.get_tensor, name)
+            opened[name] = FileTensor(file, tuple(part.get_shape()), str(part.get_dtype()), read)
+    method, fields = _stored(folder)
+    if method == "mxfp4":
+        return dict(_mxfp4(opened))
+    if method == "fp8":
+        return dict(_in_blocks(opened, fields.get("weight_block_size")))
+    return opened
 
 
 def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     """File, shape and dtype (as safetensors writes it, such as BF16) of every tensor in a folder's weights."""
-    shapes: dict[str, tuple[Path, tuple[int, ...], str]] = {}
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
-                part = tensors.get_slice(name)  # reads the file's header, and none of the tensor
-                shapes[name] = (file, tuple(part.get_shape()), str(part.get_dtype()))
-    return shapes
+    return {name: (one.file, one.shape, one.dtype) for name, one in tensors_in(folder).items()}
+
+
+def is_stored_quantised(folder: Path) -> bool:
+    """Whether a folder's weights are dequantised when they are read."""
+    return _stored(folder)[0] is not None
+
+
+def _stored(folder: Path) -> tuple[str | None, Mapping[str, Any]]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None, {}
+    return quantisation_of(config) if isinstance(config, dict) else (None, {})
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -56,8 +109,99 @@ def base_files(name: str, *, revision: str | None) -> Path:
         raise ModelError(f"the base {name} cannot be fetched: {one_line(str(error), limit=300)}") from error
 
 
-def read_tensor(file: Path, name: str) -> torch.Tensor:
-    """One tensor of a file."""
-    with safe_open(file, framework="pt") as tensors:
-        tensor: torch.Tensor = tensors.get_tensor(name)
-        return tensor
+# --- stored quantised -------------------------------------------------------------------------------------------------
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""The values of four bits without their sign, which comes first (OCP Microscaling Formats 1.0, 5.3.3)."""
+_BIAS = 127
+"""Of a scale that is an exponent of two in a byte (E8M0)."""
+_SCALES = ("{key}_scale_inv", "{stem}.scale", "{stem}.qscale_weight", "{key}_scale")
+"""How the scales of a tensor are called: DeepSeek-V3, Qwen and MiniMax; DeepSeek-V4; Mistral; per tensor."""
+_UNUSED = ("activation_scale", "input_scale", "qscale_act")
+"""Ends of the names of scales of activations, which 16 bits have no use for."""
+_PACKED = ("F8_E4M3", "F8_E5M2", "F4", "I8", "U8")
+
+
+def _mxfp4(opened: Mapping[str, FileTensor]) -> Iterator[tuple[str, FileTensor]]:
+    """gpt-oss: `*_blocks` (experts x rows x groups x 16 bytes) and `*_scales` (experts x rows x groups)."""
+    for key, blocks in opened.items():
+        name = key.removesuffix("_blocks")
+        if name == key:
+            if not (key.endswith("_scales") and f"{key.removesuffix('_scales')}_blocks" in opened):
+                yield key, blocks
+            continue
+        scales = opened.get(f"{name}_scales")
+        if scales is None:
+            raise ModelError(f"{blocks.file} holds {key}, and no {name}_scales")
+        experts, rows, groups, half = blocks.shape
+        shape = (experts, 2 * half * groups, rows)
+        yield name, FileTensor(blocks.file, shape, "BF16", partial(_from_mxfp4, blocks, scales, shape))
+
+
+def _from_mxfp4(blocks: FileTensor, scales: FileTensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Experts x columns x rows, as the class multiplies them, one expert after the other."""
+    out = torch.empty(shape, dtype=torch.bfloat16)
+    packed, exponents = blocks.read(), scales.read()
+    for expert, (bytes_, exponent) in enumerate(zip(packed, exponents, strict=True)):
+        values = _unpacked(bytes_) * _powers(exponent)[..., None]
+        out[expert] = values.reshape(values.shape[0], -1).T
+    return out
+
+
+def _in_blocks(opened: Mapping[str, FileTensor], block: Any) -> Iterator[tuple[str, FileTensor]]:
+    """Tensors of FP8 or FP4 with a scale for each block of theirs, or a single one."""
+    used, found = set[str](), dict[str, str]()
+    for key, one in opened.items():
+        if one.dtype in _PACKED:
+            names = [name.format(key=key, stem=key.removesuffix(".weight")) for name in _SCALES]
+            scales = next((name for name in names if name in opened and name != key), None)
+            if scales is not None:
+                used.add(scales)
+                found[key] = scales
+            elif one.dtype.startswith("F8") and not key.endswith("scale_inv"):
+                raise ModelError(f"{one.file} holds {key} in {one.dtype}, and no scales of it")
+    for key, one in opened.items():
+        if key in used or key.endswith(_UNUSED):
+            continue
+        if key in found:
+            twice = 1 if one.dtype.startswith("F8") else 2  # two numbers in a byte
+            shape = (*one.shape[:-1], twice * one.shape[-1])
+            read = partial(_from_blocks, one, opened[found[key]], block)
+            one = FileTensor(one.file, shape, "BF16", read)
+        yield key, one
+
+
+def _from_blocks(tensor: FileTensor, scales: FileTensor, block: Any) -> torch.Tensor:
+    """In bfloat16: each block times its scale, in fp32; the last blocks may be smaller than the others."""
+    stored, scale = tensor.read(), _exponents_or_numbers(scales.read())
+    values = stored.float() if tensor.dtype.startswith("F8") else _unpacked(stored.view(torch.uint8))
+    if scale.numel() == 1:
+        return (values * scale.reshape(())).bfloat16()
+    rows, columns = (_block(side, number, given) for side, number, given in _sides(values.shape, scale.shape, block))
+    grown = scale.repeat_interleave(rows, -2)[..., : values.shape[-2], :]
+    grown = grown.repeat_interleave(columns, -1)[..., : values.shape[-1]]
+    return (values * grown).bfloat16()
+
+
+def _sides(shape: torch.Size, scales: torch.Size, block: Any) -> Iterator[tuple[int, int, int]]:
+    given = block if isinstance(block, list | tuple) and len(block) == 2 else (0, 0)
+    yield from zip(shape[-2:], scales[-2:], given, strict=True)
+
+
+def _block(side: int, number: int, given: int) -> int:
+    """Elements of a block along a side with so many of them; the config's size where that gives this number."""
+    return given if given and math.ceil(side / given) == number else math.ceil(side / number)
+
+
+def _unpacked(stored: torch.Tensor) -> torch.Tensor:
+    """Bytes of two numbers each, the lower half first, in fp32: the last side is twice as long."""
+    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
+    halves = torch.stack([stored & 15, stored >> 4], dim=-1)
+    return table[halves.int()].reshape(*stored.shape[:-1], -1)
+
+
+def _powers(exponents: torch.Tensor) -> torch.Tensor:
+    return torch.exp2(exponents.float() - _BIAS)
+
+
+def _exponents_or_numbers(scales: torch.Tensor) -> torch.Tensor:
+    return _powers(scales) if scales.dtype is torch.uint8 else scales.float()

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GenerationConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
@@ -19,6 +20,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training.checkpoints.full_state_dict import tied_names
+from sft_play.training.checkpoints.tensor_files import base_files, tensors_in
 from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.prepare.model_spec import ModelSpec, location
 
@@ -84,10 +86,15 @@ def read_model(
     }
     if model_spec.tower is not None:
         chosen["key_mapping"] = model_spec.tower.key_mapping
-    where = location(config)
+    kind: Any = AutoModelForCausalLM
+    where: str | None = location(config)
     try:
+        if model_spec.is_dequantised:  # of a class of transformers' own, which alone takes tensors in place of a folder
+            kind, where = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
+            chosen["state_dict"] = dequantised(config, whole="device_map" not in chosen)
+            del chosen["trust_remote_code"]
         with no_load_report():
-            model, info = AutoModelForCausalLM.from_pretrained(where, **chosen)
+            model, info = kind.from_pretrained(where, **chosen)
     except torch.OutOfMemoryError:  # a RuntimeError that `out_of_memory_explained` words
         raise
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
@@ -102,6 +109,8 @@ def read_model(
         problem = one_line(str(error), limit=300)
         raise ModelError(f"the weights of {config.model.name} cannot be loaded: {problem}") from error
     model.sft_tower = model_spec.tower
+    if model_spec.is_dequantised:
+        _name(model, config)
     require_whole(model, info, config.model.name)
     unused = [] if model_spec.tower is not None else sorted(info.get("unexpected_keys", ()))
     if unused:
@@ -109,6 +118,25 @@ def read_model(
     if model_spec.resize_to is not None:
         model.resize_token_embeddings(model_spec.resize_to)
     return model
+
+
+def dequantised(config: RunConfig, *, whole: bool) -> dict[str, Any]:
+    """The base's tensors by name, each dequantised when it is read; `whole`: now, for DeepSpeed, which divides tensors
+    that it is given."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    folder = base_files(config.model.name, revision=config.model.revision)
+    tensors = tensors_in(folder)
+    at_once = whole and is_deepspeed_zero3_enabled()
+    return {name: tensor.read() for name, tensor in tensors.items()} if at_once else dict(tensors)
+
+
+def _name(model: Any, config: RunConfig) -> None:
+    """Where a model is from, and how it answers, which transformers reads beside a folder's weights only."""
+    where = location(config)
+    model.name_or_path = model.config._name_or_path = where
+    with contextlib.suppress(OSError):  # it has no generation_config.json
+        model.generation_config = GenerationConfig.from_pretrained(where, revision=config.model.revision)
 
 
 @contextlib.contextmanager

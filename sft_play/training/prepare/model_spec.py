@@ -24,7 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.packing import wants_packing
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import local_folder, refuse_quantised
+from sft_play.facts.models.architecture import local_folder, refuse_quantised, stored_words
+from sft_play.facts.models.config_fields import quantisation_of
 from sft_play.log import one_line
 from sft_play.planner.attention import attention_of, is_hub_kernel
 from sft_play.planner.kernels import Experts
@@ -82,6 +83,8 @@ class ModelSpec:
     """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
     experts: Experts | None = None
     """How experts are multiplied; None where there are none."""
+    is_dequantised: bool = False
+    """The base's files hold quantised weights, which are dequantised while they are read."""
 
 
 def grown(model_spec: ModelSpec) -> ModelSpec:
@@ -116,10 +119,14 @@ def build_model_spec(
         ConfigError: packing is on, and the class does not keep the chats of a row apart.
     """
     whole = _whole_config(config)
-    refuse_quantised(whole.to_dict(), name=config.model.name, mode=config.tuning.mode)
+    fields = whole.to_dict()
+    refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
+    is_dequantised = quantisation_of(fields)[0] is not None
+    if is_dequantised:
+        _forget_quantisation(whole)
     hf_config = language_config(whole)
     fit_ties(whole, hf_config, lambda: _names_of(config))
-    notes = []
+    notes = [f"Model: {stored_words(fields, config.tuning.mode)}"] if is_dequantised else []
     model_class = _model_class(hf_config, config)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
@@ -145,6 +152,7 @@ def build_model_spec(
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
         chosen,
+        is_dequantised,
     )  # fmt: skip
 
 
@@ -237,6 +245,13 @@ def _whole_config(config: RunConfig) -> Any:
         return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # each config class checks its fields in its own way
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
+
+
+def _forget_quantisation(whole: Any) -> None:
+    """Take a way of storing weights out of a model's config, of its parts too: in memory they are not stored so."""
+    for part in {id(one): one for one in (whole, whole.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
 
 
 def _names_of(config: RunConfig) -> set[str]:
