@@ -44,6 +44,8 @@ class Served:
     modules_to_save: frozenset[str] = frozenset()
     targets: frozenset[str] = frozenset()
     """Last parts of the names of the layers that get an adapter."""
+    adapts_experts: bool = False
+    """Stacked experts get one too."""
     architecture: str | None = None
     """By config.json."""
 
@@ -69,6 +71,7 @@ def _facts(served: Served) -> Facts:
         "mode": served.mode,
         "r": served.r,
         "use_dora": served.use_dora,
+        "adapts_experts": served.adapts_experts,
         # an engine that divides alpha by the rank; with r = 1 alpha / sqrt(r) is alpha / r
         "is_rescaled": served.use_rslora and served.r > 1,
         "scale": served.scale,
@@ -126,6 +129,7 @@ def served_of(config: RunConfig, architecture: str | None, targets: Iterable[str
         use_dora=lora.use_dora,
         modules_to_save=frozenset(name.rpartition(".")[2] for name in lora.modules_to_save),
         targets=frozenset(name.rpartition(".")[2] for name in (*targets,) or given),
+        adapts_experts=bool(lora.target_parameters),
         architecture=architecture,
     )
 
