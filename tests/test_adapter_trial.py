@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from sft_play.config.load import load_config
@@ -154,6 +155,29 @@ def test_classes_of_other_sizes_are_tried_too(kind):
 )
 def test_a_run_of_each_class_trains_every_adapter(kind, precision, command: Command, tmp_path):
     """With TRL's loss and its balance loss; the run itself stops where a tensor has no gradient."""
+    code, printed = trained(command, tmp_path, kind, precision, "lora")
+    assert code == 0, printed
+    metrics = [json.loads(line) for line in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text().splitlines()]
+    assert [one for one in metrics if "eval_loss" in one]
+    assert any("aux_loss" in one for one in metrics) == (kind in ("phimoe", "deepseek_v4", "granitemoehybrid", "jamba"))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", pytest.param("glm_moe_dsa", marks=pytest.mark.slow)])
+def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(kind, command: Command, tmp_path):
+    """Indexers choose what attention reads, and no gradient passes the choice; all else moves."""
+    code, printed = trained(command, tmp_path, kind, "fp32", "full")
+    assert code == 0, printed
+    assert "Trainable: all but " in printed
+    assert "which get no gradient by their class" in printed
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "outputs/one/model"))
+    still = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    assert still
+    assert all(".indexer." in name for name in still), still
+    assert len(still) < len(after) / 3
+
+
+def trained(command: Command, tmp_path: Path, kind: str, precision: str, mode: str) -> tuple[int, str]:
+    """Three steps of a small random model of a class."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -171,15 +195,11 @@ def test_a_run_of_each_class_trains_every_adapter(kind, precision, command: Comm
         f"model: {{name: {tmp_path}/base, max_seq_len: 64}}\n"
         f"data: {{train_path: {tmp_path}/rows.jsonl, val_path: null, test_path: null, val_fraction: 0.25,\n"
         "       packing: none}\n"
-        "tuning: {mode: lora, lora: {r: 4, dropout: 0.0}}\n"
+        f"tuning: {{mode: {mode}, lora: {{r: 4, dropout: 0.0}}}}\n"
         f"train: {{effective_batch_size: 4, max_steps: 3, report_to: [], bf16: {str(precision == 'bf16').lower()}}}\n"
         f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
     )
-    code, printed = command("train", "--config", str(tmp_path / "run.yaml"))
-    assert code == 0, printed
-    metrics = [json.loads(line) for line in (tmp_path / "outputs" / "one" / "metrics.jsonl").read_text().splitlines()]
-    assert [one for one in metrics if "eval_loss" in one]
-    assert any("aux_loss" in one for one in metrics) == (kind in ("phimoe", "deepseek_v4", "granitemoehybrid", "jamba"))
+    return command("train", "--config", str(tmp_path / "run.yaml"))
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -257,6 +277,8 @@ def test_each_way_to_fail_is_told_and_the_rest_gets_adapters(monkeypatch):
     assert torch.equal(torch.random.get_rng_state(), state)
     assert failed.pop("tuple_").startswith("an adapter there fails: ")
     nothing = adapter_trial.LEARNS_NOTHING
+    without = adapter_trial._try_in_full(SimpleNamespace(model_type="odd"))
+    assert sorted(without) == ["lost.bias", "lost.weight", "past.bias", "zero.bias", "zero.weight"]
     assert failed == {"past": adapter_trial.PAST_ADAPTER, "zero": nothing, "lost": nothing, "blocks.*.*": nothing}
 
 

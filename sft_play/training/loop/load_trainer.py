@@ -22,6 +22,7 @@ from sft_play.training.model.model_loading import load_model, read_model
 from sft_play.training.prepare.lora_config import train_only
 from sft_play.training.prepare.model_spec import ModelSpec, grown
 from sft_play.training.prepare.prepare import Prepared
+from sft_play.training.proofs.adapter_trial import freeze
 from sft_play.training.proofs.compiling import compile_blocks
 from sft_play.training.proofs.kernels import take_kernels
 from sft_play.training.proofs.proof import trust_kernel
@@ -72,6 +73,7 @@ def load_trainer(
     if begins_from is not None and prepared.is_adapter:
         fill_adapter(trainer.model, begins_from)
     train_only(trainer.model, config.tuning.trainable)
+    freeze(trainer.model, model_spec.untrained)
     trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
     # sharding comes last: only whole tensors can be filled
     widens = plan.precision.compute != "float32"

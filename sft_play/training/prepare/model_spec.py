@@ -37,6 +37,7 @@ from sft_play.training.model.language_model import Tower, fit_ties, language_con
 from sft_play.training.model.tensor_parallel import Style
 from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import chosen_note, peft_config_of
+from sft_play.training.proofs.adapter_trial import without_gradient
 from sft_play.training.proofs.masking import boundaries_of, padding_of, require_packable
 
 
@@ -83,6 +84,8 @@ class ModelSpec:
     """The base's dtype by its config.json, in which whole weights are saved; None saves them as they trained."""
     experts: Experts | None = None
     """How experts are multiplied; None where there are none."""
+    untrained: frozenset[str] = frozenset()
+    """Of full training: parameters that get no gradient by their class, with * for numbers."""
     is_dequantised: bool = False
     """The base's files hold quantised weights, which are dequantised while they are read."""
 
@@ -135,10 +138,15 @@ def build_model_spec(
     chosen = _experts(config, hf_config, skeleton, precision)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     resize_to = _resize(config, vocab_size, tokenizer_size)
-    peft_config = None
+    peft_config, untrained = None, frozenset[str]()
     if config.tuning.mode != "full":
         peft_config, on_adapters = peft_config_of(config, skeleton)
         notes += on_adapters
+    else:
+        untrained = without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
+        if untrained:
+            names = ", ".join(sorted(untrained))
+            notes.append(f"Trainable: all but {one_line(names, limit=200)}, which get no gradient by their class")
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
@@ -152,6 +160,7 @@ def build_model_spec(
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
         chosen,
+        untrained,
         is_dequantised,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,43 @@ def _end(name: str, length: int) -> str:
     return ".".join(name.split(".")[-length:])
 
 
+def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
+    """Names (* for numbers) of a model's parameters that a step of its class gives no gradient: biases that only choose
+    experts, indexers, parts that text does not pass. Its weights may be on the meta device; none where no small model
+    computes."""
+    hf_config = model.config
+    if str(hf_config.model_type) in FAMILIES:
+        return frozenset()
+
+    def tried() -> dict[str, str]:
+        found, _ = on_small_model(
+            hf_config, _try_in_full, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
+        )
+        return found or {}
+
+    decides = {**_deciding(hf_config), "full": True}
+    return frozenset(remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code))
+
+
+def freeze(model: nn.Module, patterns: Collection[str]) -> None:
+    """Take the parameters of these names, with * for numbers, out of training."""
+    for name, parameter in model.named_parameters():
+        if _pattern(name) in patterns:
+            parameter.requires_grad_(False)
+
+
+def _try_in_full(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
+    """The parameters of a model of this config that get no gradient in any block."""
+    with torch.random.fork_rng(devices=[]):
+        model = _small_random(small, trust_remote_code)
+        for draw in range(_DRAWS):
+            _step(model, draw)
+        names: dict[str, bool] = {}
+        for name, parameter in model.named_parameters():
+            names[_pattern(name)] = names.get(_pattern(name), False) or parameter.grad is not None
+    return {name: LEARNS_NOTHING for name, has_one in names.items() if not has_one}
+
+
 # --- the trial --------------------------------------------------------------------------------------------------------
 
 
@@ -102,8 +139,7 @@ def _remembered(model: Any, trust_remote_code: bool) -> tuple[dict[str, str], st
     """`try_out` on a small model of the class, from the cache where it was tried before. Where no small model can be
     tried, what its source shows, and why. A model's own code is tried anew."""
     hf_config = model.config
-    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
-    decides = {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
+    decides = _deciding(hf_config)
 
     def tried() -> dict[str, str]:
         found, problem = on_small_model(
@@ -119,6 +155,11 @@ def _remembered(model: Any, trust_remote_code: bool) -> tuple[dict[str, str], st
         return _read_past(model), str(why)
 
 
+def _deciding(hf_config: Any) -> dict[str, Any]:
+    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
+    return {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
+
+
 def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     """The linear layers of a model of this config on which an adapter fails in any block, and why.
 
@@ -127,13 +168,7 @@ def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
     """
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            copy.deepcopy(small), dtype=torch.float32, trust_remote_code=trust_remote_code
-        )
-        with torch.no_grad():
-            for parameter in model.parameters():  # what begins at zero would pass no gradient on
-                parameter.add_(torch.randn_like(parameter) * 0.02)
+        model = _small_random(small, trust_remote_code)
         _step(copy.deepcopy(model), 0)  # some keep their states, which cannot be copied
         failed = _read_past(model)
         groups: dict[str, list[str]] = {}
@@ -145,6 +180,16 @@ def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
                 failed |= _attempt(model, {pattern: group})
             failed |= _attempt(model, {pattern: group for pattern, group in groups.items() if pattern not in failed})
     return failed
+
+
+def _small_random(small: Any, trust_remote_code: bool) -> Any:
+    torch.manual_seed(0)
+    config = copy.deepcopy(small)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+    with torch.no_grad():
+        for parameter in model.parameters():  # what begins at zero would pass no gradient on
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return model
 
 
 def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
