@@ -172,7 +172,7 @@ def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(kind, comma
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "outputs/one/model"))
     still = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     assert still
-    assert all(".indexer." in name for name in still), still
+    assert all(".indexer." in name or name.endswith("e_score_correction_bias") for name in still), still
     assert len(still) < len(after) / 3
 
 
