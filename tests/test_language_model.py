@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.registry import small_base
 from sft_play.finished.load import load_folder
-from sft_play.training.model.language_model import OLDER_LAYOUTS, PEFT_PREFIX, Tower
+from sft_play.training.model.language_model import OLDER_LAYOUTS, PEFT_PREFIX, Tower, language_config, tower_of
+from sft_play.training.proofs.adapter_trial import linear_layers
+from tests.test_merge import qwen3_5_moe_with_images
 
 WITHOUT_HEAD = (
     "cosmos3_omni", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "granite_docling", "mistral_large4", "molmo2",
@@ -54,3 +57,44 @@ def test_a_name_in_the_whole_class_and_back(places):
         assert tower.in_whole(whole) == whole
     assert tower.in_whole("lm_head.weight") == ("lm_head.weight" if places[0][0] else "language_model.lm_head.weight")
     assert {**OLDER_LAYOUTS}.items() <= tower.key_mapping.items()
+
+
+_HEAD = {"lm_head.": "language_model.lm_head."}
+_LANGUAGE = {"model.language_model.": "language_model.model."}
+VLLM = {
+    "gemma3": {**_LANGUAGE, "model.vision_tower.": "vision_tower.",
+               "model.multi_modal_projector.": "multi_modal_projector.", **_HEAD},
+    "lfm2_vl": {**_HEAD, **_LANGUAGE, "model.vision_tower.": "vision_tower.",
+                "model.multi_modal_projector.": "multi_modal_projector."},
+    "llava_onevision": {**_LANGUAGE, "model.vision_tower.": "vision_tower.",
+                        "model.multi_modal_projector.": "multi_modal_projector.",
+                        "model.image_newline": "image_newline", **_HEAD},
+    "qwen2_vl": {**_LANGUAGE, "model.visual.": "visual.", **_HEAD, "model.": "language_model.model."},
+    "qwen2_5_vl": {**_LANGUAGE, "model.visual.": "visual.", **_HEAD, "model.": "language_model.model."},
+    "qwen3_vl": {"model.visual.": "visual.", **_HEAD, **_LANGUAGE},
+    "qwen3_5_moe": {"model.visual.": "visual.", **_HEAD, **_LANGUAGE},
+}  # fmt: skip
+"""What vLLM turns the beginnings of a class's names into, weights' and adapters' alike: `hf_to_vllm_mapper` of
+https://github.com/vllm-project/vllm/tree/main/vllm/model_executor/models (read 2026-11-26)."""
+
+
+def in_vllm(kind: str, name: str) -> str:
+    """The name of a module or weight in vLLM: the first rule that fits, after PEFT's prefix (vllm/lora/utils.py)."""
+    name = name.removeprefix(PEFT_PREFIX)
+    return next((new + name[len(old) :] for old, new in VLLM[kind].items() if name.startswith(old)), name)
+
+
+@pytest.mark.parametrize("kind", sorted(VLLM))
+def test_vllm_finds_adapters_where_it_puts_the_base_s_weights(kind):
+    """By vLLM's own rules, an adapter's layer is the one whose weight the published base has."""
+    whole = qwen3_5_moe_with_images() if kind == "qwen3_5_moe" else small_base(kind)
+    with torch.device("meta"):
+        alone = AutoModelForCausalLM.from_config(language_config(copy.deepcopy(whole.config)))
+    tower = tower_of(whole.config, alone)
+    base = {in_vllm(kind, name.removesuffix(".weight")) for name in whole.state_dict()}
+    layers = linear_layers(alone)
+    assert len(layers) > 4
+    for layer in layers:
+        found = in_vllm(kind, tower.in_whole(f"{PEFT_PREFIX}{layer}"))
+        assert found.startswith("language_model.model.layers."), layer
+        assert found in base, layer
