@@ -686,3 +686,42 @@ def test_a_missing_file_shows_the_data_beside_it_first_and_nothing_hidden(tmp_pa
     assert f"trian.jsonl does not exist; {tmp_path} holds more.csv.gz, train.jsonl, a0.md, " in said
     assert ".hidden" not in said
     assert said.count(", ") == 11  # twelve names
+
+
+# --- layouts of other tools, and damage ------------------------------------------------------------------------------
+
+
+def test_a_line_may_be_the_list_of_a_chat_s_messages(tmp_path):
+    """xtuner's layout; a list over several lines, and one list of rows, stay what they are."""
+    turns = ROW["messages"]
+    assert data_of(lines(tmp_path / "a.jsonl", turns, turns)) == [{"messages": turns}] * 2
+    assert data_of(lines(tmp_path / "b.jsonl", [ROW, ROW])) == [ROW, ROW]
+    (tmp_path / "c.jsonl").write_text(json.dumps([ROW, ROW], indent=1))
+    assert data_of(tmp_path / "c.jsonl") == [ROW, ROW]
+    mixed = rows(lines(tmp_path / "d.jsonl", turns, [1, 2], turns))
+    assert [type(row) for row in mixed] == [RawRow, BadRow, RawRow]
+
+
+@pytest.mark.parametrize("size", [1, 7, 400, 5000])
+def test_nul_bytes_at_the_end_are_named_and_no_encoding(tmp_path, size):
+    path = lines(tmp_path / "a.jsonl", ROW, ROW)
+    path.write_bytes(path.read_bytes() + b"\0" * size)
+    found = rows(path)
+    assert [row.data for row in found[:2]] == [ROW, ROW]
+    assert isinstance(found[2], BadRow)
+    assert "NUL bytes in place of a row" in str(found[2])
+
+
+@pytest.mark.parametrize(("stray", "name"), [(b"\xff", "damaged"), (b"\xff\xff\xfe", "damaged"), (b"\xe9", "Latin-1")])
+def test_bytes_that_no_text_has_are_damage_and_no_encoding(tmp_path, stray, name):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(json.dumps(ROW).encode().replace(b"hello", b"hel" + stray + b"lo") + b"\n")
+    assert name in refusal(path)
+
+
+@pytest.mark.parametrize("end", ["\r", "\n", "\r\n"])
+@pytest.mark.parametrize("first", ["", "sep=;", '"sep=;"', "SEP=;"])
+def test_tables_of_old_line_ends_and_of_excel(tmp_path, end, first):
+    text = end.join([*filter(None, [first]), "prompt;completion", "q1;a1", 'q2;"a,2"', ""])
+    (tmp_path / "a.csv").write_bytes(text.encode())
+    assert data_of(tmp_path / "a.csv") == [{"prompt": "q1", "completion": "a1"}, {"prompt": "q2", "completion": "a,2"}]

@@ -522,3 +522,22 @@ def test_other_keys_of_messages_are_named_once_each():
     assert isinstance(found, Chat)
     assert [note.split()[2] for note in found.notes if "is not read" in note] == ["rating", "score"]
     assert all("_unread" not in message for message in found.messages)
+
+
+def test_xlam_s_queries_are_chats_that_end_in_calls():
+    tool = {"name": "live", "description": "d", "parameters": {"type": {"type": "str", "description": "kind"}}}
+    row = {
+        "id": 1, "query": "where?", "tools": json.dumps([tool]),
+        "answers": json.dumps([{"name": "live", "arguments": {"type": "beta"}}, {"name": "live", "arguments": {}}]),
+    }  # fmt: skip
+    found = example(row)
+    assert [message["role"] for message in found.messages] == ["user", "assistant"]
+    calls = [call["function"] for call in found.messages[1]["tool_calls"]]
+    assert [call["name"] for call in calls] == ["live", "live"]
+    assert calls[0]["arguments"] == {"type": "beta"}
+    assert found.tools[0]["parameters"] == {"type": "object", "properties": tool["parameters"]}
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}}
+    assert example({**row, "tools": [{"name": "live", "parameters": schema}]}).tools[0]["parameters"] == schema
+    bad = example({**row, "answers": ["Paris", "London"]})
+    assert isinstance(bad, BadRow)
+    assert "answers are no calls of tools" in str(bad)

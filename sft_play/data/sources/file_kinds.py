@@ -96,9 +96,9 @@ def _text_kind(path: Path, start: str, text_wanted: bool) -> str:
 
 
 def _json_kind(path: Path, start: str) -> str:
+    first, ended, rest = start.partition("\n")
     if start[0] == "[":
-        return "array"
-    first, ended, _ = start.partition("\n")
+        return "lines" if ended and rest.lstrip().startswith("[") and json_rows.is_chat(first) else "array"
     if ended and _is_object(first):
         return "lines"
     # a first line that is no object may be broken JSON, which is named as such, or the beginning of an indented object

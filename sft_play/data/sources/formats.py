@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.sources.json_rows import ROLE_KEYS
 from sft_play.data.sources.messages import (
-    ROLE_KEYS,
     Message,
     Unusable,
     content_text,
@@ -102,13 +102,15 @@ class Format:
 
     name: str
     needs: tuple[str, ...]
-    kind: Literal["turns", "pair", "text"]
+    kind: Literal["turns", "pair", "calls", "text"]
     may_have: frozenset[str] = frozenset()
 
     def build(self, row: RawRow) -> Example:
         """The example that a row of this format is; raises Unusable."""
         if self.kind == "pair":
             return _chat_of_pair(row, *self.needs)
+        if self.kind == "calls":
+            return _chat_of_calls(row, *self.needs[:2])
         key = self.needs[0]
         if self.kind == "turns":
             if key == "chosen" and not _is_turns(unpacked(row.data[key], "[")):
@@ -236,6 +238,26 @@ def _turns_of_pair(prompt: Any, reply: Any, question: str, answer: str) -> list[
     return [*asked, *answers]
 
 
+def _chat_of_calls(row: RawRow, question: str, calls: str) -> Chat:
+    """xLAM's rows: a query, the calls that answer it, and tools whose parameters are listed without a schema."""
+    answers = unpacked(row.data.get(calls), "[{")
+    made = answers if isinstance(answers, list) else [answers]
+    if not made or not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in made):
+        raise Unusable(f"{calls} are no calls of tools", f"{shown(answers)}; map an answer with data.columns")
+    asked = [{"role": "user", "content": _text_at(row, question)}]
+    called = turns_of([{"role": "assistant", "content": "", "tool_calls": made}], calls)
+    chat = _chat(row, [*asked, *called])
+    return replace(chat, tools=tuple(_with_schema(tool) for tool in chat.tools))
+
+
+def _with_schema(tool: Any) -> Any:
+    """A tool as templates take it: its parameters, given by name alone, as the properties of an object."""
+    given = tool.get("parameters")
+    if not isinstance(given, dict) or "properties" in given or not all(isinstance(one, dict) for one in given.values()):
+        return tool
+    return {**tool, "parameters": {"type": "object", "properties": given}}
+
+
 _BESIDE_TURNS = frozenset({*TOOL_KEYS, *SYSTEM_KEYS})
 _BESIDE_PAIRS = _BESIDE_TURNS | {"history"}
 TURN_COLUMNS = ("messages", "conversations", "conversation", "dialog", "dialogue", "dialogs", "turns", "contents")
@@ -270,6 +292,7 @@ FORMATS: tuple[Format, ...] = (
         )
         for pair in PAIR_COLUMNS
     ),
+    Format("query/answers", ("query", "answers", "tools"), "calls", _BESIDE_TURNS),
     Format("chosen", ("chosen",), "turns", _BESIDE_TURNS),
     *(Format(key, (key,), "text") for key in TEXT_COLUMNS),
 )

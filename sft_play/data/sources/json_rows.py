@@ -27,6 +27,8 @@ from sft_play.log import one_line
 
 MAX_DEPTH = 200
 """Objects and lists inside each other; what walks a row later needs a few calls per level."""
+ROLE_KEYS = ("role", "from", "speaker", "author")
+"""Who speaks, in a message."""
 _SHOWN_CHARS = 60
 _SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -158,6 +160,8 @@ def _row_of_line(line: str, name: str, number: int) -> RawRow | BadRow | None:
 def parse_line(line: str, where: str) -> RawRow | BadRow:
     """The row of one line that is not blank, or what is wrong with it."""
     line = line.strip().removeprefix("\ufeff")  # files that were joined have byte order marks inside
+    if not line.strip("\0"):
+        return BadRow(where, "NUL bytes in place of a row, as at the end of a file that was cut off")
     try:
         return _as_row(_DECODER.decode(line), where, line)
     except json.JSONDecodeError as error:
@@ -174,9 +178,27 @@ def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
     problem = _lost(value, text)
     if problem:
         return BadRow(where, problem)
+    if _are_turns(value):  # xtuner's layout: a line is the list of a chat's messages
+        return RawRow(where, {"messages": value}, _CONTROL.search(text) is None)
     if not isinstance(value, dict):
         return BadRow(where, "a row is not an object", one_line(json.dumps(value, ensure_ascii=False), limit=60))
     return RawRow(where, value, _CONTROL.search(text) is None)
+
+
+def is_chat(line: str) -> bool:
+    """Whether a line is a list of messages, without an object around it."""
+    try:
+        return _are_turns(_LENIENT.decode(line))
+    except (ValueError, RecursionError):
+        return False
+
+
+def _are_turns(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(turn, dict) and any(isinstance(turn.get(key), str) for key in ROLE_KEYS) for turn in value)
+    )
 
 
 def _why(error: json.JSONDecodeError) -> str:

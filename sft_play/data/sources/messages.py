@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from sft_play.data.sources.json_rows import strict_json
+from sft_play.data.sources.json_rows import ROLE_KEYS, strict_json
 from sft_play.log import one_line
 from sft_play.spelling import nearest
 
@@ -52,7 +52,6 @@ UNKNOWN_ROLE = "unknown role"
 NO_SPEAKERS = "a list of texts that does not say whose they are"
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
 
-ROLE_KEYS = ("role", "from", "speaker", "author")
 _CONTENT_KEYS = ("content", "value", "text", "parts", "message")
 _USER_KEYS = ("user", "human", "prompter", "input", "question", "prompt", "instruction")
 _ASSISTANT_KEYS = ("assistant", "gpt", "bot", "chatbot", "model", "output", "answer", "response", "completion")

@@ -292,7 +292,8 @@ def wide_encoding(path: Path, start: bytes) -> DataError | None:
     elif start[:2] in (b"\xff\xfe", b"\xfe\xff"):
         encoding = "utf-16"
     else:  # without a mark: ASCII characters have zeros in all other bytes
-        sample = start[:400]
+        # NUL bytes at the end are a file's that was cut off, or given its size beforehand
+        sample = start.rstrip(b"\0")[:400]
         evens, odds = sample[::2].count(0), sample[1::2].count(0)
         # shares, not all: text in other scripts has few zeros, and a line break has one in any case
         if len(sample) >= 8 and max(evens, odds) > 0.3 * len(sample) and min(evens, odds) <= 0.02 * len(sample):
@@ -317,11 +318,15 @@ _ENCODINGS = {
 likely the first counts: Chinese text may be Korean too, hardly the reverse."""
 
 
+_ASCII, _NOWHERE = re.compile(rb"[\x00-\x7f]+"), re.compile(rb"[\xfe\xff]+")
+"""Bytes that are the same everywhere, and those that no text has beside them alone."""
+
+
 def guess_encoding(sample: bytes) -> tuple[str, str]:
     """What bytes that are not UTF-8 look like: (iconv's name, the name for messages)."""
     # sequences of several bytes that are UTF-8 are no accident: where most are, the others are damage
     kept = sample.decode("utf-8", "ignore").encode()
-    if sum(byte > 0x7F for byte in kept) > 4 * (len(sample) - len(kept)):
+    if sum(byte > 0x7F for byte in kept) > 4 * (len(sample) - len(kept)) or _NOWHERE.fullmatch(_ASCII.sub(b"", sample)):
         return "utf-8", "UTF-8 that is damaged here"
     runs = list(map(len, re.findall(rb"[\x80-\xff]+", sample)))
     if sum(size for size in runs if size > 1) >= 0.7 * sum(runs):  # in Latin script they stand alone

@@ -96,7 +96,10 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
-    delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
+    start = head(path).decode("utf-8", "ignore")
+    given = re.split(r"[\r\n]", start.lstrip("\ufeff"), maxsplit=1)[0].strip()
+    said = _EXCEL.fullmatch(given)
+    delimiter = said[1] if said else find_delimiter(start)
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
@@ -114,6 +117,8 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
+        if names is None and line == 1 and _EXCEL.fullmatch(given):
+            continue
         if names is None:
             names = _header(fields, path, line)
         elif len(fields) != len(names):
@@ -124,6 +129,10 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             yield RawRow(f"{name}:{line}", data)
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
+
+
+_EXCEL = re.compile(r"\"?sep=(.)\"?", re.IGNORECASE)
+"""The first line with which Excel says what stands between fields."""
 
 
 def _header(fields: list[str], path: Path, line: int) -> list[str]:
@@ -149,6 +158,8 @@ class _TextLines:
     open quote would take the rest of the file."""
 
     def __init__(self, path: Path) -> None:
+        start = head(path)
+        self._ends_with_cr = b"\r" in start and b"\n" not in start
         self._lines = self._read(path)
         self._where, self._taken = str(path), 0
 
@@ -174,6 +185,8 @@ class _TextLines:
                 text = block.decode("utf-8")
             except UnicodeDecodeError as error:
                 raise not_utf8(path, at + error.start) from None
+            if self._ends_with_cr:
+                text = text.replace("\r", "\n")
             lines = text.split("\n")  # not splitlines(): U+2028 and others inside fields end no row
             yield from (line + "\n" for line in lines[:-1])
             if lines[-1]:

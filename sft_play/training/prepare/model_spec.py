@@ -131,6 +131,11 @@ def build_model_spec(
     fit_ties(whole, hf_config, lambda: _names_of(config))
     notes = [f"Model: {stored_words(fields, config.tuning.mode)}"] if is_dequantised else []
     model_class = _model_class(hf_config, config)
+    if is_dequantised and model_class is nn.Module:
+        raise ModelError(
+            f"the weights of {config.model.name} are stored quantised, and its class is code of its own, which is not "
+            "given dequantised ones; take the 16-bit model"
+        )
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
     experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
