@@ -1,4 +1,4 @@
-"""Sizes: integers of bytes until they are printed, in units of 2**30."""
+"""Sizes: integers of bytes until they are printed, in units of 2**30; large numbers in words."""
 
 from __future__ import annotations
 
@@ -16,3 +16,10 @@ def size_of(size: int) -> str:
         if size >= unit:
             return f"{size / unit:.1f} {name}"
     return f"{size} bytes"
+
+
+def count_of(number: int) -> str:
+    """A large number such as `30.53 billion` or `13.4 million`; a smaller one with all its digits."""
+    if number >= 10**9:
+        return f"{number / 10**9:.2f} billion"
+    return f"{number / 10**6:.1f} million" if number >= 10**6 else f"{number:,}"

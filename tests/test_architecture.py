@@ -22,7 +22,7 @@ from sft_play.facts.models.config_fields import (
 )
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS
-from sft_play.facts.models.model_shape import ModelShape
+from sft_play.facts.models.model_shape import LayerKind, ModelShape
 from tests.bundled import SHARED_SLOWLY, model_configs
 from tests.conftest import ROOT
 
@@ -170,6 +170,11 @@ def as_in_the_table(shape: ModelShape) -> ModelShape:
     return dataclasses.replace(shape, layers=layers, layer_order=order)
 
 
+def _stacks(kind: LayerKind) -> set[tuple[str, int, tuple[int, ...]]]:
+    """Stacks of experts; which of a matrix's sides are its inputs, its tensor does not tell."""
+    return {(one.path, one.experts, tuple(sorted((one.inputs, one.outputs)))) for one in kind.stacked}
+
+
 def check(config: dict[str, Any]) -> None:
     """The parsed shape equals what the class has on the meta device, block by block and module by module."""
     from sft_play.trace.meta_shape import shape_on_meta
@@ -184,6 +189,8 @@ def check(config: dict[str, Any]) -> None:
     for mine, real in zip(parsed.layers, built.layers, strict=True):
         assert mine.count == real.count
         assert set(mine.linears) == set(real.linears)
+        assert sorted(mine.packable) == sorted(real.packable)
+        assert _stacks(mine) == _stacks(real)
         assert mine.params == real.params
         for key in (
             "attention",
@@ -191,7 +198,6 @@ def check(config: dict[str, Any]) -> None:
             "num_experts",
             "expert_width",
             "expert_params",
-            "packable",
             "shared_width",
             *COUNTS,
         ):

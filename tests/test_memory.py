@@ -15,7 +15,7 @@ from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import block_bytes, forward_peak
 from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.margins import MARGINS, margin_of
+from sft_play.planner.memory.margins import MARGIN_BYTES, MARGINS, margin_of
 from sft_play.planner.memory.model_states import adapter_params, weight_bytes
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.memory.tape import Tape, rest_of_segment, shared
@@ -160,9 +160,13 @@ def test_an_old_gpu_has_no_flash_kernel_and_holds_repeated_keys_or_the_scores():
 
 def test_targets_are_matched_by_the_modules_own_names():
     shape = llama_8b()
-    both = adapter_params(shape, 16, targets=("q_proj", "v_proj"))
-    assert both == 32 * 16 * ((H + Q) + (H + KV))
-    assert adapter_params(shape, 16, targets=("q_proj",), dora=True) == 32 * (16 * (H + Q) + Q)
+
+    def params(words):
+        return adapter_params(shape, run(f", lora: {{r: 16, {words}}}").tuning.lora)
+
+    assert params("target_modules: [q_proj, v_proj]") == 32 * 16 * ((H + Q) + (H + KV))
+    assert params("target_modules: [q_proj], use_dora: true") == 32 * (16 * (H + Q) + Q)
+    assert params("target_modules: [q_proj], target_parameters: auto") == 32 * 16 * (H + Q)  # it has no experts
 
 
 def test_modules_saved_beside_adapters_train_with_their_states():
@@ -187,9 +191,20 @@ def test_optimizers_differ_by_their_states():
     assert factored.terms["optimizer"] < 0.01 * params
 
 
-def test_experts_are_not_quantised():
+def test_experts_are_quantised():
     shape = parse_config(model_config("Mixtral-8x7B-v0.1"), name="m")
-    assert weight_bytes(shape, width=2, nf4=True) > 2 * shape.expert_params > 80 * 10**9
+    experts = 32 * 8 * 3 * H * F
+    assert shape.expert_params == experts > 45 * 10**9
+    # NF4: half a byte, a byte for each 64 and four for each 64 * 256; not packed: two tables, routers, norms
+    packed = (experts + 32 * (2 * H * Q + 2 * H * KV)) * (1 / 2 + 1 / 64 + 4 / (64 * 256))
+    rest = 2 * (2 * 32_000 * H + 32 * 8 * H + 65 * H)
+    assert weight_bytes(shape, width=2, nf4=True) == pytest.approx(packed + rest, rel=1e-3)
+
+
+def test_a_stack_too_large_for_the_kernels_is_not_quantised():
+    # bitsandbytes counts in 32 bits: 256 experts of 2 * 7168 * 2048 and of 7168 * 2048 elements are more than 2**31
+    shape = shape_of("deepseek-ai/DeepSeek-V3")
+    assert weight_bytes(shape, width=2, nf4=True) > 2 * shape.expert_params > 1200 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -256,17 +271,30 @@ def test_margins_are_one_table_and_the_largest_class_counts():
     assert all(row.reason for row in MARGINS.values())
 
     def share(
-        mode="lora", padded=False, attention="sdpa", optim="adamw_torch_fused", layout=SINGLE, experts=False, **more
+        mode="lora", padded=False, attention="sdpa", optim="adamw_torch_fused", layout=SINGLE, own_experts=False, **more
     ):
         found = margin_of(
-            mode=mode, padded=padded, attention=attention, optim=optim, layout=layout, experts=experts, **more
+            mode=mode, padded=padded, attention=attention, optim=optim, layout=layout, own_experts=own_experts, **more
         )
         return found.share
 
     assert share() == share(mode="full") == share(autocast=True) == 0.03
     assert share(mode="full", autocast=True) == share(mode="qlora") == share(padded=True) == 0.06
     assert share(attention="eager", mode="qlora") == share(layout=Layout("ddp", 2)) == 0.10
-    assert share(experts=True) == share(layout=Layout("zero2", 2, 2)) == share(layout=Layout("tp", 1, 1, 2)) == 0.15
+    assert share(own_experts=True) == share(layout=Layout("zero2", 2, 2)) == share(layout=Layout("tp", 1, 1, 2)) == 0.15
+
+
+@pytest.mark.parametrize(
+    ("name", "share"),
+    [
+        ("mistralai/Mixtral-8x7B-v0.1", 0.03),
+        ("deepseek-ai/DeepSeek-V3", 0.03),
+        ("meta-llama/Llama-4-Scout-17B-16E-Instruct", 0.15),
+    ],
+)
+def test_only_experts_by_code_of_their_class_take_the_margin_of_what_is_not_measured(name, share):
+    found = estimate(run(mode="lora"), shape_of(name), BF16, Step(1, 1, 512))
+    assert found.margin == pytest.approx(share * found.reserved + MARGIN_BYTES, rel=0.01)
 
 
 def test_a_cpu_run_is_planned_near_what_it_was_measured_to_take():

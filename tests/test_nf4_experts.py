@@ -194,7 +194,8 @@ def world(tmp_path_factory) -> Path:
     rows = [chat(f"q {i}", " ".join(["word"] * (5 + i % 7))) for i in range(16)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "run.yaml").write_text(
-        f"model: {{name: {folder}/base, max_seq_len: 128}}\ntuning: {{mode: qlora, lora: {{target_parameters: auto}}}}\n"
+        f"model: {{name: {folder}/base, max_seq_len: 128}}\n"
+        "tuning: {mode: qlora, lora: {target_parameters: auto}}\n"
         f"data: {{train_path: {folder}/rows.jsonl}}\n"
         "train: {effective_batch_size: 4, max_steps: 6, save_steps: 2, learning_rate: 1e-2, report_to: []}\n"
         f"output: {{dir: {folder}/outputs}}\n"

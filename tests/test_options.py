@@ -32,6 +32,10 @@ from sft_play.runs.folder import FORMAT, RunFolder
 from tests.conftest import chat, need_documents_extra
 
 GIB = 2**30
+SMALL_MIXTURE = {
+    "vocab_size": 100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 MACHINE = Hardware((Gpu(0, "GPU", 40 * GIB, None, (9, 0)),), "CPU", 2, 24 * GIB, 24 * GIB)
 
 pytestmark = pytest.mark.build
@@ -55,6 +59,8 @@ def world(tmp_path_factory, tiny_llama):
         "{% if add_generation_prompt %}assistant{% endif %}"
     )
     shutil.copytree(tiny_llama, folder / "model")
+    (folder / "mixture").mkdir()
+    (folder / "mixture" / "config.json").write_text(json.dumps({"model_type": "mixtral", **SMALL_MIXTURE}))
     _write_odd_rows(folder)
     _write_templates(folder)
     _write_documents(folder)
@@ -378,8 +384,7 @@ def experts(config: RunConfig) -> Facts:
     from sft_play.planner.precision import Precision
     from sft_play.training.prepare.experts import choose_experts
 
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model = AutoModelForCausalLM.from_config(MixtralConfig(vocab_size=16, num_key_value_heads=2, **sizes))
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL_MIXTURE))
     chosen = choose_experts(config, model, Precision("float32", "float32", ""))
     return {"runs": chosen.name if chosen else None}
 
@@ -529,6 +534,7 @@ STYLED = [*RAW, "data.style.system=be brief", "data.style.out_dir=WORLD/styled"]
 STYLED_SYSTEM = [*STYLED, *RAW_SYSTEM]
 TEXTS = ["data.documents.path=WORLD/documents", "data.documents.out_dir=WORLD/texts"]
 PAGES = [*TEXTS, "data.documents.path=WORLD/pages"]
+MIXTURE, EXPERTS = ["model.name=WORLD/mixture"], "model.layers.0.mlp.experts"
 MIXED = ["task_mode=cpt_mixed", "data.text_path=WORLD/text.txt"]
 LONG = ["data.train_path=WORLD/long.jsonl", "data.max_lost_fraction=1.0"]
 SPECIAL = ["data.train_path=WORLD/special.jsonl"]
@@ -594,6 +600,10 @@ PROBES: list[tuple[str, Probe]] = [
     one(model_spec, "tuning.lora.alpha", 4, "lora_alpha", 4),
     one(model_spec, "tuning.lora.dropout", 0.1, "lora_dropout", 0.1),
     one(model_spec, "tuning.lora.target_modules", "[q_proj]", "target_modules", ("q_proj",)),
+    one(model_spec, "tuning.lora.target_parameters", "auto", "target_parameters",
+        (f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"), MIXTURE),
+    one(model_spec, "tuning.lora.target_parameters", "[down_proj]", "target_parameters", (f"{EXPERTS}.down_proj",),
+        MIXTURE),
     one(model_spec, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
     one(model_spec, "tuning.trainable", "[q_proj]", "trainable", Says("Trainable: q_proj: ")),
     one(model_spec, "tuning.lora.use_rslora", "true", "use_rslora", True),

@@ -106,7 +106,7 @@ def test_loading_that_does_not_fit_is_refused_and_named():
 @pytest.mark.parametrize("seed", range(40))
 def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     """Never more than its parts, the largest unit and a tensor; less with every doubling of the ranks; in RAM only
-    copies of what is cast or stacked, on the first rank."""
+    copies of what is cast or stacked, on the first rank. Elsewhere a tensor in RAM; four where threads cast them."""
     draw = random.Random(seed)
     mode = draw.choice(["full", "lora", "qlora"])
     model = draw.choice([LLAMA_8B, LLAMA_70B, "gpt2", "Qwen/Qwen3-30B-A3B"])
@@ -122,14 +122,27 @@ def test_what_a_rank_of_fsdp_loads_is_its_parts_a_unit_and_a_tensor(seed):
     width = 4 if precision.load == "float32" else 2
     units = [shape.vocab_size * shape.hidden_size, *(kind.params for kind in shape.layers)]
     unit = max(units) * (4 if mode == "full" else width) * 1.1  # with adapters
-    largest = width * max(elements for elements, _, _ in large_tensors(shape))
+    tensors = sorted(elements for elements, count, _ in large_tensors(shape) for _ in range(min(count, 4)))
+    largest = width * tensors[-1]
     one = loaded("fsdp", 2)
     parts = one.resident.weights + one.resident.adapters
     assert parts + largest < found[0] <= parts + unit + largest
     same = shape.stored_dtype == precision.load
     assert copied_in_ram(one) == width * (shape.expert_params if same else shape.params)
     assert read_in_ram(one) == copied_in_ram(one) + largest
-    assert read_in_ram(loaded("ddp", 2)) == largest  # each tensor goes straight to its GPU
+    # each tensor goes straight to its GPU, and what is quantised is read in turn
+    threads = 1 if same or mode == "qlora" else 4
+    assert read_in_ram(loaded("ddp", 2)) == width * sum(tensors[-threads:])
+
+
+def test_what_four_threads_cast_at_once_is_in_ram():
+    def in_ram(mode: str, stored: str) -> int:
+        step = Step(1, 1, 512, layout=Layout("single"))
+        return read_in_ram(Walk(run(mode=mode), replace(shape_of(LLAMA_8B), stored_dtype=stored), BF16, step))
+
+    table, matrix = WORDS * H, 4096 * 14336
+    assert in_ram("lora", "float32") == in_ram("full", "float32") == 2 * (2 * table + 2 * matrix)
+    assert in_ram("lora", "bfloat16") == in_ram("qlora", "float32") == 2 * table
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -232,7 +232,7 @@ class _Checks:
         yield passed("example", f"{head}\n{example_line(shown)}")
 
     def _memory(self) -> Iterator[Finding]:
-        from sft_play.planner.show import choice_line, memory_line
+        from sft_play.planner.show import choice_line, memory_line, share_lines
 
         where = "the named machine" if self._hardware.named else "this machine"
         try:
@@ -242,7 +242,7 @@ class _Checks:
         except SftPlayError as error:
             yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
             return
-        summary = f"{choice_line(plan)} ({where})\n{memory_line(plan)}"
+        summary = "\n".join([f"{choice_line(plan)} ({where})", *share_lines(plan, self._config), memory_line(plan)])
         if plan.fits:
             yield passed("memory plan", summary)
         else:

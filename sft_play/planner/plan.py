@@ -37,6 +37,7 @@ from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.step_memory import is_padded
 from sft_play.planner.memory.structure import check_targets, repeats_kv
 from sft_play.planner.micro_batches import MicroBatches, RowTokens
+from sft_play.planner.parameters import Parameters, parameters_of
 from sft_play.planner.precision import Precision, Updates, choose_precision
 from sft_play.planner.reasons import reasons_of, shown
 from sft_play.planner.speed.other_code import compile_s, refuse_beside_compiling
@@ -136,6 +137,8 @@ class Plan:
     deepspeed: Mapping[str, Any] | None = None
     """DeepSpeed's config as it was given or shipped, with its "auto": what a resumed run, or a repetition, starts with.
     None where another engine runs."""
+    parameters: Parameters | None = None
+    """What is quantised, adapted and trained; None in a plan of an earlier version."""
 
     @property
     def layout(self) -> LayoutName:
@@ -199,6 +202,7 @@ class Plan:
             "mfu": self.mfu,
             "run": self._run_json(),
             "model_params": self.model_params,
+            **({"parameters": asdict(self.parameters)} if self.parameters else {}),
             "hardware": self.hardware.as_json(),
             "reasons": list(self.reasons),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
@@ -324,6 +328,7 @@ def make_plan(
         kernels=kernels,
         compile_s=compile_s(config, shape),
         activations_from="trace" if chosen.traced else "blocks" if shape.meter is None else "measured",
+        parameters=parameters_of(config, shape, chosen.precision, chosen.layout),
     )
 
 
@@ -404,6 +409,7 @@ def plan_from_json(data: Mapping[str, Any]) -> Plan:
         micro_batches=MicroBatches(**data["micro_batches"]),
         row_tokens=RowTokens.from_json(data["row_tokens"]),
         kernels=CountedKernels(**data["kernels"]) if data.get("kernels") else None,
+        parameters=Parameters.from_json(data.get("parameters")),
     )
 
 

@@ -15,6 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware
 from sft_play.planner.advice.questions import Largest
 from sft_play.planner.candidates import Candidate
+from sft_play.planner.parameters import parameters_line
 from sft_play.planner.plan import Plan
 from sft_play.units import GIB
 
@@ -82,6 +83,11 @@ def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
         *(f"Because: {reason}" for reason in plan.reasons),
         memory_line(plan),
     ]
+
+
+def share_lines(plan: Plan, config: RunConfig) -> list[str]:
+    """The line about what is quantised, adapted and trained; none for a plan of an earlier version."""
+    return [parameters_line(plan.parameters, config)] if plan.parameters else []
 
 
 def memory_line(plan: Plan) -> str:
@@ -255,6 +261,7 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str, by_node: Sequence
     return [
         *detected_lines(plan.hardware),
         choice_line(plan),
+        *share_lines(plan, config),
         *batch_lines(plan, config),
         *bar_lines(plan),
         *(speed_lines(plan) if plan.fits else []),

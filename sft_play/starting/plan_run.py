@@ -214,7 +214,7 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
 
 def log_plan(plan: Plan, config: RunConfig) -> None:
     """Log layout, batch and predicted peak, with the reasons."""
-    for line in [show.choice_line(plan), *show.batch_lines(plan, config)]:
+    for line in [show.choice_line(plan), *show.share_lines(plan, config), *show.batch_lines(plan, config)]:
         logger.info("%s", line)
     if not plan.fits:
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")

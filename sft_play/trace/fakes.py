@@ -127,7 +127,10 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
 def _constants(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and dtypes of what NF4 keeps beside packed weights."""
     blocks = math.ceil(weights / NF4_BLOCK)
-    found = {"absmax": ((blocks,), torch.uint8 if double_quant else torch.float32), "code": ((16,), torch.float32)}
+    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+        "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
+        "code": ((16,), torch.float32),
+    }
     if double_quant:
         found |= {
             "absmax_of_absmax": ((math.ceil(blocks / ABSMAX_BLOCK),), torch.float32),

@@ -71,7 +71,7 @@ _SPLIT = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _PLAIN = ("mlp.up_proj", "mlp.down_proj")
 _GPT2_MLP = ("mlp.c_fc", "mlp.c_proj")
-_GRANITE_EXPERTS = ("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight")
+_GRANITE_EXPERTS = ("block_sparse_moe.experts.gate_up_proj", "block_sparse_moe.experts.down_proj")
 _NEOX_MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 
 

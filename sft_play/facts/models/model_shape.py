@@ -155,7 +155,8 @@ class LayerKind:
     @cached_property
     def packable(self) -> tuple[int, ...]:
         """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
-        return tuple(one.weights for one in (*self.linears, *(one for one in self.stacked if one.is_packable)))
+        stacks = tuple(one.weights for one in self.stacked if one.is_packable)
+        return tuple(linear.weights for linear in self.linears) + stacks
 
     @cached_property
     def linear_biases(self) -> int:

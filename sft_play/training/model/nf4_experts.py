@@ -123,7 +123,7 @@ class _Quantize(Bnb4bitQuantize):
     """Packs one tensor: of a linear layer as transformers does, of experts with its state beside it."""
 
     def convert(self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **options: Any) -> Any:
-        packed = {}
+        packed: dict[str, Any] = {}
         for name in list(input_dict):
             value = input_dict.pop(name)  # its memory is free once it is packed
             module, _ = get_module_from_name(model, name)
@@ -169,8 +169,8 @@ def _names(model: nn.Module, module: nn.Module) -> frozenset[str]:
 def register() -> None:
     """Make transformers quantise experts too wherever it quantises to 4 bits, and PEFT adapt such experts."""
     AUTO_QUANTIZER_MAPPING["bitsandbytes_4bit"] = ExpertQuantizer
-    ParamWrapper.get_param = _param  # type: ignore[method-assign]
-    ParamWrapper._activate_lora = _activated  # type: ignore[method-assign]
+    ParamWrapper.get_param = _param
+    ParamWrapper._activate_lora = _activated
 
 
 _GET_PARAM, _ACTIVATE = ParamWrapper.get_param, ParamWrapper._activate_lora

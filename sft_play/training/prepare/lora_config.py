@@ -21,7 +21,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
-from sft_play.training.prepare.experts import meant_experts, stacked_experts
+from sft_play.training.prepare.experts import meant_experts
 from sft_play.training.proofs.adapter_trial import adapter_places, linear_layers, output_head
 
 _SHOWN_NAMES = 24
@@ -52,8 +52,6 @@ def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, li
     if stacked:
         kinds = sorted({name.rpartition(".")[2] for name in stacked})
         notes.append(f"Adapters: one on {' and '.join(kinds)} of every expert (tuning.lora.target_parameters)")
-    elif next(stacked_experts(skeleton), None) is not None:
-        notes.append("Adapters: experts get none; tuning.lora.target_parameters=auto gives each one its own")
     notes += [f"Adapters: {words}" for words in places.words]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
