@@ -176,6 +176,22 @@ def test_full_training_leaves_out_what_gets_no_gradient_by_its_class(kind, comma
     assert len(still) < len(after) / 3
 
 
+WITHOUT_DEFAULTS = {"deepseek_v2", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral", "nemotron"}
+"""Types whose config class has no default for a size."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted(set(FAMILIES) - WITHOUT_DEFAULTS))
+def test_what_gets_no_gradient_in_the_table_is_what_a_trial_shows(kind):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind))
+    found, problem = small_model.on_small_model(model.config, adapter_trial._try_in_full)
+    assert found is not None, problem
+    assert set(found) == adapter_trial.without_gradient(model)
+
+
 def trained(command: Command, tmp_path: Path, kind: str, precision: str, mode: str) -> tuple[int, str]:
     """Three steps of a small random model of a class."""
     from transformers import AutoModelForCausalLM

@@ -468,3 +468,14 @@ def test_any_value_in_any_field_is_a_shape_or_a_message():
                     assert parse_config({**file_of(kind), key: value}, name="m").params > 0
                 tried += 1
     assert tried > 5000
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_fused_attention_is_planned_where_the_class_calls_it(kind):
+    """A plan with sdpa for a class that has none would leave out S x S scores."""
+    from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
+
+    config, family = AutoConfig.for_model(kind), FAMILIES[kind]
+    is_capped = getattr(config, "attn_logit_softcapping", None) is not None
+    assert (family.sdpa and not family.sinks and not is_capped) == CLASSES[type(config)]._supports_sdpa

@@ -181,6 +181,7 @@ class _Builder:
             alibi=fields.flag(family.alibi),
             rotary_dim=self._rotary_dim(),
             sinks=family.sinks,
+            has_fused_attention=family.sdpa,
             attention_softcap=fields.real("attn_logit_softcapping"),
             parallel_blocks=fields.flag(family.parallel),
             dropout=fields.share(self._own(_RESIDUAL_DROPOUT)),

@@ -113,6 +113,8 @@ class Family:
     window_field: str = "sliding_window"
     parallel: Choice = False
     sinks: bool = False
+    sdpa: bool = True
+    """The class can call PyTorch's fused attention."""
     extra: int = 0
     """Further parameters of a block (weights of an activation)."""
     mla: bool = False
@@ -135,7 +137,7 @@ _GPT2 = replace(
 _GPTJ = replace(
     _LAYER_NORM, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"), out="attn.out_proj",
     mlp=("mlp.fc_in", "mlp.fc_out"), qkv_bias=False, out_bias=False, head_bias=True, norms=1, width="n_inner",
-    parallel=True,
+    parallel=True, sdpa=False,
 )  # fmt: skip
 _NEOX = replace(
     _LAYER_NORM, qkv=("attention.query_key_value",), out="attention.dense", mlp=_NEOX_MLP, qkv_bias="attention_bias",
@@ -205,7 +207,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": replace(_BIASED, norm="gemma"),
     "gemma2": replace(_BIASED, norm="gemma", norms=4, window="every_2"),
     "gemma3_text": replace(_BIASED, norm="gemma", norms=4, qk_norm=True, window="every_6"),
-    "vaultgemma": replace(_BIASED, norm="gemma", window="every_2"),
+    "vaultgemma": replace(_BIASED, norm="gemma", window="every_2", sdpa=False),
     "phi": Family(
         out="self_attn.dense", mlp=("mlp.fc1", "mlp.fc2"), qkv_bias=True, out_bias=True, mlp_bias=True, head_bias=True,
         norm="layer", norm_bias=True, norms=1, qk_norm="qk_layernorm", qk_norm_bias=True, parallel=True,
@@ -239,7 +241,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_neo": replace(
         _LAYER_NORM, qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
         out="attn.attention.out_proj", mlp=_GPT2_MLP, qkv_bias=False, position_offset=0, rotary=False, window="gpt_neo",
-        window_field="window_size",
+        window_field="window_size", sdpa=False,
     ),
     "gptj": _GPTJ,
     "codegen": replace(_GPTJ, qkv=("attn.qkv_proj",)),
@@ -248,7 +250,7 @@ FAMILIES: dict[str, Family] = {
     "biogpt": _OPT,
     "bloom": replace(
         _LAYER_NORM, qkv=("self_attention.query_key_value",), out="self_attention.dense", mlp=_NEOX_MLP,
-        embedding_norm=True, rotary=False, alibi=True,
+        embedding_norm=True, rotary=False, alibi=True, sdpa=False,
     ),
     "falcon": replace(
         _LAYER_NORM, qkv=("self_attention.query_key_value",), out="self_attention.dense", mlp=_NEOX_MLP,
@@ -256,7 +258,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "mpt": Family(
         qkv=("attn.Wqkv",), out="attn.out_proj", mlp=("ffn.up_proj", "ffn.down_proj"), norm="layer", grouped=False,
-        own_head_dim=False, rotary=False, alibi=True,
+        own_head_dim=False, rotary=False, alibi=True, sdpa=False,
     ),
     "mixtral": Family(window="all", experts=Experts(width="intermediate_size", fp32_weights=True)),
     "phimoe": replace(
