@@ -29,6 +29,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
+from sft_play.trace.confirm import settings_of
 from sft_play.trace.settings import Device, StepSettings, TracedPeak
 
 BF16 = Precision("bfloat16", "bfloat16", "")
@@ -138,10 +139,26 @@ Phi-3.5-mini-instruct full 2048 2 off liger
 Phi-3.5-mini-instruct lora 4096 1 liger
 Phi-3.5-mini-instruct qlora 8192 2 liger
 Llama-3.1-8B lora 4096 1 fsdp=4 liger
+Qwen3-30B-A3B qlora 2048 1
+gpt-oss-20b qlora 1024 1 eager
+Qwen3-30B-A3B qlora 1024 1 experts
+gpt-oss-20b qlora 1024 1 eager experts
+Qwen3-30B-A3B lora 1024 1
+gpt-oss-20b lora 1024 1 eager
+Qwen3-30B-A3B full 1024 1
+gpt-oss-20b full 512 1 eager
+Qwen3-30B-A3B qlora 1024 2 off
+gpt-oss-20b qlora 512 1 eager off
+Qwen3-30B-A3B lora 1024 1 off
+gpt-oss-20b lora 512 2 eager off
+Qwen3-30B-A3B full 512 1 off
+gpt-oss-20b full 512 1 eager off
+Qwen3-30B-A3B lora 1024 1 experts
 """
 """model, mode, tokens of a row, rows of a pass, then what differs from the defaults: checkpointing `off` or of `some`
 blocks, `eager` attention or the package `flash`, `liger`'s kernels, `padded` rows, rows that are attended to one by
-one on a Turing GPU (`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks."""
+one on a Turing GPU (`apart`), an accumulation, rows of an evaluation batch, `fsdp` or `ddp` ranks; adapters on
+`experts` too."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +193,7 @@ def setting_of(line: str) -> Setting:
                         "dropout": float(options.get("dropout", 0)),
                         "use_dora": "dora" in options,
                         "target_modules": targets.split(",") if targets else "auto",
+                        "target_parameters": "auto" if "experts" in options else [],
                     },
                 },
                 "train": {
@@ -215,8 +233,11 @@ def predicted(setting: Setting, model: Mapping[str, Any]) -> MemoryEstimate:
 
 
 def trace_settings(setting: Setting, model: Mapping[str, Any]) -> StepSettings:
-    """The same step in the trace's words."""
+    """The same step in the trace's words; of a mixture of experts in those of the plan's own trace."""
     config, step = setting.config, setting.step
+    shape = parse_config(dict(model), name=setting.model)
+    if any(kind.stacked for kind in shape.layers):
+        return settings_of(config, model, shape, setting.precision, step)
     lora, name = config.tuning.lora, step.layout.name
     strategy: Literal["single", "ddp", "fsdp2"] = "fsdp2" if name == "fsdp" else "ddp" if name == "ddp" else "single"
     targets = "all-linear" if lora.target_modules == "auto" else list(lora.target_modules)

@@ -357,6 +357,8 @@ def test_the_kept_sample_is_within_three_percent_of_its_traces():
         "Llama-3.1-8B qlora 1500 2 flash padded off",
         "Llama-3.2-1B full 900 3 off apart",
         "gemma-3-1b-it lora 700 2 off apart",
+        "Qwen3-30B-A3B qlora 600 2 experts",
+        "gpt-oss-20b qlora 500 1 eager off",
     ],
 )
 def test_the_closed_form_agrees_with_a_trace_of_the_real_step(line):
