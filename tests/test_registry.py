@@ -33,13 +33,10 @@ def test_what_is_planned_agrees_with_its_trace_and_trains(book):
     assert {kind for kind, row in planned.items() if any(isinstance(row[mode], str) for mode in MODES)} == BROKEN
 
 
-FAR_FROM_TRACE = {"apertus", "gpt_oss", "mistral_large4"}
+FAR_FROM_TRACE = {"apertus", "deepseek_v2", "gpt_oss", "mistral_large4"}
 """Classes whose estimate and trace differ by more than 1%."""
 BROKEN = {
-    "afmoe",
-    "axk2",
     "deepseek_v4",
-    "ernie4_5_vl_moe",
     "instructblip",
     "mistral_large4",
     "nemotron_h_omni",
