@@ -201,10 +201,10 @@ def test_experts_are_quantised():
     assert weight_bytes(shape, width=2, nf4=True) == pytest.approx(packed + rest, rel=1e-3)
 
 
-def test_a_stack_too_large_for_the_kernels_is_not_quantised():
+def test_a_stack_too_large_for_the_kernels_is_quantised_in_parts():
     # bitsandbytes counts in 32 bits: 256 experts of 2 * 7168 * 2048 and of 7168 * 2048 elements are more than 2**31
     shape = shape_of("deepseek-ai/DeepSeek-V3")
-    assert weight_bytes(shape, width=2, nf4=True) > 2 * shape.expert_params > 1200 * 10**9
+    assert 0.5 * shape.params < weight_bytes(shape, width=2, nf4=True) < 0.53 * shape.params
 
 
 @pytest.mark.parametrize(

@@ -136,6 +136,27 @@ def test_no_two_stacks_are_whole_at_once_while_loading(tmp_path, monkeypatch):
     assert max(most) <= 2  # itself, and its contiguous copy
 
 
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_stack_too_large_for_the_kernels_is_packed_in_parts(seed, storage, monkeypatch):
+    """As many bytes as whole, and each part's values are those of that part alone."""
+    draw = random.Random(seed)
+    experts, rows, columns = draw.randint(1, 9), 64, 64 * draw.randint(1, 2)
+    weight = torch.randn(experts, rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    whole, one = nf4_experts.pack(weight, storage)
+    most = draw.randint(1, experts)
+    monkeypatch.setattr(nf4_experts, "MOST_AT_ONCE", most * rows * columns + draw.randint(0, rows * columns - 1))
+    packed, packing = nf4_experts.pack(weight, storage)
+    assert packed.nbytes == whole.nbytes
+    assert len(packing.states) == -(-experts // most)
+    found = nf4_experts.unpacked(packed, packing)
+    assert (found.shape, found.dtype) == (weight.shape, weight.dtype)
+    monkeypatch.setattr(nf4_experts, "MOST_AT_ONCE", 2**31 - 1)
+    for part, alone in zip(found.split(most), weight.split(most), strict=True):
+        assert torch.equal(part, nf4_experts.unpacked(*nf4_experts.pack(alone, storage)))
+    assert (found - nf4_experts.unpacked(whole, one)).float().norm() < 0.02 * weight.float().norm()
+
+
 # --- what is planned --------------------------------------------------------------------------------------------------
 
 

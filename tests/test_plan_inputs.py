@@ -276,10 +276,8 @@ def test_a_number_of_thousands_of_digits_is_no_config(tmp_path: Path):
 
 
 STORED = [
-    *[
-        ({"quant_method": method}, "qlora", f"({method})")
-        for method in ("gptq", "awq", "fp8", "mxfp4", "hqq", "bitnet")
-    ],
+    *[({"quant_method": method}, "qlora", f"({method})") for method in ("gptq", "awq", "hqq", "bitnet")],
+    *[({"quant_method": method}, mode, None) for method in ("fp8", "mxfp4") for mode in ("lora", "qlora", "full")],
     ({"bits": 4}, "qlora", "(unknown method)"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "lora", "(bitsandbytes)"),
     ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "qlora", "(bitsandbytes, 8 bits)"),
@@ -319,12 +317,25 @@ def test_weights_that_are_stored_quantised_are_refused_alike_by_plan_and_run(
 
 
 @pytest.mark.parametrize("name", ["openai/gpt-oss-20b", "openai/gpt-oss-120b", "deepseek-ai/DeepSeek-V3"])
-def test_a_known_model_with_quantised_weights_is_refused_and_never_proposed(name, command: Command, monkeypatch):
-    words = ["plan", "--config", LORA, "model.max_seq_len=512"]
-    for mode in ("lora", "qlora"):
-        code, printed = command(*words, "--hardware", "8xH200", f"model.name={name}", f"tuning.mode={mode}")
-        assert (code, "already quantised" in printed, "Launch" in printed) == (2, True, False)
+def test_a_known_model_with_quantised_weights_is_planned_dequantised_and_proposed(name, command: Command, monkeypatch):
+    how = "FP8" if "DeepSeek" in name else "MXFP4"
+    code, printed = command("plan", "--config", LORA, "model.max_seq_len=512", "--hardware", "8xH200",
+                            f"model.name={name}", "tuning.mode=qlora")  # fmt: skip
+    assert (code, f"stored in {how}" in printed, "Launch" in printed) == (0, True, True), printed
     monkeypatch.setattr(questions, "KNOWN_MODELS", {one: KNOWN_MODELS[one] for one in (name, "Qwen/Qwen2.5-0.5B")})
+    asked = config("model.max_seq_len=512", "tuning.mode=qlora")
+    request = PlanRequest(asked, shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
+    assert largest_that_fits("model", request).value == name
+
+
+def test_a_model_that_is_refused_is_never_proposed(monkeypatch):
+    def refuses(fields, *, name, mode):
+        if name == "openai/gpt-oss-20b":
+            raise ModelError(name)
+
+    known = {one: KNOWN_MODELS[one] for one in ("openai/gpt-oss-20b", "Qwen/Qwen2.5-0.5B")}
+    monkeypatch.setattr(questions, "KNOWN_MODELS", known)
+    monkeypatch.setattr(questions, "refuse_quantised", refuses)
     request = PlanRequest(config("model.max_seq_len=512"), shape_of("Qwen/Qwen2.5-0.5B"), named("16xH200"))
     assert largest_that_fits("model", request).value == "Qwen/Qwen2.5-0.5B"
 

@@ -21,7 +21,6 @@ class Experts:
     """Of the experts whose weights are one tensor for all of a block: numbers of parameters, without biases."""
 
     total: int
-    quantised: int
     adapters: int
     """Of the adapters, those on them."""
 
@@ -64,7 +63,6 @@ def parameters_of(config: RunConfig, shape: ModelShape, precision: Precision, la
     stacks = [(one, kind.count) for kind in shape.layers for one in kind.stacked]
     experts = Experts(
         total=sum(count * one.weights for one, count in stacks),
-        quantised=sum(count * one.weights for one, count in stacks if nf4 and one.is_packable),
         adapters=0 if full else sum(count * stacked_adapter(one, lora) for one, count in stacks),
     )
     return Parameters(
@@ -113,6 +111,4 @@ def parameters_line(parameters: Parameters, config: RunConfig) -> str:
 def _base_words(one: Parameters) -> str:
     if one.quantised_dtype is None:
         return f"all {one.rest_dtype}, frozen"
-    large = one.experts.total - one.experts.quantised if one.experts is not None else 0
-    more = f" with {count_of(large)} of experts, whose tensors are too large for 4 bits" if large else ""
-    return f"{one.quantised / one.total:.1%} in NF4, the rest {one.rest_dtype}{more}, all frozen"
+    return f"{one.quantised / one.total:.1%} in NF4, the rest {one.rest_dtype}, all frozen"

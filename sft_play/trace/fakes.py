@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from sft_play.facts.models.model_shape import MOST_PACKED
 from sft_play.planner.memory.model_states import ABSMAX_BLOCK, NF4_BLOCK
 from sft_play.trace.settings import StepSettings
 from sft_play.trace.storages import StorageLog
@@ -116,8 +115,6 @@ class _NF4Experts(nf4_experts.PackedWeight):
 def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
     """Put the fake of a packed weight in the place of a stacked one, on the meta device."""
     weight, storage = getattr(module, name), getattr(torch, settings.quant_storage)
-    if weight.numel() > MOST_PACKED:
-        return
     rows = math.ceil(weight.numel() / 2) // storage.itemsize
     packed, reads = torch.empty((rows, 1), dtype=storage, device="meta"), _NF4Experts(module, name, settings)
     setattr(module, name, nn.Parameter(packed, requires_grad=False))

@@ -53,10 +53,6 @@ class Linear:
         return self.path == target or self.path.endswith(f".{target}")
 
 
-MOST_PACKED = 2**31 - 1
-"""Elements that bitsandbytes packs at once: its kernels count in 32 bits. A larger tensor stays as loaded."""
-
-
 @dataclass(frozen=True)
 class Stacked:
     """One matrix of every expert of a block, as one tensor: `path` inside the block, number of experts, widths."""
@@ -70,11 +66,6 @@ class Stacked:
     def weights(self) -> int:
         """Elements of the tensor."""
         return self.experts * self.inputs * self.outputs
-
-    @property
-    def is_packable(self) -> bool:
-        """Whether qlora keeps it in 4 bits."""
-        return self.weights <= MOST_PACKED
 
     def matches(self, target: str) -> bool:
         """Whether a name of `tuning.lora.target_parameters` means it: the end of its full name."""
@@ -155,7 +146,7 @@ class LayerKind:
     @cached_property
     def packable(self) -> tuple[int, ...]:
         """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
-        stacks = tuple(one.weights for one in self.stacked if one.is_packable)
+        stacks = tuple(one.weights for one in self.stacked)
         return tuple(linear.weights for linear in self.linears) + stacks
 
     @cached_property

@@ -18,6 +18,7 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
 from sft_play.training.model.model_loading import DTYPES, quantization
+from sft_play.training.model.nf4_experts import pack, unpacked
 from sft_play.training.prepare.model_spec import build_model_spec
 
 Base = Literal["original", "dequantized"]
@@ -182,6 +183,9 @@ def _through_nf4(weight: torch.Tensor) -> torch.Tensor:
     from bitsandbytes.functional import dequantize_4bit
     from bitsandbytes.nn import Params4bit
 
+    if weight.dim() == 3:  # of all experts
+        packed, packing = pack(weight)
+        return unpacked(packed.data, packing).float()
     # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
     quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
     return cast("torch.Tensor", dequantize_4bit(quantized.data, quantized.quant_state)).float().reshape(weight.shape)

@@ -70,13 +70,13 @@ def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: lis
     spec, low = run.spec, run.spec.numbers.autocast
     elements, width = spec.experts * inputs * outputs, spec.numbers.weights
     # experts of a block that a tensor-parallel rank shares have fewer elements than the whole tensor
-    whole, packs, adapter = spec.expert_weights[place] if spec.expert_weights else (elements, False, 0)
+    whole, adapter = spec.expert_weights[place] if spec.expert_weights else (elements, 0)
     adapter = adapter * elements // max(1, whole)
     x = run.low(x)
     trains = spec.full or adapter > 0
     held = [x] if trains else []
     weight = None
-    if spec.nf4 and packs:
+    if spec.nf4 and spec.expert_weights:
         weight = run.tape.new(elements, width)
         run.tape.meter.touch(2 * 4 * math.ceil(elements / NF4_BLOCK))  # its absmax in fp32 while it is dequantised
     if adapter:

@@ -48,8 +48,6 @@ def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
     for elements, count in shape.packable:
         yield elements, count, True
     yield shape.table_params, 1 if shape.tied else 2, False
-    for kind in shape.layers:
-        yield from ((one.weights, kind.count, False) for one in kind.stacked if not one.is_packable)
 
 
 def largest_tensor(shape: ModelShape) -> int:

@@ -93,8 +93,8 @@ class BlockSpec:
     """Experts gate as gpt-oss does."""
     routes_in_fp32: bool = False
     """The weights by which experts' outputs are added are fp32."""
-    expert_weights: tuple[tuple[int, bool, int], ...] = ()
-    """Elements of each stacked tensor of experts, whether it is packed, and parameters of its adapter (0: none)."""
+    expert_weights: tuple[tuple[int, int], ...] = ()
+    """Elements of each stacked tensor of experts, and parameters of its adapter (0: none)."""
     experts_in_turn: bool = False
     """Experts run one after another instead of as one grouped product."""
     attends: bool = True
@@ -232,9 +232,7 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         experts_per_token=shape.rows_per_token,
         expert_width=kind.expert_width,
         gated_experts=kind.gated_experts,
-        expert_weights=tuple(
-            (one.weights, one.is_packable, 0 if full else stacked_adapter(one, lora)) for one in kind.stacked
-        ),
+        expert_weights=tuple((one.weights, 0 if full else stacked_adapter(one, lora)) for one in kind.stacked),
         expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
         clamped_gate=shape.clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,33 +22,31 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from sft_play.facts.models.model_shape import MOST_PACKED
 from sft_play.training.prepare.experts import PACKED, stacked_experts
 
 
 # --- a packed weight --------------------------------------------------------------------------------------------------
 class PackedWeight:
-    """How a packed weight is read: by bitsandbytes' `state` of it, and with the adapter that PEFT adds; as it is until
-    it has been packed (`state` None)."""
+    """How a packed weight is read: by its `packing`, and with the adapter that PEFT adds; as it is until it has been
+    packed (None)."""
 
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
+    def __init__(self, packing: Packing | None = None) -> None:
+        self.packing = packing
         self.adapters: list[tuple[torch.Tensor, torch.Tensor, float]] = []
         """Factors, experts x rows x rank and experts x rank x columns, and their scale."""
 
     def like(self, packed: torch.Tensor) -> torch.Tensor:
         """A tensor with the weight's shape, dtype and device, and the memory of one element."""
-        if self.state is None:
+        if self.packing is None:
             return packed
-        return torch.empty((), dtype=self.state.dtype, device=packed.device).expand(self.state.shape)
+        return torch.empty((), dtype=self.packing.dtype, device=packed.device).expand(self.packing.shape)
 
     def whole(self, packed: torch.Tensor) -> torch.Tensor:
         """The weight, experts x rows x columns."""
-        if self.state is None:
+        if self.packing is None:
             return packed
         with torch.no_grad():
-            weight: torch.Tensor = functional.dequantize_4bit(packed, self.state)
-        return weight
+            return unpacked(packed, self.packing)
 
     def read(self, packed: torch.Tensor) -> torch.Tensor:
         """The weight with its adapters, in its own dtype."""
@@ -90,12 +89,42 @@ def _end_reading(module: nn.Module, inputs: Any, output: Any) -> None:
     vars(module).pop("_sft_read", None)
 
 
-def pack(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, Any]:
-    """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype, and bitsandbytes' state."""
-    data, state = functional.quantize_4bit(
-        weight.contiguous(), compress_statistics=True, quant_type="nf4", quant_storage=storage
+MOST_AT_ONCE = 2**31 - 1
+"""Elements that bitsandbytes packs at once: its kernels count in 32 bits. Larger tensors are packed in parts."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """What reads a packed weight: bitsandbytes' state of each of its parts, some experts after the other."""
+
+    states: tuple[Any, ...]
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def pack(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, Packing]:
+    """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype."""
+    parts = [
+        functional.quantize_4bit(part.contiguous(), compress_statistics=True, quant_type="nf4", quant_storage=storage)
+        for part in weight.split(max(1, MOST_AT_ONCE // weight[0].numel()))
+    ]
+    data = parts[0][0] if len(parts) == 1 else torch.cat([one for one, _ in parts])
+    return nn.Parameter(data, requires_grad=False), Packing(
+        tuple(state for _, state in parts), weight.shape, weight.dtype
     )
-    return nn.Parameter(data, requires_grad=False), state
+
+
+def unpacked(packed: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """The weight, experts x rows x columns."""
+    if len(packing.states) == 1:
+        weight: torch.Tensor = functional.dequantize_4bit(packed, packing.states[0])
+        return weight
+    weight = torch.empty(packing.shape, dtype=packing.dtype, device=packed.device)
+    sizes = [state.shape.numel() // 2 // packed.element_size() for state in packing.states]
+    places = weight.split([state.shape[0] for state in packing.states])
+    for place, part, state in zip(places, packed.split(sizes), packing.states, strict=True):
+        place.copy_(functional.dequantize_4bit(part, state))
+    return weight
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------
@@ -114,8 +143,8 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **options: Any) -> Any:
         for module in list(model.modules()):
             for name, parameter in list(module._parameters.items()):
-                if (state := getattr(parameter, "packed_experts", None)) is not None:
-                    put_packed(module, name, PackedWeight(state))
+                if (packing := getattr(parameter, "packed_experts", None)) is not None:
+                    put_packed(module, name, PackedWeight(packing))
         return super()._process_model_after_weight_loading(model, **options)
 
 
@@ -132,16 +161,15 @@ class _Quantize(Bnb4bitQuantize):
                 continue
             whole = value[0] if isinstance(value, list) else value
             del value
-            packed[name], state = pack(whole, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage)
-            packed[name].packed_experts = state
+            packed[name], packing = pack(whole, self.hf_quantizer.quantization_config.bnb_4bit_quant_storage)
+            packed[name].packed_experts = packing
         return packed
 
 
 def prepare_empty(model: nn.Module) -> None:
     """Let every stacked weight of a model on the meta device be packed when it arrives (`fill`)."""
     for _, module, name in list(stacked_experts(model)):
-        if module.get_parameter(name).numel() <= MOST_PACKED:
-            put_packed(module, name, PackedWeight())
+        put_packed(module, name, PackedWeight())
 
 
 def fill(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtype) -> nn.Parameter | None:
@@ -149,7 +177,7 @@ def fill(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtyp
     reads = vars(module).get(PACKED, {}).get(name)
     if reads is None:
         return None
-    packed, reads.state = pack(weight, storage)
+    packed, reads.packing = pack(weight, storage)
     return packed
 
 
@@ -159,8 +187,7 @@ def _names(model: nn.Module, module: nn.Module) -> frozenset[str]:
     if found is None:
         by_module: dict[int, set[str]] = {}
         for _, one, name in stacked_experts(model):
-            if one.get_parameter(name).numel() <= MOST_PACKED:
-                by_module.setdefault(id(one), set()).add(name)
+            by_module.setdefault(id(one), set()).add(name)
         found = vars(model)["_sft_stacked"] = {key: frozenset(names) for key, names in by_module.items()}
     return found.get(id(module), frozenset())
 
