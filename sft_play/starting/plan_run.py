@@ -67,8 +67,8 @@ def shape_for(config: RunConfig) -> ModelShape:
         own_code = model.name if model.trust_remote_code and fields.get("auto_map") else None
         shape = replace(shape, meter=meter_of(fields, code=own_code))
     published = published_words(model.name, model.revision, shape.params)
-    said = {"text_only": text_only(fields), "stored": stored_words(fields, config.tuning.mode), "published": published}
-    return replace(shape, **said)
+    stored = stored_words(fields, config.tuning.mode)
+    return replace(shape, text_only=text_only(fields), stored=stored, published=published)
 
 
 def has_eval(config: RunConfig) -> bool:

@@ -46,7 +46,7 @@ def tensors_in(folder: Path) -> dict[str, FileTensor]:
     """
     opened: dict[str, FileTensor] = {}
     for file in weight_files(folder):
-        tensors = safe_open(file, framework="pt").__enter__()  # maps the file, as long as any of its tensors is held
+        tensors: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
         for name in tensors.keys():  # noqa: SIM118  (safe_open is no mapping)
             part = tensors.get_slice(name)  # reads the file's header, and none of the tensor
             read = partial(tensors.get_tensor, name)

@@ -107,7 +107,8 @@ def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozense
         return found or {}
 
     decides = {**_deciding(hf_config), "full": True}
-    return frozenset(remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code))
+    without: dict[str, str] = remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code)
+    return frozenset(without)
 
 
 def freeze(model: nn.Module, patterns: Collection[str]) -> None:
