@@ -89,7 +89,8 @@ def test_the_bare_loop_does_the_same_steps(kind, small):
     assert 0 < mine["parts_s"]["forward_backward"] < mine["step_s"]
     assert data["medians"]["ours"]["mfu"] is None  # no rate of a CPU is known
     assert mine["predicted"]["reserved_bytes"] >= mine["predicted"]["allocated_bytes"] > 0
-    assert mine["predicted"]["tokens_per_s"] is None
+    speed = mine["predicted"]["tokens_per_s"]  # of a CPU it is known once a run has measured it
+    assert speed is None or speed > 0
     assert "predicted" not in other
     assert {"tokens_per_s", "rows_per_s", "step_s", "resident_bytes", "process_s"} <= set(data["ratios"])
     assert data["ratios"]["tokens_per_s"] == pytest.approx(mine["tokens_per_s"] / other["tokens_per_s"])

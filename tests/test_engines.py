@@ -27,6 +27,7 @@ def draw_served(draw: random.Random) -> Served:
         use_rslora=draw.random() < 0.5,
         use_dora=draw.random() < 0.3,
         modules_to_save=frozenset(draw.sample(["embed_tokens", "lm_head", "norm", "score"], draw.choice([0, 0, 1, 2]))),
+        adapts_experts=draw.random() < 0.3,
         targets=frozenset(draw.sample([*LINEAR, "shared_expert_gate", "c_attn"], draw.randint(1, 9))),
         architecture=draw.choice(MODELS),
     )
@@ -37,7 +38,7 @@ def expected(engine: str, of: Served) -> set[tuple[str, str]]:
 
     vLLM: ranks to 512, above 16 with a flag; no DoRA, no whole modules but a classifier's head, some classes take no
     adapter. SGLang: no DoRA, alpha / r only, no whole modules, joined layers need the ones that they are joined to.
-    llama.cpp: classes of its converter only; no DoRA, alpha / r only, no whole modules.
+    Both: adapters on stacked experts are doubtful. llama.cpp: classes of its converter only; no DoRA, alpha / r only, no whole modules.
     """
     rows: set[tuple[str, str]] = set()
     if engine == "llama.cpp" and of.architecture in ("OPTForCausalLM", "NobodysForCausalLM"):
@@ -48,6 +49,8 @@ def expected(engine: str, of: Served) -> set[tuple[str, str]]:
         rows.add(("WARN", "qlora"))
     if of.use_dora:
         rows.add(("FAIL", "use_dora"))
+    if of.adapts_experts and engine != "llama.cpp":
+        rows.add(("WARN", "target_parameters"))
     if engine == "vllm":
         if of.r > 512:
             rows.add(("FAIL", "largest rank"))

@@ -156,6 +156,8 @@ def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
                 str(folder), dtype=dtype or "auto", device_map={"": this_device()}, use_safetensors=True,
                 output_loading_info=True, **options,
             )  # fmt: skip
+    except ModelError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"the model in {folder} cannot be loaded: {one_line(str(error), limit=300)}") from error
     require_whole(model, info, str(folder))

@@ -88,11 +88,11 @@ def read_model(
         chosen["key_mapping"] = model_spec.tower.key_mapping
     kind: Any = AutoModelForCausalLM
     where: str | None = location(config)
+    if model_spec.is_dequantised:  # of a class of transformers' own, which alone takes tensors in place of a folder
+        kind, where = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
+        chosen["state_dict"] = dequantised(config, whole="device_map" not in chosen)
+        del chosen["trust_remote_code"]
     try:
-        if model_spec.is_dequantised:  # of a class of transformers' own, which alone takes tensors in place of a folder
-            kind, where = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_spec.hf_config)], None
-            chosen["state_dict"] = dequantised(config, whole="device_map" not in chosen)
-            del chosen["trust_remote_code"]
         with no_load_report():
             model, info = kind.from_pretrained(where, **chosen)
     except torch.OutOfMemoryError:  # a RuntimeError that `out_of_memory_explained` words

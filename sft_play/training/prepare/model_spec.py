@@ -276,6 +276,8 @@ def _names_of(config: RunConfig) -> set[str]:
         if folder is not None:
             return set(tensor_shapes(folder))
         return set(get_safetensors_metadata(config.model.name, revision=config.model.revision).weight_map)
+    except ModelError:
+        raise
     except Exception:  # no network, or broken files
         return set()
 
