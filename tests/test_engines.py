@@ -38,8 +38,8 @@ def expected(engine: str, of: Served) -> set[tuple[str, str]]:
 
     vLLM: ranks to 512, above 16 with a flag; no DoRA, no whole modules but a classifier's head, some classes take no
     adapter. SGLang: no DoRA, alpha / r only, no whole modules, joined layers need the ones that they are joined to.
-    In both, adapters on stacked experts are doubtful. llama.cpp: classes of its converter only; no DoRA, alpha / r only,
-    no whole modules.
+    In both, adapters on stacked experts are doubtful. llama.cpp: classes of its converter only; no DoRA, alpha / r
+    only, no whole modules.
     """
     rows: set[tuple[str, str]] = set()
     if engine == "llama.cpp" and of.architecture in ("OPTForCausalLM", "NobodysForCausalLM"):
