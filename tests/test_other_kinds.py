@@ -178,6 +178,9 @@ def _rows() -> list[dict[str, Any]]:
             rows.append({shape.needs[0]: "some words"})
         elif len(shape.needs) == 1:
             rows.append({shape.needs[0]: TURNS})
+        elif shape.kind == "calls":
+            call = {"name": "look_up", "arguments": {"word": "light"}}
+            rows.append({"query": "what is it", "answers": [call], "tools": [{"name": "look_up", "parameters": {}}]})
         else:
             rows.append({shape.needs[0]: "what is it", shape.needs[1]: "it is that"})
     return rows
