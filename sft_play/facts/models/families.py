@@ -288,8 +288,7 @@ FAMILIES: dict[str, Family] = {
         _BIASED,
         experts=Experts(
             width="intermediate_size", router_path="block_sparse_moe.router", weights=_GRANITE_EXPERTS,
-            shared="shared_mlp",
-            shared_width="shared_intermediate_size", shared_fused=True,
+            shared="shared_mlp", shared_width="shared_intermediate_size", shared_fused=True,
         ),
     ),
     "gpt_oss": replace(

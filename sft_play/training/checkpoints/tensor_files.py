@@ -64,11 +64,6 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     return {name: (one.file, one.shape, one.dtype) for name, one in tensors_in(folder).items()}
 
 
-def is_stored_quantised(folder: Path) -> bool:
-    """Whether a folder's weights are dequantised when they are read."""
-    return _stored(folder)[0] is not None
-
-
 def _stored(folder: Path) -> tuple[str | None, Mapping[str, Any]]:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
