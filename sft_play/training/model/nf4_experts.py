@@ -95,7 +95,10 @@ MOST_AT_ONCE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Packing:
-    """What reads a packed weight: bitsandbytes' state of each of its parts, some experts after the other."""
+    """What reads a packed weight: bitsandbytes' state of each of its parts, some experts after the other.
+
+    A part is one row to bitsandbytes, whose CPU kernel takes the scales of narrower rows from the wrong blocks.
+    """
 
     states: tuple[Any, ...]
     shape: torch.Size
@@ -105,7 +108,7 @@ class Packing:
 def pack(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.Parameter, Packing]:
     """A weight in NF4 with double quantisation, kept in tensors of the `storage` dtype."""
     parts = [
-        functional.quantize_4bit(part.contiguous(), compress_statistics=True, quant_type="nf4", quant_storage=storage)
+        functional.quantize_4bit(part.reshape(1, -1), compress_statistics=True, quant_type="nf4", quant_storage=storage)
         for part in weight.split(max(1, MOST_AT_ONCE // weight[0].numel()))
     ]
     data = parts[0][0] if len(parts) == 1 else torch.cat([one for one, _ in parts])
@@ -117,13 +120,13 @@ def pack(weight: torch.Tensor, storage: torch.dtype = torch.uint8) -> tuple[nn.P
 def unpacked(packed: torch.Tensor, packing: Packing) -> torch.Tensor:
     """The weight, experts x rows x columns."""
     if len(packing.states) == 1:
-        weight: torch.Tensor = functional.dequantize_4bit(packed, packing.states[0])
+        weight: torch.Tensor = functional.dequantize_4bit(packed, packing.states[0]).view(packing.shape)
         return weight
     weight = torch.empty(packing.shape, dtype=packing.dtype, device=packed.device)
-    sizes = [state.shape.numel() // 2 // packed.element_size() for state in packing.states]
-    places = weight.split([state.shape[0] for state in packing.states])
-    for place, part, state in zip(places, packed.split(sizes), packing.states, strict=True):
-        place.copy_(functional.dequantize_4bit(part, state))
+    numbers = [state.shape.numel() for state in packing.states]
+    sizes = [number // 2 // packed.element_size() for number in numbers]
+    for place, part, state in zip(weight.view(-1).split(numbers), packed.split(sizes), packing.states, strict=True):
+        place.copy_(functional.dequantize_4bit(part, state)[0])
     return weight
 
 
