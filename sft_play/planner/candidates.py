@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.installed import PINNED, CudaLibraries
+from sft_play.facts.installed import LINEAR_ATTENTION, PINNED, CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import (
     AttentionName,
@@ -435,6 +435,9 @@ def _step_of(
         saves=True,
         on_gpu=bool(job.hardware.gpus),
         capability=job.capability,
+        fla=bool(job.hardware.gpus)
+        and LINEAR_ATTENTION in job.shape.kernel_packages
+        and LINEAR_ATTENTION not in job.rates.without,
         pages=job.hardware.pages and bool(job.hardware.gpus),
     )
 

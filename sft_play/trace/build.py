@@ -17,6 +17,7 @@ from torch import nn
 from sft_play.errors import ModelError
 from sft_play.log import one_line
 from sft_play.trace import experts, fakes, kernels
+from sft_play.trace.delta_rule import chunk_gated_delta_rule
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import language_config
@@ -129,12 +130,14 @@ def replaceable(model: nn.Module) -> list[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def reference_code(model: nn.Module) -> Iterator[None]:
-    """The class's own functions in place of those of packages, whose kernels do not run on fake tensors."""
+def without_packages(model: nn.Module, settings: StepSettings) -> Iterator[None]:
+    """The class's own functions in place of those of packages, whose kernels do not run on fake tensors; what
+    allocates as flash-linear-attention does where the run has it."""
     file = sys.modules[type(model).__module__]
     replaced = {name: getattr(file, name) for _, name in replaceable(model)}
     for name, function in replaced.items():
-        setattr(file, name, inspect.unwrap(function))
+        is_traced = settings.delta_rule == "fla" and name == "torch_chunk_gated_delta_rule"
+        setattr(file, name, chunk_gated_delta_rule if is_traced else inspect.unwrap(function))
     try:
         yield
     finally:

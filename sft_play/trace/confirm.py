@@ -103,6 +103,7 @@ def settings_of(
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
         kernels="liger" if liger_in_memory(config, shape, layout, on_gpu=step.on_gpu) else "plain",
+        delta_rule="fla" if step.fla else "plain",
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,
         eval_mask=row_mask(

@@ -106,6 +106,8 @@ class StepSettings:
     transformers 5.0."""
     kernels: Literal["plain", "liger"] = "plain"
     """Of norms, gated activations and rotations: the model's own, or liger-kernel's in their place (`trace.liger`)."""
+    delta_rule: Literal["plain", "fla"] = "plain"
+    """Of gated delta rules: the class's own code, or flash-linear-attention's kernels (`trace.delta_rule`)."""
     holds_outputs: bool = False
     """The loop keeps the model's outputs (its logits) through backward and step."""
     holds_until_next: bool = False

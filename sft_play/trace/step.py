@@ -92,7 +92,7 @@ def situated(
         stack.enter_context(patches.installed(situation))
         stack.enter_context(sdpa.repeating_keys(repeated=settings.repeats_kv))
         model = build.skeleton(settings, depth=depth)
-        stack.enter_context(build.reference_code(build.base_of(model)))
+        stack.enter_context(build.without_packages(build.base_of(model), settings))
         if settings.kernels == "liger":
             stack.enter_context(liger.replaced(model))
         if settings.strategy in SHARDED and mesh is None:

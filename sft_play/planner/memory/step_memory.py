@@ -86,6 +86,8 @@ class Step:
     on_gpu: bool = True
     capability: tuple[int, int] | None = (9, 0)
     """The GPU's compute capability; None where it is unknown, which counts as a current one."""
+    fla: bool = False
+    """flash-linear-attention is installed, whose kernels the class's gated delta rules run."""
     pages: bool = False
     """The driver pages GPU memory out instead of failing, beside a desktop (WSL)."""
 

@@ -1,0 +1,116 @@
+"""flash-linear-attention's gated delta rule as a trace runs it: what fla-core 0.6.0 holds and allocates.
+
+Triton cannot run on fake tensors, and the package need not be installed: nothing of it is imported. The function
+follows fla/ops/gated_delta_rule/chunk.py and the files that it calls, allocation by allocation; small differences
+between GPUs (tiles of 128 columns on some) are left out. Shapes: B rows, T tokens, H key heads, V value heads,
+K and D widths of a key and of a value head, N chunks of 64 tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CHUNK = 64
+"""Tokens that are computed at once."""
+_TILE = 64
+"""Columns of a key that a program of the backward pass works on, at least: each has its own gradient of the decay."""
+
+
+class _DeltaRule(torch.autograd.Function):
+    """ChunkGatedDeltaRuleFunction."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_BTHK: Any, k_BTHK: Any, v_BTVD: Any, g_BTV: Any, beta_BTV: Any, normalised: bool, rows: int
+    ) -> Any:
+        """The output, B x T x V x D; `rows`: sequences in a row of the batch."""
+        given = [one.contiguous() for one in (q_BTHK, k_BTHK, v_BTVD, beta_BTV)]  # they live until the end
+        q, k, v, beta = given
+        norms = (None, None)
+        if normalised:
+            (q, k), norms = (torch.empty_like(q), torch.empty_like(k)), (_statistics(q), _statistics(k))
+        decay = torch.empty_like(g_BTV, dtype=torch.float32)
+        inverse = k.new_zeros(*beta.shape, CHUNK)
+        held = _states(k, v, rows)
+        out = torch.empty_like(v)
+        del held
+        ctx.save_for_backward(q, norms[0], k, norms[1], v, decay, beta, inverse)
+        ctx.rows = rows
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """Those of query, key, value, decay and beta."""
+        q, q_norm, k, _, v, decay, beta, _ = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dq, dk, dv, dg, db = _gradients(q, k, v, decay, beta, grad, ctx.rows)
+        if q_norm is not None:
+            dq, dk = torch.empty_like(dq), torch.empty_like(dk)
+        return dq, dk, dv, dg, db, None, None
+
+
+def chunk_gated_delta_rule(
+    query: Any, key: Any, value: Any, g: Any, beta: Any, *, initial_state: Any = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, cu_seqlens: Any = None, **_: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """What takes the place of the function of that name of transformers' classes, with its arguments and results."""
+    rows = 1 if cu_seqlens is None else len(cu_seqlens) - 1
+    out = _DeltaRule.apply(query, key, value, g, beta, use_qk_l2norm_in_kernel, rows)
+    if not output_final_state:
+        return out, None
+    shape = (value.shape[0] * rows, value.shape[2], key.shape[3], value.shape[3])
+    return out, value.new_zeros(shape, dtype=torch.float32)
+
+
+def _statistics(x: Any) -> Any:
+    return torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+def _by_value_head(k: Any, v: Any) -> Any:
+    """A tensor of keys, one for each value head."""
+    return k.new_empty(*v.shape[:3], k.shape[3])
+
+
+def _chunk_states(k: Any, v: Any, rows: int) -> Any:
+    """B x N x V x K x D; each of a row's sequences has its own last chunk."""
+    chunks = -(-v.shape[1] // CHUNK) + rows - 1
+    return k.new_empty(v.shape[0], chunks, v.shape[2], k.shape[3], v.shape[3])
+
+
+def _states(k: Any, v: Any, rows: int) -> tuple[Any, Any, Any, Any]:
+    """w and u of the WY representation, the state before each chunk, and the values that are written to it."""
+    return _by_value_head(k, v), torch.empty_like(v), _chunk_states(k, v, rows), torch.empty_like(v)
+
+
+def _gradients(q: Any, k: Any, v: Any, decay: Any, beta: Any, grad: Any, rows: int) -> tuple[Any, Any, Any, Any, Any]:
+    """`chunk_gated_delta_rule_bwd`: the states are computed again; all of it lives until its end."""
+    held = _states(k, v, rows)
+    dv = torch.empty_like(grad)
+    of_states = _chunk_states(q, v, rows)
+    dv = torch.empty_like(dv)
+    dq, dk = _by_value_head(q, v), _by_value_head(k, v)
+    tiles = -(-k.shape[3] // _TILE)
+    dg = decay.new_empty(tiles, *decay.shape)
+    dw = torch.empty_like(held[0])
+    dq = _summed(dq, q)
+    dk = _summed(dk, k)
+    dg = dg.sum(0)
+    other, of_values = _by_value_head(k, v), torch.empty_like(v)
+    other_decay, db = torch.empty_like(decay), torch.empty_like(beta)
+    other = _summed(other, k)
+    dv = of_values
+    dk.add_(other)
+    dg.add_(other_decay)
+    dg = torch.empty_like(dg)
+    del held, of_states, dw
+    return dq, dk, dv, dg, db
+
+
+def _summed(gradient: Any, key: Any) -> Any:
+    """A gradient of every value head, summed over those of a key head."""
+    heads = key.shape[2]
+    if gradient.shape[2] == heads:
+        return gradient
+    return gradient.view(*gradient.shape[:2], heads, -1, gradient.shape[3]).sum(3)
