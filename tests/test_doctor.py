@@ -165,6 +165,8 @@ V100 = {"names": ("Tesla V100-SXM2-16GB",), "capability": (7, 0)}
 A100 = {"names": ("NVIDIA A100-SXM4-80GB",)}
 FLA = "flash-linear-attention"
 B200 = {"names": ("NVIDIA B200",), "capability": (10, 0), "packages": (FLA,), "versions": {FLA: "0.5.2"}}
+H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages": (FLA,),
+            "versions": {FLA: "0.6.0", "triton": "3.6.0"}}  # fmt: skip
 BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
 
 
@@ -210,6 +212,9 @@ BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
         ),
         ("wrong gradients", {"layout": "zero2", "versions": {"deepspeed": "0.17.6"}}, {"layout": "zero3"}),
         (f"{FLA} 0.5.2: on Blackwell", B200, {"versions": {FLA: "0.6.0"}}),
+        ("first backward pass on Hopper under Triton 3.6.0", H100_FLA, {"versions": {FLA: "0.6.0", "triton": "3.7.1"}}),
+        ("first backward pass on Hopper under Triton 3.6.0", H100_FLA, {"packages": ("mamba-ssm",)}),
+        ("first backward pass on Hopper under Triton 3.6.0", H100_FLA, {"capability": (8, 0)}),
         (f"{FLA} 0.5.2: on Blackwell", B200, {"packages": ("causal-conv1d",)}),
         (f"{FLA} 0.5.0: on Blackwell", {**B200, "versions": {FLA: "0.5.0"}}, {"capability": (9, 0)}),
         (f"{FLA} 0.5.2: on Blackwell", {**B200, "capability": (12, 1)}, {"versions": {}}),

@@ -45,6 +45,7 @@ def _meets(fact: Any, wanted: Any) -> bool:
 
 
 NAME = "known bad pairs"
+_PACKAGES = ("torch", "triton", "deepspeed", "bitsandbytes")
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 _OTHER_ERROR = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
 
@@ -93,7 +94,7 @@ def _facts(
     over_nccl = ranks > 1 and bool(gpus)
     is_off = P2P_OFF.keys() <= around.environment.keys()
     return {
-        **{name: around.versions.get(name) for name in ("torch", "deepspeed", "bitsandbytes", LINEAR_ATTENTION)},
+        **{name: around.versions.get(name) for name in (*_PACKAGES, LINEAR_ATTENTION)},
         "driver": around.driver,
         "driver_cuda": ".".join(map(str, newest)) if newest else None,
         "driver_runs_torchs_cuda": newest[0] >= built[0] if gpus and newest and built else None,
@@ -103,6 +104,8 @@ def _facts(
         "machine": around.machine,
         "oldest_gpu": ".".join(map(str, min(capabilities))) if capabilities else None,
         "desktop_blackwell": any(capability[0] == 12 for capability in capabilities),
+        "has_hopper": any(capability[0] == 9 for capability in capabilities),
+        "runs_delta_rules": LINEAR_ATTENTION in packages,
         "unsound": why_not != "",
         "why_not": why_not,
         "ranks": ranks,
