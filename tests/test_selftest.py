@@ -410,8 +410,8 @@ def test_one_that_was_broken_off_goes_on_and_one_that_was_finished_begins_again(
     assert made[4:] == ["one", "two", "three"]
 
 
-def on_a_clock(monkeypatch) -> Any:
-    """Makes steps that take as many seconds of a clock that only they move."""
+def on_a_clock(monkeypatch) -> tuple[Any, list[float]]:
+    """What makes steps that take as many seconds of a clock that only they move, and its time."""
     now = [0.0]
     monkeypatch.setattr(selftest.time, "monotonic", lambda: now[0])
 
@@ -422,11 +422,11 @@ def on_a_clock(monkeypatch) -> Any:
 
         return selftest.Step(name, make, **more)
 
-    return step
+    return step, now
 
 
 def test_no_part_is_begun_after_the_minutes_that_were_given(tmp_path, monkeypatch):
-    step = on_a_clock(monkeypatch)
+    step, now = on_a_clock(monkeypatch)
     steps = step("one", 100.0), step("several/two", 100.0), step("three", 1.0), step("four", 1e4, later=True)
     fake(monkeypatch, *steps)
     found = selftest.selftest(tmp_path / "a.json", minutes=3).parts  # 180 s: over after the second
@@ -635,7 +635,7 @@ def test_a_trial_of_full_rows_on_a_gpu_is_recorded(tmp_path, monkeypatch):
 
 
 def test_what_several_gpus_do_takes_no_time_from_the_trials(tmp_path, monkeypatch):
-    step = on_a_clock(monkeypatch)
+    step, _ = on_a_clock(monkeypatch)
     fake(monkeypatch, step("one", 200.0), step("several/all-reduce", 1e4), step("two", 100.0, later=True),
          step("three", 1.0, later=True))  # fmt: skip
     found = selftest.selftest(tmp_path / "a.json").parts
