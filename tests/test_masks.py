@@ -502,6 +502,56 @@ def test_where_a_prompt_opens_think_text_that_an_answer_has_not_the_answer_is_tr
     assert (row.method, row.untrained_turns) == ("header", 0)
 
 
+THINKING = (
+    EACH + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>"
+    "{{ '\\n' ~ m.reasoning_content if m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n"
+    + DONE
+    + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if effort == 'none' %}<think></think>{% elif effort == 'high' %}<think>\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("effort", "given", "thought"), [("", "", "<think>\n"), ("none", "<think></think>", "\n"), ("high", "<think>", "")]
+)
+def test_an_empty_think_block_is_left_untrained_when_told(make, effort, given, thought):
+    chat = Chat("f:1", (user("q"), answer("one"), user("r"), answer("two", reasoning_content="so")))
+    whole = make(THINKING, chat_template_kwargs={"effort": effort}).render(chat)
+    told = make(THINKING, chat_template_kwargs={"effort": effort}, loss_on_empty_think=False).render(chat)
+    assert isinstance(whole, TokenRow)
+    assert isinstance(told, TokenRow)
+    block, thought = "<think></think>".removeprefix(given), f"{thought}so</think>"
+    assert [whole.text[start:end] for start, end in whole.spans] == [f"{block}one<|im_end|>", f"{thought}two<|im_end|>"]
+    assert [told.text[start:end] for start, end in told.spans] == ["one<|im_end|>", f"{thought}two<|im_end|>"]
+    assert told.input_ids == whole.input_ids
+
+
+def test_a_setting_goes_by_what_a_rows_answers_hold(make):
+    plain = Chat("f:1", (user("q"), answer("one")))
+    thinks = Chat("f:2", (user("q"), answer("two", reasoning_content="so")))
+    renderer = make(THINKING, chat_template_kwargs={"effort": {"think": "high", "plain": "none"}})
+    rows = [renderer.render(chat) for chat in (plain, thinks, plain)]
+    assert [row.text[row.spans[0][0] :] for row in rows] == [
+        "one<|im_end|>\n",
+        "so</think>two<|im_end|>\n",
+        "one<|im_end|>\n",
+    ]
+    assert [row.method for row in rows] == ["prefix"] * 3
+    assert not any(row.notes for row in rows)
+
+
+def test_a_row_whose_prompt_goes_on_otherwise_is_told_the_setting_with_which_it_fits(make):
+    """Each kind of rows is told its own, so that following one hint never breaks the other kind."""
+    plain = Chat("f:1", (user("q"), answer("one")))
+    thinks = Chat("f:2", (user("q"), answer("two", reasoning_content="so")))
+    hints = {"high": (plain, "{effort: {plain: none}}"), "none": (thinks, "{effort: {think: high}}")}
+    for effort, (chat, hint) in hints.items():
+        row = make(THINKING, chat_template_kwargs={"effort": effort}).render(chat)
+        assert isinstance(row, TokenRow)
+        assert (row.method, len(row.notes)) == ("header", 1)
+        assert f"(data.chat_template_kwargs={hint} makes the prompts of such rows fit)" in row.notes[0]
+
+
 def test_an_end_before_an_empty_question_is_not_that_questions(make):
     """A turn without an end, then an empty question that has one: that end is not the turn's."""
     template, _, _ = TEMPLATES["end in the last turn only"]

@@ -130,7 +130,7 @@ class Renderer:
     def _turns_for(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turns:
         """The turns of rows like this one; raises Inexact where their template cannot be used."""
         try:
-            return self.turns(with_tools=bool(tools), kind=kind_of(messages))
+            return self.turns(with_tools=bool(tools), kind=kind_of(messages) if self._by_kind else PLAIN)
         except TokenizerError as error:
             raise Inexact(f"no chat template for rows {'with' if tools else 'without'} tools", str(error)) from error
 
