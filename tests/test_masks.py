@@ -168,16 +168,37 @@ def begins(tokenizer, messages: list[Message], index: int, tools: Any, text: str
     start, end = span
     before = messages[:index]
     if before and before[-1]["role"] in ("user", "tool"):
-        return written(tokenizer, before, tools, prompt=True) == text[:start]
+        prompt = written(tokenizer, before, tools, prompt=True)
+        return prompt == text[:start] or parts_from(prompt, text, start, before)
     question: Any = "a question"
     if isinstance(messages[index]["content"], list):
         question = [{"type": "text", "text": question}]
     asked = [*before, {"role": "user", "content": question}]
     prompt = written(tokenizer, asked, tools, prompt=True)
     whole = written(tokenizer, [*asked, *messages[index:]], tools)
-    if prompt is None or whole is None or not whole.startswith(prompt):
+    if prompt is None or whole is None:
         return False
-    return whole[len(prompt) :].startswith(text[start:end])
+    shared = "".join(
+        a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, whole, strict=False))
+    )
+    # the whole prompt, or its header where both go on otherwise
+    is_header = len(shared) == len(prompt) or shared.endswith(
+        prompt.rpartition("a question")[2].partition("<think>")[0]
+    )
+    return is_header and whole[len(shared) :].startswith(text[start:end])
+
+
+def parts_from(prompt: str | None, text: str, start: int, before: list[Message]) -> bool:
+    """Whether prompt and text have the same header behind the last message, and part there."""
+    said = before[-1]["content"].strip()
+    if not said:
+        return False
+    place = text.rfind(said, 0, start) + len(said)
+    tail = (prompt or "").rpartition(said)[2]
+    header = text[place:start]
+    behind = tail.removeprefix(header)
+    # an opening mark, or nothing: the prompt must not go on as the answer does
+    return bool(header.strip()) and tail.startswith(header) and not text.startswith(behind or "\0", start)
 
 
 def span_problem(text: str, start: int, end: int, own: list[str], ends: tuple[str, ...]) -> str:
@@ -202,6 +223,10 @@ DONE = "{% endfor %}"
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
 ASK = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 END = ("<|im_end|>",)
+
+
+OTHER_ROLE = EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>model\n{% endif %}"
+"""Its prompt has another header than its turns."""
 
 
 def prompting(condition: str, *, before: str = "") -> str:
@@ -293,7 +318,7 @@ def test_a_template_that_looks_into_texts_never_gets_another_rows_prompt(tokeniz
 
 
 def test_most_rows_of_a_template_that_looks_into_texts_keep_their_mask(tokenizer, make):
-    # hello and poem are refused, since the prompt continues with <x> there and the answers do not
+    # hello and poem are refused: the prompt continues with <x> there, and not in the marked copy
     template = prompting("messages[-1].content == 'hello' or messages[-1].content.startswith('poem')")
     assert accepted(tokenizer, make(template), SHAPES_MIXED, END) == len(SHAPES_MIXED) - 2
 
@@ -329,7 +354,7 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
         EACH + "<|{{ m.role }}|>{{ m.content }}{% if loop.last or m.role != 'assistant' %}<|end|>{% endif %}" + DONE
         + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
         ("<|end|>",),
-        24,
+        25,
     ),
     "no end at all": (
         EACH + "{{ m.role|upper }}: {{ m.content }}\n" + DONE + "{% if add_generation_prompt %}ASSISTANT: {% endif %}",
@@ -395,14 +420,15 @@ TEMPLATES: dict[str, tuple[str, tuple[str, ...], int]] = {
         26,
     ),
     "another prompt than is written": (
-        EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", END, 0
+        EACH + TURN + DONE + "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}", END, 24
     ),
+    "another role in the prompt": (OTHER_ROLE, END, 0),
     "same roles joined": (
         "{% set ns = namespace(role='') %}" + EACH + "{% if m.role != ns.role %}{% if not loop.first %}<|im_end|>\n"
         "{% endif %}<|im_start|>{{ m.role }}\n{% endif %}{{ m.content }}\n{% set ns.role = m.role %}" + DONE
         + "<|im_end|>\n" + ASK,
         END,
-        25,
+        26,
     ),
     "system prompts at the end": (
         "{% for m in messages if m.role != 'system' %}" + TURN + DONE + "{% for m in messages if m.role == 'system' %}"
@@ -454,6 +480,78 @@ def test_no_row_of_a_nasty_template_gets_a_wrong_mask(tokenizer, make, name):
     assert accepted(tokenizer, make(template), ROWS, ends) == count
 
 
+WITH_MARKS = {
+    "closed think text": ("<think></think>", "", ""),
+    "open think text": ("<think>\n", "", ""),
+    "open think text, closed in answers": ("<think>\n", "<think></think>", "</think>"),
+    "words": ("Here are my steps:\n", "", ""),
+}
+
+
+@pytest.mark.parametrize("name", WITH_MARKS)
+def test_where_a_prompt_opens_think_text_that_an_answer_has_not_the_answer_is_trained_behind_its_header(make, name):
+    opened, written, trained = WITH_MARKS[name]
+    think = (
+        "{% if m.role == 'assistant' %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% else %}"
+    )
+    turn = TURN.replace("{{ m.content", f"{think}{written}{{% endif %}}{{% endif %}}{{{{ m.content")
+    template = EACH + turn + DONE + ASK.replace("assistant\n", f"assistant\n{opened}")
+    row = make(template).render(Chat("f:1", (user("q"), answer("one"), user("r"), answer("two"))))
+    assert isinstance(row, TokenRow), row
+    assert [row.text[start:end] for start, end in row.spans] == [f"{trained}one<|im_end|>", f"{trained}two<|im_end|>"]
+    assert (row.method, row.untrained_turns) == ("header", 0)
+
+
+THINKING = (
+    EACH + "<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}<think>"
+    "{{ '\\n' ~ m.reasoning_content if m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n"
+    + DONE
+    + "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if effort == 'none' %}<think></think>{% elif effort == 'high' %}<think>\n{% endif %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("effort", "given", "thought"), [("", "", "<think>\n"), ("none", "<think></think>", "\n"), ("high", "<think>", "")]
+)
+def test_an_empty_think_block_is_left_untrained_when_told(make, effort, given, thought):
+    chat = Chat("f:1", (user("q"), answer("one"), user("r"), answer("two", reasoning_content="so")))
+    whole = make(THINKING, chat_template_kwargs={"effort": effort}).render(chat)
+    told = make(THINKING, chat_template_kwargs={"effort": effort}, loss_on_empty_think=False).render(chat)
+    assert isinstance(whole, TokenRow)
+    assert isinstance(told, TokenRow)
+    block, thought = "<think></think>".removeprefix(given), f"{thought}so</think>"
+    assert [whole.text[start:end] for start, end in whole.spans] == [f"{block}one<|im_end|>", f"{thought}two<|im_end|>"]
+    assert [told.text[start:end] for start, end in told.spans] == ["one<|im_end|>", f"{thought}two<|im_end|>"]
+    assert told.input_ids == whole.input_ids
+
+
+def test_a_setting_goes_by_what_a_rows_answers_hold(make):
+    plain = Chat("f:1", (user("q"), answer("one")))
+    thinks = Chat("f:2", (user("q"), answer("two", reasoning_content="so")))
+    renderer = make(THINKING, chat_template_kwargs={"effort": {"think": "high", "plain": "none"}})
+    rows = [renderer.render(chat) for chat in (plain, thinks, plain)]
+    assert [row.text[row.spans[0][0] :] for row in rows] == [
+        "one<|im_end|>\n",
+        "so</think>two<|im_end|>\n",
+        "one<|im_end|>\n",
+    ]
+    assert [row.method for row in rows] == ["prefix"] * 3
+    assert not any(row.notes for row in rows)
+
+
+def test_a_row_whose_prompt_goes_on_otherwise_is_told_the_setting_with_which_it_fits(make):
+    """Each kind of rows is told its own, so that following one hint never breaks the other kind."""
+    plain = Chat("f:1", (user("q"), answer("one")))
+    thinks = Chat("f:2", (user("q"), answer("two", reasoning_content="so")))
+    hints = {"high": (plain, "{effort: {plain: none}}"), "none": (thinks, "{effort: {think: high}}")}
+    for effort, (chat, hint) in hints.items():
+        row = make(THINKING, chat_template_kwargs={"effort": effort}).render(chat)
+        assert isinstance(row, TokenRow)
+        assert (row.method, len(row.notes)) == ("header", 1)
+        assert f"(data.chat_template_kwargs={hint} makes the prompts of such rows fit)" in row.notes[0]
+
+
 def test_an_end_before_an_empty_question_is_not_that_questions(make):
     """A turn without an end, then an empty question that has one: that end is not the turn's."""
     template, _, _ = TEMPLATES["end in the last turn only"]
@@ -475,7 +573,7 @@ def test_a_bad_row_does_not_spoil_the_other_rows_of_its_shape(make):
     ("template", "messages", "reason"),
     [
         (
-            prompting("true"),
+            OTHER_ROLE,
             (user("q"), answer("a")),
             "the generation prompt does not match how the chat template writes the turn",
         ),
@@ -542,7 +640,10 @@ def test_a_row_that_the_template_refuses_is_told_the_options_that_help(make, mes
 
 
 THINKS = (
-    EACH + TURN + DONE + ASK.replace("{% endif %}", "{% if not enable_thinking %}<think></think>{% endif %}{% endif %}")
+    EACH
+    + TURN
+    + DONE
+    + "{% if add_generation_prompt %}<|im_start|>{{ 'assistant' if tone == 'low' else 'model' }}\n{% endif %}"
 )
 
 
@@ -550,11 +651,11 @@ def test_a_setting_of_the_template_that_makes_a_row_exact_is_named(make):
     chat = Chat("f:1", (user("q"), answer("a"), user("r"), answer("b")))
     row = make(THINKS).render(chat)
     assert isinstance(row, BadRow)
-    assert row.detail.startswith("data.chat_template_kwargs={enable_thinking: true} makes it exact; messages[3]: ")
-    made = make(THINKS, chat_template_kwargs={"enable_thinking": True}).render(chat)
+    assert row.detail.startswith("data.chat_template_kwargs={tone: {plain: low}} makes it exact; messages[3]: ")
+    made = make(THINKS, chat_template_kwargs={"tone": {"plain": "low"}}).render(chat)
     assert isinstance(made, TokenRow)
     assert made.untrained_turns == 0
-    other = make(THINKS.replace("enable_thinking", "false")).render(chat)
+    other = make(THINKS.replace("tone", "'loud'")).render(chat)
     assert isinstance(other, BadRow)
     assert "chat_template_kwargs" not in other.detail
 
@@ -585,13 +686,13 @@ def test_options_that_do_not_help_are_not_offered(make):
 
 def test_an_inexact_mask_says_what_would_be_trained_and_is_trained_when_told(make):
     chat = Chat("f:1", (user("q"), answer("fine")))
-    refused = make(prompting("true")).render(chat)
+    refused = make(OTHER_ROLE).render(chat)
     assert isinstance(refused, BadRow)
-    assert "data.on_inexact_mask=train would train 'fine<|im_end|>'" in refused.detail
-    told = make(prompting("true"), on_inexact_mask="train").render(chat)
+    assert "data.on_inexact_mask=train would train 'assistant\\nfine<|im_end|>'" in refused.detail
+    told = make(OTHER_ROLE, on_inexact_mask="train").render(chat)
     assert isinstance(told, TokenRow)
     assert told.method == "inexact"
-    assert [told.text[start:end] for start, end in told.spans] == ["fine<|im_end|>"]
+    assert [told.text[start:end] for start, end in told.spans] == ["assistant\nfine<|im_end|>"]
 
 
 # Options.

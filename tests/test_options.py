@@ -91,9 +91,12 @@ def _write_odd_rows(folder: Path) -> None:
 def _write_templates(folder: Path) -> None:
     turns = "{% for m in messages %}{{ m.role + m.content }}<|im_end|>{% endfor %}"
     prompt = "{% if add_generation_prompt %}assistant{% endif %}"
+    think = "'<think>' + (m.reasoning_content or '') + '</think>'"
+    thought = f"{{{{ m.role + ({think} if m.role == 'assistant' else '') + m.content"
+    (folder / "thinks.jinja").write_text(turns.replace("{{ m.role + m.content", thought) + prompt)
     (folder / "kwargs.jinja").write_text("{{ tone or 'plain' }}" + turns + prompt)
     (folder / "dated.jinja").write_text("{{ strftime_now('%Y-%m-%d') }}" + turns + prompt)
-    (folder / "inexact.jinja").write_text(turns + prompt.replace("assistant{%", "assistant<think>{%"))
+    (folder / "inexact.jinja").write_text(turns + prompt.replace("assistant{%", "model{%"))
     (folder / "endless.jinja").write_text(turns.replace("<|im_end|>", "\n") + prompt)
     (folder / "nosystem.jinja").write_text(
         turns.replace("messages %}", "messages if m.role != 'system' %}", 1) + prompt
@@ -622,6 +625,10 @@ PROBES: list[tuple[str, Probe]] = [
     one(splits, "data.chat_template", "WORLD/mine.jinja", "text", Says("userwhat is 0?<|im_end|>assistant")),
     one(splits, "data.loss_on", "all", "trained", NORMAL),
     one(splits, "data.loss_on", "completion", "trained", "b<|im_end|>", data("multi.jsonl")),
+    one(
+        splits, "data.loss_on_empty_think", "false", "trained", "it is 0.<|im_end|>",
+        ["data.chat_template=WORLD/thinks.jinja"],
+    ),
     unlocks(splits, "data.on_bad_row", "skip", "rows", 1, data("bad.jsonl")),
     one(
         splits, "data.chat_template_kwargs", "{tone: loud}", "text", Says("louduserwhat"),

@@ -4,7 +4,8 @@ no less.
 It knows nothing of how masks are found. Every message of a case has words that stand nowhere else, transformers renders
 the case, and the characters say the rest:
 
-- a turn begins behind the prompt that it is generated after, so a role header is never part of it;
+- a turn begins behind the prompt that it is generated after, so a role header is never part of it; where the prompt
+  goes on otherwise than the text, behind what both have in common after the last message;
 - it holds every word of its own that is written, and no other message's;
 - it ends with what stands behind its last word whatever follows (nothing, a question, a tool's result), through the
   last control token there; where the template closes no turn, with the token that opens the next one.
@@ -167,6 +168,7 @@ class _Judge:
         self._question = next(message for message in self._messages if message["role"] == "user")
         special = sorted(map(re.escape, tokenizer.all_special_tokens), key=len, reverse=True)
         self._control = re.compile("|".join((*special, _CONTROL)))
+        self._header = ""
         self._opener = self._first_of_prompt()
 
     def spelled(self, end: int) -> str:
@@ -244,15 +246,44 @@ class _Judge:
         before = self._messages[:index]
         if index and before[-1]["role"] in ("user", "tool"):
             prompt = self._renderings.text(before, prompt=True)
-            return len(prompt) if prompt is not None and self._text.startswith(prompt) else None
+            if prompt is not None and self._text.startswith(prompt):
+                is_given = before[-1]["role"] == "tool" and self._text.startswith(self._header, len(prompt))
+                return len(prompt) + (len(self._header) if is_given else 0)
+            return None if prompt is None else self._parted(index, prompt, own)
         asked = [*before, {**self._question, "content": _renamed(self._question["content"])}]
         prompt = self._renderings.text(asked, prompt=True)
         whole = self._renderings.text([*asked, *self._messages[index:]])
-        if prompt is None or whole is None or not whole.startswith(prompt) or not own:
+        if prompt is None or whole is None or not own:
             return None
-        gap = whole[len(prompt) : min(whole.find(word, len(prompt)) for word in own)]
+        behind = whole.partition(NEXT_WORD)[2]
+        gap = behind[: min(behind.find(word) for word in own)]
+        given = self._given(prompt.partition(NEXT_WORD)[2], gap)
         first = min(self._text.find(word) for word in own)
-        return first - len(gap) if self._text[:first].endswith(gap) else None
+        if given is None or not self._text[:first].endswith(gap[given:]):
+            return None
+        return first - len(gap) + given
+
+    def _parted(self, index: int, prompt: str, own: Sequence[str]) -> int | None:
+        """Where a turn begins whose prompt goes on otherwise: behind what prompt and text have in common behind the
+        last word before the turn."""
+        firsts = [at for word in own for at in _places(self._text, word)]
+        word = max(self._case.words[index - 1], key=prompt.rfind)
+        last = self._text.rfind(word, 0, min(firsts, default=0))
+        if last < 0 or word not in prompt:
+            return None
+        last += len(word)
+        tail = prompt[prompt.rfind(word) + len(word) :]
+        given = self._given(tail, self._text[last : min(firsts)])
+        # no more is given than a plain answer has of it: think text that is there is generated, its opening mark too
+        plain = self._tail([*self._messages[:index], {"role": "assistant", "content": NEXT_WORD}], word, NEXT_WORD)
+        return None if given is None or plain is None else last + min(given, len(_common([tail, plain])))
+
+    def _given(self, tail: str, gap: str) -> int | None:
+        """How much of a gap before a turn's first word its prompt gives; None where more of a header follows."""
+        given = len(_common([tail, gap]))
+        ahead = [found.group() for found in self._control.finditer(gap[given:])]
+        known = {found.group() for found in self._control.finditer(tail[given:])} | {self._opener}
+        return None if known.intersection(ahead) - {""} else given
 
     def _first_of_prompt(self) -> str:
         """The control token that opens the header of an answer; empty where the prompt writes none."""
@@ -265,7 +296,8 @@ class _Judge:
             before, _, behind = alone.rpartition(max(_words(self._question["content"]), key=len))
             tokens = (found.group() for found in self._control.finditer(before))
             return next((token for token in tokens if token in behind), "")
-        found = self._control.match(prompt[len(plain) :].lstrip())
+        self._header = prompt[len(plain) :]
+        found = self._control.match(self._header.lstrip())
         return found.group() if found else ""
 
     def _headless(self, tail: str) -> str:

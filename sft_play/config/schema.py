@@ -329,13 +329,18 @@ class DataConfig(Section):
     training variant of the tokenizer's own, in which every turn is rendered as it is generated."""
 
     chat_template_kwargs: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "data.masks.render"})
-    """Variables for the chat template, such as `{enable_thinking: false}`."""
+    """Variables for the chat template, such as `{enable_thinking: false}`. A value may go by what a row's answers hold,
+    think text or none: `{reasoning_effort: {think: high, plain: no_think}}`; a kind without one gets the default."""
 
     template_date: Annotated[str, Field(pattern=r"^\d{4}-\d{2}-\d{2}$")] | None = leaf(None, owner="data.masks.render")
     """Date for templates that write one (YYYY-MM-DD); null uses the day when the run starts."""
 
     loss_on: Literal["assistant", "completion", "all"] = leaf("assistant", owner="data.masks.render")
     """What the loss is computed on. assistant: every assistant turn; completion: the last one; all: every token."""
+
+    loss_on_empty_think: bool = leaf(True, owner="data.masks.render")
+    """Train the tokens of an empty think block (`<think></think>`) at the beginning of an answer; false leaves them
+    untrained, so that the model does not learn to skip thinking."""
 
     multi_turn: Literal["whole", "split"] = leaf("whole", owner="data.masks.render")
     """whole: a conversation is one row; split: every assistant turn ends its own row and is rendered as the last turn,

@@ -44,6 +44,8 @@ SYSTEM: Message = {"role": "system", "content": "system1q"}
 NEXT_TURNS: list[Message] = [{"role": "user", "content": "question2q"}, {"role": "assistant", "content": "answer2q"}]
 NEXT_QUESTION: Message = {"role": "user", "content": "question9q"}
 """Put behind a row of the data, whose own texts do not hold it."""
+ANSWER: Message = {"role": "assistant", "content": "answer9q"}
+"""A plain answer to a question of the data."""
 
 ODD_ARGUMENTS = {"odd": 'x < y > "z" & don\'t écru', "place": "where1q"}
 """Arguments that come out changed if a template escapes, encodes twice, or writes Python in place of JSON."""
@@ -92,6 +94,8 @@ class Habits:
     system: Literal["written", "dropped", "refused"] = "written"
     calls: bool = False
     """It writes tool calls."""
+    think: tuple[str, ...] = ()
+    """What opens think text, what closes it, and the control tokens in both."""
 
 
 class FittedTemplate:
@@ -106,6 +110,19 @@ class FittedTemplate:
     def rendered(self, messages: Sequence[Message], tools: Sequence[Any] = (), *, prompt: bool = False) -> str:
         """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
         return self.jinja.render(adapted(messages, parts=self.habits.parts), tools=tools, prompt=prompt)
+
+    def is_think(self, text: str) -> bool:
+        """Whether a text has only marks of think text and white space."""
+        for mark in sorted(self.habits.think, key=len, reverse=True):
+            text = text.replace(mark, "")
+        return not text.strip()
+
+    def empty_think(self, text: str) -> int:
+        """Length of the empty think block that a text begins with, white space behind it too. Its opening mark may
+        stand in the prompt."""
+        opening, closing = map(re.escape, self.habits.think[:2] or ("\0", "\0"))
+        match = re.match(rf"\s*(?:{opening}\s*)?{closing}\s*", text)
+        return match.end() if match else 0
 
     def rendered_or_nothing(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
         """The conversation as the model sees it; empty where the template refuses it."""

@@ -62,6 +62,11 @@ class Turn:
     """What the template does not write after the last turn: the token that would open the next one."""
     header: str = ""
     """What the template writes before the turn that its prompt does not have, such as before a first message."""
+    rest: str | None = None
+    """What its prompt goes on with behind the header, which the turn has not; None where the text begins with the
+    prompt."""
+    unasked: bool = False
+    """It follows neither a question nor a tool's result, and the text does not begin with its prompt."""
     reason: str = ""
     detail: str = ""
     nearest: tuple[Place, Place] | None = None
@@ -247,6 +252,12 @@ class MarkedText:
     def next_piece(self, position: int) -> int:
         """Where the next piece begins at or after the position; the text's end where there is none."""
         return next((begin for _, begin, _ in self._parts if begin >= position), len(self.text))
+
+    def piece_before(self, position: int, message: int) -> tuple[int, int]:
+        """Where the last piece that ends at or before the position ends, and whose it is; 0 and -1 where there is none,
+        or where a message after this one is written there too."""
+        ends = [(end, self._pieces[number].message) for number, _, end in self._parts if end <= position]
+        return max(ends) if ends and max(whose for _, whose in ends) <= message else (0, -1)
 
     def problem(self, message: int, start: int, end: int) -> str:
         """Why [start, end) is not exactly the message's turn; empty where it is."""

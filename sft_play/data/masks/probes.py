@@ -27,7 +27,7 @@ from sft_play.data.masks.fitted_template import (
 from sft_play.data.masks.message_forms import ARGUMENT_FORMS, CALL_FORMS, ArgumentForm, in_form, with_arguments_as
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.token_row import Inexact
-from sft_play.data.masks.turn_ends import TurnEnds, control_tokens
+from sft_play.data.masks.turn_ends import TurnEnds, control_token_places, control_tokens
 from sft_play.data.sources.messages import Message
 from sft_play.errors import TokenizerError
 
@@ -45,8 +45,9 @@ def probed(
     calls, arguments = _calls(FittedTemplate(jinja, habits))
     habits = replace(habits, calls=calls, arguments=arguments)
     habits = replace(habits, system=_system(FittedTemplate(jinja, habits)))
-    template = FittedTemplate(jinja, habits)
-    return template, _ends(template, TurnEnds(tuple(token for token in special_tokens if token), eos_token))
+    ends = TurnEnds(tuple(token for token in special_tokens if token), eos_token)
+    template = FittedTemplate(jinja, replace(habits, think=_think_marks(FittedTemplate(jinja, habits), ends)))
+    return template, _ends(template, ends)
 
 
 def _render(template: FittedTemplate, messages: Sequence[Message], *, prompt: bool = False) -> str:
@@ -121,6 +122,29 @@ def _are_right(template: FittedTemplate, written: str, kind: ArgumentForm) -> bo
             if json.JSONDecoder().raw_decode(written, brace.start())[0] == ODD_ARGUMENTS:
                 return True
     return False
+
+
+def _think_marks(template: FittedTemplate, ends: TurnEnds) -> tuple[str, ...]:
+    """What opens think text, what closes it, and the control tokens in both; empty where it has no marks of its own:
+    gpt-oss opens another turn."""
+    question, answer = PLAIN
+    thinking = ({"reasoning_content": "thought1q"}, {"content": f"<think>\nthought1q\n</think>\n\n{answer['content']}"})
+    for form in thinking:
+        try:
+            text = _render(template, [question, {**answer, **form}])
+            asked, prompt = (_render(template, [question], prompt=wanted) for wanted in (False, True))
+        except RenderError:
+            continue
+        before, is_there, after = text.partition("thought1q")
+        close, is_answered, _ = after.partition("answer1q")
+        if is_there and is_answered:
+            place = next(reversed(control_token_places(before, ends.special)), (len(before), ""))[0]
+            pair = (before[place:].strip(), close.strip())
+            # what opens the turn itself is no mark
+            header = next(iter(control_tokens(prompt.removeprefix(asked), ends.special)), "\0")
+            if all(mark and mark not in asked and header not in mark for mark in pair):
+                return tuple(dict.fromkeys((*pair, *control_tokens(" ".join(pair), ends.special))))
+    return ()
 
 
 def _system(template: FittedTemplate) -> Literal["written", "dropped", "refused"]:

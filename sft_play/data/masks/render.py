@@ -17,6 +17,7 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
+from sft_play.data.masks.settings import PLAIN, is_by_kind, kind_of, settings_of
 from sft_play.data.masks.special_tokens import Specials, texts_of
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.data.masks.token_row import (
@@ -49,9 +50,16 @@ NOTE_LOOKS_RENDERED = (
     "special_tokens_in_text: the text looks like a rendered chat ({mark}) of another template, and all of it is "
     "trained, the user's turns too; give its turns as messages (make preview shows what is trained)"
 )
+NOTE_PARTED = (
+    "an answer's generation prompt goes on otherwise than the answer, with think text that is opened or closed; the "
+    "answer is trained behind what both have in common"
+)
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 ROWS_HELPED = 20
 """Rows without an exact mask for which settings that help are looked for: messages show no more of them."""
+
+SETTINGS_TRIED = 24
+"""Settings of a template that are tried on a row: Qwen's, GLM's and gpt-oss' read fewer."""
 
 
 class Renderer:
@@ -82,16 +90,18 @@ class Renderer:
         self._backend = self.encoder.backend
         self._added = frozenset(number for number, _, _ in self.parts.added)
         self._bos = self.parts.bos_id
-        self._turns: dict[bool, Turns | TokenizerError] = {}
-        self._switched: dict[tuple[str, str, bool], Turns] = {}
+        self._turns: dict[tuple[bool, str], Turns | TokenizerError] = {}
+        self._switched: dict[tuple[str, str, Any], Turns] = {}
         self._stops: dict[bool, tuple[str, ...]] = {}
         self._helped = 0
+        self._fits: dict[tuple[bool, str], str] = {}
+        self._by_kind = any(map(is_by_kind, self.data.chat_template_kwargs.values()))
 
     # What the template does.
 
-    def turns(self, *, with_tools: bool | None = None) -> Turns:
+    def turns(self, *, with_tools: bool | None = None, kind: str = PLAIN) -> Turns:
         """The turns of the template for rows with tools or without, which may be two templates; where `with_tools` is
-        None, of the one that most rows use.
+        None, of the one that most rows use. `kind` matters where data.chat_template_kwargs go by it.
 
         Raises:
             TokenizerError: there is no such template, or it cannot render a question and an answer.
@@ -100,31 +110,32 @@ class Renderer:
             # transformers takes `tool_use` for rows with tools where there is one, and `default` for all others
             names = {name for name, _ in self.parts.templates}
             with_tools = "tool_use" in names and "default" not in names
-        if with_tools not in self._turns:
+        key = (with_tools, kind if self._by_kind else PLAIN)
+        if key not in self._turns:
             try:
                 source = self.parts.template(with_tools=with_tools)
-                other = self._turns.get(not with_tools)
+                other = self._turns.get((not with_tools, key[1]))
                 if isinstance(other, Turns) and other.template.jinja.source == source:
-                    self._turns[with_tools] = other
+                    self._turns[key] = other
                 else:
                     has_several = len(self.parts.templates) > 1
-                    self._turns[with_tools] = self._turns_of(source, with_tools=with_tools and has_several)
+                    self._turns[key] = self._turns_of(source, with_tools=with_tools and has_several, kind=key[1])
             except TokenizerError as error:  # kept: every row would probe the broken template again
-                self._turns[with_tools] = error
-        turns = self._turns[with_tools]
+                self._turns[key] = error
+        turns = self._turns[key]
         if isinstance(turns, TokenizerError):
             raise turns
         return turns
 
-    def _turns_for(self, tools: Sequence[Any]) -> Turns:
-        """The turns of rows with these tools; raises Inexact where their template cannot be used."""
+    def _turns_for(self, messages: Sequence[Message], tools: Sequence[Any]) -> Turns:
+        """The turns of rows like this one; raises Inexact where their template cannot be used."""
         try:
-            return self.turns(with_tools=bool(tools))
+            return self.turns(with_tools=bool(tools), kind=kind_of(messages) if self._by_kind else PLAIN)
         except TokenizerError as error:
             raise Inexact(f"no chat template for rows {'with' if tools else 'without'} tools", str(error)) from error
 
-    def _turns_of(self, source: str, *, with_tools: bool = False, **more: Any) -> Turns:
-        variables = {**dict(self.parts.special_map), **self.data.chat_template_kwargs, **more}
+    def _turns_of(self, source: str, *, with_tools: bool = False, kind: str = PLAIN, **more: Any) -> Turns:
+        variables = {**dict(self.parts.special_map), **settings_of(self.data.chat_template_kwargs, kind), **more}
         template = ChatTemplate(source, variables=variables, today=self.today)
         marked = (text for _, text, is_special in self.parts.added if is_special)
         special = dict.fromkeys((*self.parts.special, *marked))
@@ -246,7 +257,7 @@ class Renderer:
         try:
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, example.tools)
-            turns = self._turns_for(example.tools)
+            turns = self._turns_for(messages, example.tools)
             fitted = turns.template.fitted(messages, example.tools)
             messages = fitted.messages
             special = sum(map(self.specials.count, texts_of(messages)))
@@ -259,6 +270,12 @@ class Renderer:
                 # without the end that was added, which the template's own rendering does not have
                 self._check_hidden(located.text.removesuffix(located.added), messages, example.tools)
             spans, untrained, method = self._trained_spans(located, messages)
+            if not self.data.loss_on_empty_think and self.data.loss_on != "all":
+                sizes = [turns.template.empty_think(located.text[start:end]) for start, end in spans]
+                spans = [(start + size, end) for size, (start, end) in zip(sizes, spans, strict=True)]
+            notes = fitted.notes
+            if located.parted:
+                notes += (NOTE_PARTED + self._setting_that_fits(messages, example.tools, located.text),)
             # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
             answers = [*located.spans.values()] if self.data.loss_on == "all" else spans
             self._check_ends(located.text, answers, example.tools)
@@ -271,7 +288,7 @@ class Renderer:
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
             example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
-            special_in_text=special, text=located.text, spans=tuple(spans), notes=fitted.notes, added_end=located.added,
+            special_in_text=special, text=located.text, spans=tuple(spans), notes=notes, added_end=located.added,
         )  # fmt: skip
 
     def _check_ends(self, text: str, spans: Sequence[Span], tools: Sequence[Any]) -> None:
@@ -293,7 +310,7 @@ class Renderer:
         """Raise Inexact where the template does not treat a special token in a text as plain text: it may split there,
         escape it, or refuse it."""
         try:
-            real = self._turns_for(tools).template.rendered(messages, tools)
+            real = self._turns_for(messages, tools).template.rendered(messages, tools)
         except RenderError as error:
             raise Inexact(REFUSED, str(error)) from error
         if self.specials.revealed(text) != real:
@@ -320,32 +337,50 @@ class Renderer:
         return ""
 
     def _settings_that_help(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """The setting of the template's, about thinking, with which a row's mask is exact, tried on it; else empty."""
+        """A setting of the template's with which a row's mask is exact, tried on it; else empty."""
         if self._helped >= ROWS_HELPED:
             return ""
         self._helped += 1
-        usual = self._turns_for(tools)
-        jinja = usual.template.jinja
-        for name in sorted(name for name in jinja.asks if "think" in name):
-            for value in (False, True):
-                if self.data.chat_template_kwargs.get(name) is value:
-                    continue
-                key = (jinja.source, name, value)
-                with contextlib.suppress(Inexact, TokenizerError):
-                    if key not in self._switched:
-                        self._switched[key] = self._turns_of(jinja.source, with_tools=usual.with_tools, **{name: value})
-                    turns = self._switched[key]
-                    located = turns.locate(turns.template.fitted(messages, tools).messages, tools)
-                    _, untrained, _ = self._trained_spans(located, messages)
-                    if not untrained:
-                        return f"data.chat_template_kwargs={{{name}: {str(value).lower()}}} makes it exact"
+        setting = self._fitting_setting(messages, tools)
+        return f"{setting} makes it exact" if setting else ""
+
+    def _setting_that_fits(self, messages: Sequence[Message], tools: Sequence[Any], text: str) -> str:
+        """For a note: the setting with which the prompts of rows of this kind fit, tried on the first; else empty."""
+        kind = kind_of(messages)
+        key = (bool(tools), kind)
+        if key not in self._fits:
+            setting = self._fitting_setting(messages, tools, text=text if kind == PLAIN else None)
+            self._fits[key] = f" ({setting} makes the prompts of such rows fit)" if setting else ""
+        return self._fits[key]
+
+    def _fitting_setting(self, messages: Sequence[Message], tools: Sequence[Any], *, text: str | None = None) -> str:
+        """The first setting with which all turns begin where their prompts end, for rows of this kind alone: others may
+        need another one. With `text` the row must stay as it is: a plain answer is not to be trained as a thinking one.
+        """
+        usual = self._turns_for(messages, tools)
+        jinja, kind = usual.template.jinja, kind_of(messages)
+        given = settings_of(self.data.chat_template_kwargs, kind)
+        for name, value in jinja.settings[:SETTINGS_TRIED]:
+            if name in given and given[name] == value:
+                continue
+            key = (f"{kind}: {jinja.source}", name, value)
+            with contextlib.suppress(Inexact, TokenizerError):
+                if key not in self._switched:
+                    more = {name: value}
+                    self._switched[key] = self._turns_of(jinja.source, with_tools=usual.with_tools, kind=kind, **more)
+                turns = self._switched[key]
+                located = turns.locate(turns.template.fitted(messages, tools).messages, tools)
+                _, untrained, _ = self._trained_spans(located, messages)
+                if not untrained and not located.parted and (text is None or located.text == text):
+                    shown = str(value).lower() if isinstance(value, bool) else value
+                    return f"data.chat_template_kwargs={{{name}: {{{kind}: {shown}}}}}"
         return ""
 
     def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
         """Whether the template renders these messages, merged or with the system prompt moved as options would."""
         with contextlib.suppress(RenderError, Inexact):
             tried = merge_turns(messages) if merged else messages
-            turns = self._turns_for(tools)
+            turns = self._turns_for(tried, tools)
             tried = self._system_into_user(tried, tools) if moved else tried
             turns.template.rendered(turns.template.fitted(tried, tools).messages, tools)
             return True
@@ -353,7 +388,7 @@ class Renderer:
 
     def _system_into_user(self, messages: Sequence[Message], tools: Sequence[Any]) -> Sequence[Message]:
         """The messages with the system prompt before the first user turn, where the template has no place for it."""
-        if messages[0]["role"] != "system" or self._turns_for(tools).template.habits.system == "written":
+        if messages[0]["role"] != "system" or self._turns_for(messages, tools).template.habits.system == "written":
             return messages
         system, rest = messages[0]["content"], [dict(message) for message in messages[1:]]
         first = next((message for message in rest if message["role"] == "user"), None)
@@ -455,7 +490,7 @@ class Renderer:
         Raises:
             RenderError: the template refuses it.
         """
-        turns = self.turns(with_tools=bool(chat.tools))
+        turns = self.turns(with_tools=bool(chat.tools), kind=kind_of(chat.messages))
         try:
             return turns.template.rendered(turns.template.fitted(chat.messages, chat.tools).messages, chat.tools)
         except Inexact as error:
@@ -473,7 +508,7 @@ class Renderer:
             messages: Sequence[Message] = chat.messages
             if self.data.system_into_user:
                 messages = self._system_into_user(messages, chat.tools)
-            turns = self._turns_for(chat.tools)
+            turns = self._turns_for(chat.messages, chat.tools)
             asked = turns.template.fitted(messages, chat.tools).messages[:-1]
             hide = self.hides(asked)
             text = turns.template.rendered(self.specials.hidden(asked) if hide else asked, chat.tools, prompt=True)

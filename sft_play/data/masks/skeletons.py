@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.fitted_template import NEXT_QUESTION, FittedTemplate
+from sft_play.data.masks.fitted_template import ANSWER, NEXT_QUESTION, FittedTemplate
 from sft_play.data.masks.marked_copy import (
     NOWHERE,
     OTHER_SALT,
@@ -31,7 +31,7 @@ from sft_play.data.masks.marked_copy import (
 from sft_play.data.masks.message_forms import Kind, adapted, mapped
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
-from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference
+from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference, shared_beginning
 from sft_play.data.sources.messages import Message
 from sft_play.log import one_line
 
@@ -173,31 +173,44 @@ class Skeletons:
         common = common_length(prompt, places.text)
         is_prefix = common == len(prompt)
         first, last, kind = places.extent(index, common)
-        begin: int | None = common
+        begin, rest, unasked = None, None, False
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
-        if is_prefix and not (index and copy[index - 1]["role"] in ("user", "tool")):
-            begin = self._unasked_start(places, copy, index, tools, after=common, first=first)
+        if not (index and copy[index - 1]["role"] in ("user", "tool")):
+            begin = self._unasked_start(places, copy, index, tools, after=common if is_prefix else 0, first=first)
+            unasked = not is_prefix
         elif is_prefix:
-            begin = common + len(self._header_at(places, copy, index, tools, at=common))
+            begin = common
+        elif first is not None:
+            before, whose = places.piece_before(first, index)
+            tail = text_after(prompt, places.text, before) or ""
+            size = self._header_size(prompt, copy[:index], tools, tail, places.text[before:first])
+            # what is asked must stand before the turn, not another turn
+            is_asked = whose >= 0 and all(message["role"] in ("user", "tool") for message in copy[whose:index])
+            if is_asked and size is not None:
+                begin, rest = before + size, tail[size:]
+        given = common if is_prefix else begin
+        if begin is not None and not rest and not unasked:
+            begin += len(self._header_at(places, copy, index, tools, at=begin))
         start = None if begin is None else places.place(begin)
         after = common if last is None else last
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
-        if entity := self._template.entity(places.text[common : places.next_piece(after)], copy):
+        if entity := self._template.entity(places.text[begin or common : places.next_piece(after)], copy):
             raise Inexact(_ENTITIES, f"messages[{index}]: {entity}")
         end = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
+        detail = f"messages[{index}]"
         if begin is None or start is None or end.place is None:
-            why = NO_END if end.place is None else OTHER_PROMPT
-            return Turn(index, reason=why, detail=f"messages[{index}]")
-        if not is_prefix:
+            if not is_prefix:
+                detail = f"{detail}: the prompt continues with {one_line(repr(prompt[common:][:40]))}"
             # The best guess, for data.on_inexact_mask=train, begins where prompt and text part.
-            nearest = (start, end.place) if first is None or common <= first else None
-            detail = f"messages[{index}]: the prompt continues with {one_line(repr(prompt[common:][:40]))}"
-            return Turn(index, reason=OTHER_PROMPT, detail=detail, nearest=nearest, added=end.added)
+            guess = places.place(common) if not is_prefix and (first is None or common <= first) else None
+            nearest = (guess, end.place) if guess is not None and end.place is not None else None
+            why = NO_END if end.place is None else OTHER_PROMPT
+            return Turn(index, reason=why, detail=detail, nearest=nearest, added=end.added)
         problem = places.problem(index, begin, places.position(end.place))
         if problem:
-            return Turn(index, reason=problem, detail=f"messages[{index}]")
-        header = places.text[common:begin]
-        return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header)
+            return Turn(index, reason=problem, detail=detail)
+        header = places.text[given:begin]
+        return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header, rest, unasked)
 
     def _header_at(
         self, places: MarkedText, copy: Sequence[Message], index: int, tools: Sequence[Any], *, at: int
@@ -207,7 +220,7 @@ class Skeletons:
         Templates may write no generation prompt after a tool's result, and open a turn there all the same. The header
         is what they write as a generation prompt after a question: given, not generated.
         """
-        if copy[index - 1]["role"] != "tool":
+        if not index or copy[index - 1]["role"] != "tool":
             return ""
         asked = [*copy[:index], NEXT_QUESTION]
         try:
@@ -240,11 +253,40 @@ class Skeletons:
             whole = self._template.rendered([*asked, *copy[index:]], tools)
         except RenderError:
             return None
-        at = whole.find(places.text[first : first + SENTINEL_CHARS], len(prompt))
-        gap = whole[len(prompt) : at]
-        begin = first - len(gap)
-        known = whole.startswith(prompt) and at >= 0 and SALT not in gap
-        return begin if known and begin >= after and places.text[begin:first] == gap else None
+        question = NEXT_QUESTION["content"]
+        tail = prompt.rpartition(question)[2]
+        at = whole.find(places.text[first : first + SENTINEL_CHARS])
+        asked_at = len(prompt) - len(tail)
+        gap = whole[asked_at:at]
+        size = self._header_size(prompt, asked, tools, tail, gap)
+        if size is None or at < 0 or SALT in gap or not whole.startswith(prompt[: asked_at + size]):
+            return None
+        begin = first - len(gap) + size
+        return begin if begin >= after and places.text[begin:first] == gap[size:] else None
+
+    def _header_size(
+        self, prompt: str, asked: Sequence[Message], tools: Sequence[Any], tail: str, gap: str
+    ) -> int | None:
+        """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
+        that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too.
+
+        A prompt may go on otherwise than the turn: it opens think text that the turn has not, or has closed. What both
+        have is given. No more is given than a plain answer has of it, which has no other turn's words, and where they
+        part there are only marks of think text.
+        """
+        if SALT in tail or not tail.strip():
+            return None
+        size = len(shared_beginning(tail, gap, self._ends.special))
+        if size == len(tail):
+            return size
+        answered = self._template.rendered_or_nothing([*asked, ANSWER], tools)
+        before = prompt[: len(prompt) - len(tail)]
+        plain, is_there, _ = answered.removeprefix(before).partition(ANSWER["content"])
+        if not is_there or not answered.startswith(before):
+            return None
+        usual = len(shared_beginning(tail, plain, self._ends.special))
+        is_think = self._template.is_think(plain[usual:]) and self._template.is_think(plain[size:usual])
+        return min(size, usual) if is_think else None
 
     def _turn_end(
         self,

@@ -19,8 +19,9 @@ from datetime import date
 from functools import partial
 from typing import Any
 
-from jinja2 import meta, nodes
+from jinja2 import nodes
 
+from sft_play.data.masks.settings import readable_settings
 from sft_play.data.masks.template_limits import MAX_CHARS, LimitedEnvironment, RenderBudget, TooMuch
 from sft_play.data.masks.token_row import Span
 from sft_play.data.sources.messages import Message
@@ -65,8 +66,8 @@ class ChatTemplate:
             self._template = self._environment.compiled(source)
             tree = self._environment.parse(source)
             self.tested = frozenset(_tested_texts(tree))
-            self.asks = frozenset(meta.find_undeclared_variables(tree))
-            """Names of the variables that it may be given."""
+            self.settings = tuple(readable_settings(tree))
+            """Variables that it may be given, with values that it knows."""
         except Exception as error:  # compiling somebody's program: RecursionError, SyntaxError, Jinja's own, …
             number = getattr(error, "lineno", None)
             line = f" (line {number})" if number else ""

@@ -16,6 +16,7 @@ METHODS = {
     "generation": "the template's own generation marks",
     "prefix": "rendered prefixes",
     "marker": "prefix and end-of-turn marker",
+    "header": "the header that prompt and turn have in common",
     "next_turn": "prefix and the token that opens the next turn",
     "last_turn": "the turns that are exact",
     "all": "every token",

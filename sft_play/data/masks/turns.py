@@ -57,6 +57,8 @@ class LocatedTurns:
     """Pieces of think text that the template does not write."""
     added: str = ""
     """The end of `text` that the template does not write: what ends its last turn."""
+    parted: int = 0
+    """Exact turns whose prompt goes on otherwise than the turn."""
 
 
 class Turns:
@@ -106,7 +108,7 @@ class Turns:
         if expected == text:
             located = self._located(skeleton, text, begins)
             with contextlib.suppress(Inexact):  # a copy of this row's own says more
-                self._confirm(skeleton, located, messages, tools, of_shape=True)
+                self._confirm(skeleton, located, messages, tools, begins=begins, of_shape=True)
                 return located
         return self._verified(text, messages, tools)
 
@@ -147,7 +149,7 @@ class Turns:
                 first_difference(expected, text),
             )
         located = self._located(skeleton, text, begins)
-        self._confirm(skeleton, located, messages, tools)
+        self._confirm(skeleton, located, messages, tools, begins=begins)
         return located
 
     def _confirm(
@@ -157,6 +159,7 @@ class Turns:
         messages: Sequence[Message],
         tools: Sequence[Any],
         *,
+        begins: Sequence[int],
         of_shape: bool = False,
     ) -> None:
         """Raise Inexact where a turn does not begin where the row's own prompt ends, or not end where its own does.
@@ -178,7 +181,15 @@ class Turns:
                     raise Inexact(turn.reason, where)
                 continue
             start, end = located.spans[turn.message]
-            if prompt + turn.header != located.text[:start]:
+            if turn.rest is None and not turn.unasked:
+                fits = prompt + turn.header == located.text[:start]
+            elif turn.start is None or turn.unasked:
+                fits = not of_shape
+            else:  # the header behind the piece before the turn, whatever the template made of earlier turns
+                before = begins[turn.start.gap]
+                header = located.text[before : before + turn.start.offset - len(turn.header)]
+                fits = prompt.endswith(header + (turn.rest or ""))
+            if not fits:
                 raise Inexact(OTHER_PROMPT, where)
             # Without markers the end is only where the turn's own rendering ends: that must hold for this row too.
             if turn.by_prefix and not self.ends.markers:
@@ -190,9 +201,15 @@ class Turns:
         """The skeleton's turns as spans of a row's text; `begins` is where each gap begins in it."""
         spans: dict[int, Span] = {}
         nearest: dict[int, Span] = {}
+        parted = 0
         for turn in skeleton.turns:
             if turn.start is not None and turn.end is not None:
                 start = begins[turn.start.gap] + turn.start.offset
+                if turn.rest and text.startswith(
+                    turn.rest, start
+                ):  # the answer's own text begins as the prompt goes on
+                    start += len(turn.rest)
+                parted += bool(turn.rest) and not text.endswith(turn.rest, 0, start)
                 spans[turn.message] = (start, begins[turn.end.gap] + turn.end.offset)
             elif turn.nearest is not None:
                 first, last = turn.nearest
@@ -204,7 +221,9 @@ class Turns:
             method = "generation"
         elif any(turn.by_next for turn in skeleton.turns):
             method = "next_turn"
+        elif any(turn.rest is not None or turn.unasked for turn in skeleton.turns):
+            method = "header"
         else:
             method = "prefix" if all(turn.by_prefix for turn in skeleton.turns) else "marker"
         stripped, added = len(skeleton.stripped), skeleton.added
-        return LocatedTurns(text + added, spans, inexact, nearest, method, stripped, added)
+        return LocatedTurns(text + added, spans, inexact, nearest, method, stripped, added, parted)

@@ -19,6 +19,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
+from sft_play.data.masks.settings import settings_of
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
@@ -86,7 +87,7 @@ def card_of(facts: CardFacts, base: Base) -> str:
     """The card's text, with its front matter."""
     config, is_adapter = facts.config, facts.kind == "adapter"
     method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[config.tuning.mode]
-    kwargs = config.data.chat_template_kwargs
+    kwargs = settings_of(config.data.chat_template_kwargs)
     classes, options = _loading(facts, base)
     text = _template().render(
         front_matter=_front_matter(facts, base).to_yaml(),

@@ -10,6 +10,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.fitted_template import PROBE_TOOLS
+from sft_play.data.masks.settings import settings_of
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
 from sft_play.facts.models.architecture import local_folder
@@ -150,7 +151,7 @@ def _try_template(tokenizer: Any, config: RunConfig, wanted: str) -> None:
     """Raises TokenizerError for a template that is not Jinja or drops the answer, before data is read."""
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     try:
-        variables = {**tokenizer.special_tokens_map, **config.data.chat_template_kwargs}
+        variables = {**tokenizer.special_tokens_map, **settings_of(config.data.chat_template_kwargs)}
         template = ChatTemplate(tokenizer.chat_template, variables=variables, today=date.today())
     except TokenizerError as error:
         raise TokenizerError(f"data.chat_template={one_line(wanted)}: {error}") from error
