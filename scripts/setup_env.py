@@ -198,14 +198,18 @@ def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment
 
 
 def refuse_foreign(venv: Path) -> None:
-    """Raises unless .venv is absent, empty, or carries our stamp: only then may a build touch it."""
-    if not os.path.lexists(str(venv)) or (venv / STAMP).is_file():
+    """Raises unless .venv is absent, empty, or carries our stamp: only then may a build touch it. Never through a link
+    into another checkout, whose environment that is."""
+    owner = venv.resolve().parent
+    is_others = venv.is_symlink() and owner != venv.parent.resolve() and (owner / MAIN.pins).is_file()
+    if not is_others and (not os.path.lexists(str(venv)) or (venv / STAMP).is_file()):
         return
-    if venv.is_dir() and not any(venv.iterdir()):
+    if not is_others and venv.is_dir() and not any(venv.iterdir()):
         return
+    why = f"is a link to the environment of {owner}" if is_others else f"was not built by this project (no {STAMP})"
     variable = "VENV" if venv.name == MAIN.folder else "UNSLOTH_VENV"
     raise SetupError(
-        f"{venv} was not built by this project (it has no {STAMP}), so it is not changed.\n"
+        f"{venv} {why}, so it is not changed.\n"
         f"  To use it unchanged:  make TARGET {variable}={venv.name}\n"
         f"  To build another:     mv {venv.name} {venv.name}.mine   and run make again"
     )
