@@ -7,7 +7,7 @@ build with) and TORCH (the build of torch; by default the one that the driver ru
 target that needs an extra (`dapt-docx`, `eval`, …) adds it.
 Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
 or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
-builds first.
+builds first; only a failure writes the object that JSON=1 asks for to stdout.
 """
 
 import signal
@@ -34,6 +34,9 @@ from installer import Installer, Logged
 from torch_build import BuildError, Choice
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+from sft_play.ending import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_ending  # noqa: E402
+
 STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
 EXTRA_STAMP = ".sft-play-{}"  # inside .venv: what the stamp said when an extra was added
 EXTRAS = {  # extras of pyproject.toml that targets of make add to .venv: for what, and the targets
@@ -527,21 +530,37 @@ def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False, 
             for extra, purpose in needed_extras(targets, os.environ):
                 add_extra(extra, purpose, root, os.environ)
     except (SetupError, BuildError) as error:
-        say(str(error))
-        return 2
+        return ended(EXIT_USER, str(error))
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP):
+            answer(EXIT_FAULT, repr(error))
             raise
-        say(
+        return ended(
+            EXIT_USER,
             f"{error.filename or root}: {error.strerror}: {what.folder} cannot be read or built there.\n"
             "  Make it readable and writable for you, make room on the disk, or use your own "
-            f"({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)"
+            f"({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)",
         )
-        return 2
     except KeyboardInterrupt:
-        say(f"interrupted; the next make{'' if what is MAIN else ' ' + what.target} repairs {what.folder}")
-        return 130
+        again = f"the next make{'' if what is MAIN else ' ' + what.target} repairs {what.folder}"
+        return ended(EXIT_STOPPED, f"interrupted; {again}")
+    except Exception as error:
+        answer(EXIT_FAULT, repr(error))
+        raise
     return 0
+
+
+def ended(code: int, text: str) -> int:
+    """Say how it ended, and answer; returns the exit code."""
+    say(text)
+    answer(code, text)
+    return code
+
+
+def answer(code: int, error: str) -> None:
+    """With JSON=1 the object that the command would have written."""
+    if wants_json(()):
+        write_ending(code, error)
 
 
 if __name__ == "__main__":

@@ -150,7 +150,14 @@ def copy(tmp_path):
     for name in ("sft_play/process", "tests", "benchmarks"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks" / "Makefile", folder / "benchmarks")
-    for name in ("__init__.py", "_version.py", "spelling.py", "process/__init__.py", "process/variables.py"):
+    for name in (
+        "__init__.py",
+        "_version.py",
+        "ending.py",
+        "spelling.py",
+        "process/__init__.py",
+        "process/variables.py",
+    ):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play" / name)
     return folder
 
@@ -475,6 +482,34 @@ def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
     assert result.returncode == 2
     assert "No Python 3 answers" in result.stderr
     assert "Python 3.11 to 3.14" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "error"),
+    [
+        (["plan", "CONFG=x"], None, "did you mean CONFIG=?"),
+        (["plann"], None, "did you mean make plan?"),
+        (["plan", "SET=", "HARDWARE="], None, "HARDWARE= is given and empty"),
+        (["plan", "VENV=/no/such"], None, "VENV=/no/such was asked for"),
+        (["plan", "PYTHON=/no/such"], None, "PYTHON=/no/such was asked for"),
+        (["plan"], "empty", "No Python 3 answers"),
+    ],
+)
+def test_what_make_and_the_setup_refuse_is_one_json_object_too(words, path, error, copy, tmp_path):
+    programs = {"PATH": str(tmp_path)} if path else {}
+    program = shutil.which("make")
+    for more, environ in (["JSON=1"], {}), ([], {"JSON": "1"}):
+        ended = subprocess.run([program, *words, *more], cwd=copy, env=clean_environ(**environ, **programs),
+                               capture_output=True, text=True, timeout=120)  # fmt: skip
+        assert ended.returncode == 2
+        answer = json.loads(ended.stdout)
+        assert (answer["ok"], answer["kind"], answer["exit"]) == (False, "fix", 2)
+        assert error in answer["error"]
+        assert error in ended.stderr
+    for more in ([], ["JSON=0"], ["JSON="]):
+        ended = subprocess.run([program, *words, *more], cwd=copy, env=clean_environ(**programs),
+                               capture_output=True, text=True, timeout=120)  # fmt: skip
+        assert (ended.returncode, ended.stdout) == (2, "")
 
 
 def test_only_a_person_who_asks_for_setup_is_told_of_its_torch(copy):
