@@ -49,6 +49,10 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "launch-command": (lambda world: ["--nproc", "2"], {"launch", "plan"}),
     "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "how", "text"}),
     "plan": (lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}),
+    "launch-file": (
+        lambda world: ["--for", "slurm", "--hardware", "2xH100", "--out", f"{world}/job.sbatch"],
+        {"path", "for", "launch", "text", "submit", "nodes", "gpus_per_node"},
+    ),
     "memory-model-score": (lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}),
     "verify-layouts": (lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"layout", "ok"}),
     "gpu-selftest": (lambda world: [], {"machine", "versions", "date", "parts"}),
@@ -113,7 +117,7 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
 def test_there_is_a_case_and_a_schema_for_every_command():
-    assert len(FILES) == 44
+    assert len(FILES) == 45
     assert set(CASES) == set(FILES)
     assert set(schemas()) == {*FILES, "ending"}
     for schema in schemas().values():

@@ -23,15 +23,15 @@ TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "coverage", "bench"),
     *("train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
-    *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts"),
+    *("launch-command", "launch-file", "setup-accelerate", "doctor", "consolidate", "verify-layouts"),
     *("gpu-info", "memory-check", "gpu-selftest"),
     *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "train-distributed", "train-distributed-tb"),
-    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
-    *("verify-layouts", "gpu-info", "memory-check", "gpu-selftest", "bench"),
+    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "launch-file", "setup-accelerate", "doctor"),
+    *("consolidate", "verify-layouts", "gpu-info", "memory-check", "gpu-selftest", "bench"),
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
@@ -284,7 +284,9 @@ def test_every_target_that_launches_or_trains_executes_a_script_of_its_name():
     for target, script in {**SCRIPTS, "train-and-watch": "scripts/train.py"}.items():
         assert recipe(target).endswith(f" {script}" + " --tensorboard" * (target.endswith("-tb") or "watch" in target))
         assert (ROOT / script).is_file()
-    others = {target: recipe(target) for target in set(TARGETS) - set(SCRIPTS) - {"train-and-watch", "help"}}
+    others = {
+        target: recipe(target) for target in set(TARGETS) - set(SCRIPTS) - {"train-and-watch", "help", "launch-file"}
+    }
     assert not [target for target, text in others.items() if re.search(r"sft_play.* (train|resume|launch)", text)]
     assert not [target for target in others if re.match(r"train|resume|launch", target)]
 
