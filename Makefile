@@ -30,6 +30,7 @@ train-distributed-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_H
 train-deepspeed: setup ## The same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says
 train-deepspeed-tb: setup ## The same with DeepSpeed, with TensorBoard running
 launch-command: setup ## Show the command and variables that start the ranks, and start nothing
+launch-file: setup ## Write a job that trains CONFIG and resumes after preemption (FOR=slurm, skypilot, kubeflow; HARDWARE=2x8xH100, OUT=FILE)
 setup-accelerate: setup ## Write an accelerate configuration for this machine (NUM_MACHINES, MACHINE_RANK, MAIN_IP)
 run-notebook: setup ## Run your notebook on several ranks, every cell on each (NOTEBOOK=FILE NPROC=2 GPUS=0,1)
 doctor: setup ## Look for problems before a run: versions, drivers, limits, disk, an all-reduce over every rank
@@ -77,10 +78,11 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 ##@ Variables (from the command line or the environment)
 #: CONFIG=FILE              the run YAML
 #: SET='a.b=1 c.d=[x, y]'   settings that replace those of CONFIG
-#: HARDWARE=2xH200          plan, gpu-info, check, full-pipeline: plan for this machine instead of the present one
+#: HARDWARE=2xH200          plan for this machine instead of the present one
 #: RUN=NAME                 name or folder of a run (resume, consolidate and whatever works on runs); last: the newest finished one
 #: JSON=1                   print one JSON object on standard output, and nothing else there
 #: OUT=FILE                 write the answer to this file too
+#: FOR=slurm                launch-file: what schedules the job: slurm, skypilot, kubeflow
 #: TRACE=1                  plan: confirm the choice by tracing the step (no GPU needed)
 #: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination
 #: MAX=seq_len              plan: the largest that fits (seq_len, batch or model)

@@ -1,7 +1,8 @@
 """Prints what is wrong with the targets and variables on make's command line, or nothing: the Makefile asks first.
 
-    check_variables.py TARGET… --targets TARGET… --given NAME… --empty NAME…
+    check_variables.py TARGET… --targets TARGET… --given NAME… --empty NAME… [--json]
 
+With --json it prints the object that the command would have answered with.
 Standard library only, and nothing newer than Python 3.6, like what it reads.
 """
 
@@ -10,14 +11,19 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from sft_play.ending import EXIT_USER, write_ending
 from sft_play.process.variables import refusal
 
 
 def main(words):
     """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check ran."""
+    is_json = words[-1:] == ["--json"]
+    words = words[: len(words) - is_json]
     here, given, empty = (words.index(option) for option in ("--targets", "--given", "--empty"))
     text = refusal(words[:here], words[given + 1 : empty], words[empty + 1 :], words[here + 1 : given])
-    if text:
+    if text and is_json:
+        write_ending(EXIT_USER, text)
+    elif text:
         sys.stdout.write(text + "\n")
     return 0
 

@@ -19,10 +19,11 @@ override EVERY := $(shell sed -n 's/^\([a-z][a-z-]*\):.*/\1/p' $(TARGETS))
 override quoted = $(foreach .v,$(1),'$(subst ','\'',$(.v))')
 ifneq ($(GIVEN)$(filter-out $(EVERY),$(MAKECMDGOALS)),)
 override EMPTY := $(foreach .v,$(GIVEN),$(if $(strip $(value $(.v))),,$(.v)))
-override REFUSED := $(shell for python in .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 \
-  '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py \
-  $(call quoted,$(MAKECMDGOALS)) --targets $(EVERY) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) 2>/dev/null && break; done)
-$(if $(REFUSED),$(error $(REFUSED)))
+override refused = $(shell for python in .venv/bin/python python3 python3.14 python3.13 python3.12 python3.11 \
+  '$(subst ','\'',$(value VENV))/bin/python'; do "$$python" -EsSB scripts/check_variables.py $(call quoted,$(MAKECMDGOALS)) \
+  --targets $(EVERY) --given $(call quoted,$(GIVEN)) --empty $(call quoted,$(EMPTY)) $(1) 2>/dev/null && break; done)
+override REFUSED := $(call refused)
+$(if $(REFUSED),$(if $(filter-out 0,$(value JSON)),$(info $(call refused,--json)))$(error $(REFUSED)))
 endif
 
 # Values stay values. Make would expand `$` in a command-line variable when it hands it to a recipe, so that
@@ -62,7 +63,8 @@ for python in .venv/bin/python "$$PYTHON" python3 python3.14 python3.13 python3.
   if "$$python" -EsSB -c 'import sys; sys.exit(sys.version_info < (3, 6))' >/dev/null 2>&1; then \
     exec "$$python" -EsSB $(1); \
   fi; \
-done; echo '$(NO_PYTHON)' >&2; exit 2
+done; echo '$(NO_PYTHON)' >&2; case "$${JSON:-0}" in 0) ;; *) \
+  echo '{"ok": false, "kind": "fix", "exit": 2, "error": "$(NO_PYTHON)"}' ;; esac; exit 2
 endef
 
 # Every other target of the Makefile is the command of that name: of `python -m sft_play`, or where it launches or trains

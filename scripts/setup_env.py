@@ -7,7 +7,7 @@ build with) and TORCH (the build of torch; by default the one that the driver ru
 target that needs an extra (`dapt-docx`, `eval`, …) adds it.
 Standard library only, and nothing newer than Python 3.6: an old Python may run this file, either to find a newer one
 or to say that one is needed. All output goes to stderr, so that `make plan JSON=1 > plan.json` stays clean even when it
-builds first.
+builds first; only a failure writes the object that JSON=1 asks for to stdout.
 """
 
 import signal
@@ -34,6 +34,9 @@ from installer import Installer, Logged
 from torch_build import BuildError, Choice
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))
+from sft_play.ending import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_ending  # noqa: E402
+
 STAMP = ".sft-play-stamp"  # inside .venv: "building", then "ready" with the digest of what was built
 EXTRA_STAMP = ".sft-play-{}"  # inside .venv: what the stamp said when an extra was added
 EXTRAS = {  # extras of pyproject.toml that targets of make add to .venv: for what, and the targets
@@ -198,14 +201,18 @@ def is_ready(root: Path, venv: Path, wanted: Optional[Python], what: Environment
 
 
 def refuse_foreign(venv: Path) -> None:
-    """Raises unless .venv is absent, empty, or carries our stamp: only then may a build touch it."""
-    if not os.path.lexists(str(venv)) or (venv / STAMP).is_file():
+    """Raises unless .venv is absent, empty, or carries our stamp: only then may a build touch it. Never through a link
+    into another checkout, whose environment that is."""
+    owner = venv.resolve().parent
+    is_others = venv.is_symlink() and owner != venv.parent.resolve() and (owner / MAIN.pins).is_file()
+    if not is_others and (not os.path.lexists(str(venv)) or (venv / STAMP).is_file()):
         return
-    if venv.is_dir() and not any(venv.iterdir()):
+    if not is_others and venv.is_dir() and not any(venv.iterdir()):
         return
+    why = f"is a link to the environment of {owner}" if is_others else f"was not built by this project (no {STAMP})"
     variable = "VENV" if venv.name == MAIN.folder else "UNSLOTH_VENV"
     raise SetupError(
-        f"{venv} was not built by this project (it has no {STAMP}), so it is not changed.\n"
+        f"{venv} {why}, so it is not changed.\n"
         f"  To use it unchanged:  make TARGET {variable}={venv.name}\n"
         f"  To build another:     mv {venv.name} {venv.name}.mine   and run make again"
     )
@@ -523,21 +530,37 @@ def main(root: Path = ROOT, what: Environment = MAIN, *, by_name: bool = False, 
             for extra, purpose in needed_extras(targets, os.environ):
                 add_extra(extra, purpose, root, os.environ)
     except (SetupError, BuildError) as error:
-        say(str(error))
-        return 2
+        return ended(EXIT_USER, str(error))
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ELOOP):
+            answer(EXIT_FAULT, repr(error))
             raise
-        say(
+        return ended(
+            EXIT_USER,
             f"{error.filename or root}: {error.strerror}: {what.folder} cannot be read or built there.\n"
             "  Make it readable and writable for you, make room on the disk, or use your own "
-            f"({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)"
+            f"({'VENV' if what is MAIN else 'UNSLOTH_VENV'}=/path)",
         )
-        return 2
     except KeyboardInterrupt:
-        say(f"interrupted; the next make{'' if what is MAIN else ' ' + what.target} repairs {what.folder}")
-        return 130
+        again = f"the next make{'' if what is MAIN else ' ' + what.target} repairs {what.folder}"
+        return ended(EXIT_STOPPED, f"interrupted; {again}")
+    except Exception as error:
+        answer(EXIT_FAULT, repr(error))
+        raise
     return 0
+
+
+def ended(code: int, text: str) -> int:
+    """Say how it ended, and answer; returns the exit code."""
+    say(text)
+    answer(code, text)
+    return code
+
+
+def answer(code: int, error: str) -> None:
+    """With JSON=1 the object that the command would have written."""
+    if wants_json(()):
+        write_ending(code, error)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Sequence
 
 from sft_play import commands
-from sft_play.commands.answer import give, with_ending, write_json_line
+from sft_play.commands.answer import error_text, give
 from sft_play.commands.request import read_request
+from sft_play.ending import EXIT_FAULT, wants_json, with_ending, write_json_line
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
 from sft_play.log import escape_control, redact, set_up_logging
 from sft_play.process import failures
@@ -33,8 +34,7 @@ def main(words: Sequence[str] | None = None) -> int:
     command = next((word for word in words if not word.startswith("-")), "sft-play")
     set_up_logging(escape_control(command)[:20], stream=sys.stderr)
     failures.begin_process()
-    # before the request is read, which may be what fails
-    is_json = "--json" in words or os.environ.get("JSON", "0") not in ("", "0")
+    is_json = wants_json(words)
     try:
         request = read_request(words, os.environ)
         set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
@@ -55,15 +55,14 @@ def main(words: Sequence[str] | None = None) -> int:
         return Interrupted.exit_code
     except Exception as error:
         if not failures.hand_over(error):
-            _write_ending({}, 1, error, wanted=is_json)
-            raise
-        return 1
+            raise  # entry tells a Ctrl-C that a library has reworded from a fault of ours
+        return EXIT_FAULT
 
 
 def _write_ending(data: dict[str, object], code: int, error: BaseException, *, wanted: bool) -> None:
     """With JSON=1 the one object of a command that failed; of a launcher's ranks the first writes it."""
     if wanted and os.environ.get("RANK", "0") == "0":
-        write_json_line(with_ending(data, code, error=error))
+        write_json_line(with_ending(data, code, error_text(error)))
 
 
 def _refused_plan(error: BaseException | None) -> dict[str, object] | None:

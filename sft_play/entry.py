@@ -1,12 +1,15 @@
 """Runs before the program: messages in place of tracebacks for a Python that cannot run it, and for an early Ctrl-C.
 
 The program's own imports take a second, and need a new Python and packages. So nothing of it is imported at the top of
-this file, which is written for Python 3.6.
+this file but how a command ends; both are written for Python 3.6. With JSON=1 the object of a command that ends here is
+written here.
 """
 
 import os
 import signal
 import sys
+
+from sft_play.ending import EXIT_FAULT, EXIT_STOPPED, EXIT_USER, wants_json, write_ending
 
 TYPE_CHECKING = False  # typing's own takes 10 ms to import, in which a Ctrl-C would be a traceback
 if TYPE_CHECKING:
@@ -22,8 +25,6 @@ EXTRAS = {
     "export": ("gguf",),
 }
 """Packages, as they are imported, that only an extra of pyproject.toml installs."""
-EXIT_USER = 2
-EXIT_STOPPED = 130
 
 
 def main(command: "Optional[str]" = None) -> int:
@@ -33,12 +34,12 @@ def main(command: "Optional[str]" = None) -> int:
     is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
     if is_heard:
         # Nothing is open yet, and imports may swallow or reword an exception that interrupts them.
-        signal.signal(signal.SIGINT, lambda number, frame: _leave(name))
+        signal.signal(signal.SIGINT, lambda number, frame: _leave(name, words))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # the Makefile blocks it while Python starts
     if sys.version_info < OLDEST:
         needed = ".".join(map(str, OLDEST))
         return _refuse(
-            name, f"{sys.executable} is {_version()}, and sft_play needs {needed} or newer; {_way_out(words)}"
+            name, words, f"{sys.executable} is {_version()}, and sft_play needs {needed} or newer; {_way_out(words)}"
         )
     try:
         from sft_play.cli import main as run
@@ -51,7 +52,10 @@ def main(command: "Optional[str]" = None) -> int:
         text = missing_package(error, words)
         if text is None:
             raise
-        return _refuse(name, text)
+        return _refuse(name, words, text)
+    except Exception as error:
+        _answer(words, EXIT_FAULT, repr(error))
+        raise
     survive_lost_output()
     sys.unraisablehook = _unraisable
     if is_heard:
@@ -60,7 +64,10 @@ def main(command: "Optional[str]" = None) -> int:
     if is_heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # only Python's own shutdown is left
     lost = output_failure()
-    return _refuse(name, lost) if lost and code == 0 else code
+    if lost and code == 0:
+        return _refuse(name, words, lost)
+    _answer(words, code, f"exit code {code}; standard error says why")
+    return code
 
 
 def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
@@ -73,12 +80,18 @@ def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
         text = missing_package(error, words)
         if text is None:
             raise
-        return _refuse(name, text)
+        return _refuse(name, words, text)
+    except SystemExit as error:  # of --help, or of a library
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
+        _answer(words, code, f"a library ended the command: {error}")
+        raise
     except BaseException as error:
-        if isinstance(error, SystemExit) or not _was_stopped(error):
+        if not _was_stopped(error):
+            from sft_play.commands.answer import error_text
+
+            _answer(words, EXIT_FAULT, error_text(error))
             raise
-        _say(f"[{name}] stopped by the user")
-        return EXIT_STOPPED
+        return _stopped(name, words, "stopped by the user")
 
 
 def _was_stopped(error: "Optional[BaseException]") -> bool:
@@ -137,20 +150,29 @@ def _way_out(words: "Sequence[str]", package: str = "") -> str:
     return run if sys.version_info < OLDEST else f"{run}; or {install}"
 
 
-def _refuse(name: str, text: str) -> int:
-    if "--json" in sys.argv or os.environ.get("JSON", "0") not in ("", "0"):
-        import json  # with JSON=1 every command prints one object
-
-        sys.stdout.write(json.dumps({"ok": False, "kind": "fix", "error": text}) + "\n")
-        sys.stdout.flush()
+def _refuse(name: str, words: "Sequence[str]", text: str) -> int:
+    _answer(words, EXIT_USER, text)
     _say(f"[{name}] error: {text}")
     return EXIT_USER
 
 
-def _leave(name: str) -> None:
+def _stopped(name: str, words: "Sequence[str]", text: str) -> int:
+    _answer(words, EXIT_STOPPED, text)
+    _say(f"[{name}] {text}")
+    return EXIT_STOPPED
+
+
+def _leave(name: str, words: "Sequence[str]") -> None:
     """End at once, before anything has started."""
-    _say(f"[{name}] stopped by the user before anything was started")
-    os._exit(EXIT_STOPPED)
+    os._exit(_stopped(name, words, "stopped by the user before anything was started"))
+
+
+def _answer(words: "Sequence[str]", code: int, error: str) -> None:
+    """With JSON=1 the object of a command that has written none. Of a launcher's ranks the first answers, and of ours,
+    which have an agent, the agent or its parent."""
+    is_first = os.environ.get("RANK", "0") == "0" and "SFT_PLAY_AGENT" not in os.environ
+    if code and is_first and wants_json(words):
+        write_ending(code, error)
 
 
 def _say(text: str) -> None:

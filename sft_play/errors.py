@@ -10,11 +10,13 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from sft_play.ending import EXIT_STOPPED, EXIT_TOO_LARGE, EXIT_USER
+
 
 class SftPlayError(Exception):
     """Root of the tree; `exit_code` is the exit code of the command line."""
 
-    exit_code = 2
+    exit_code = EXIT_USER
 
 
 class ConfigError(SftPlayError, ValueError):
@@ -52,7 +54,7 @@ class TrainingError(SftPlayError, RuntimeError):
 class DoesNotFit(SftPlayError, MemoryError):
     """No micro-batch fits into memory. `plan`: the plan that shows it, as JSON."""
 
-    exit_code = 3
+    exit_code = EXIT_TOO_LARGE
 
     def __init__(self, message: str = "", *, plan: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -62,7 +64,7 @@ class DoesNotFit(SftPlayError, MemoryError):
 class Interrupted(SftPlayError, KeyboardInterrupt):
     """The user stopped the run, and its state was saved."""
 
-    exit_code = 130
+    exit_code = EXIT_STOPPED
 
 
 @contextlib.contextmanager

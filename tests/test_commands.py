@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from jsonschema import Draft202012Validator, ValidationError
 
+from sft_play import ending, entry
 from sft_play.cli import main
 from sft_play.commands import FILES, help_line, load
 from sft_play.commands.answer import Answer, stdout_to_stderr
@@ -25,6 +27,7 @@ from tests import warm
 from tests.conftest import ROOT, chat
 from tests.converter import converter
 from tests.models import CHATML
+from tests.schemas import refuse_invalid, schemas
 from tests.test_card import Hub
 from tests.test_notebook import book
 from tests.test_score import ROW
@@ -46,6 +49,10 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "launch-command": (lambda world: ["--nproc", "2"], {"launch", "plan"}),
     "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "how", "text"}),
     "plan": (lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}),
+    "launch-file": (
+        lambda world: ["--for", "slurm", "--hardware", "2xH100", "--out", f"{world}/job.sbatch"],
+        {"path", "for", "launch", "text", "submit", "nodes", "gpus_per_node"},
+    ),
     "memory-model-score": (lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}),
     "verify-layouts": (lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"layout", "ok"}),
     "gpu-selftest": (lambda world: [], {"machine", "versions", "date", "parts"}),
@@ -109,9 +116,49 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
 MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
-def test_there_is_a_case_for_every_command():
-    assert len(FILES) == 44
+def test_there_is_a_case_and_a_schema_for_every_command():
+    assert len(FILES) == 45
     assert set(CASES) == set(FILES)
+    assert set(schemas()) == {*FILES, "ending"}
+    for schema in schemas().values():
+        Draft202012Validator.check_schema(schema)
+
+
+ENDINGS = [
+    ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1.5, "checks": []}, None),
+    ({"ok": False, "kind": "fix", "exit": 2, "error": "no"}, None),
+    ({"ok": False, "kind": "do_not_ship", "exit": 2, "error": "no"}, None),
+    ({"ok": False, "kind": "fix", "exit": 2}, "'error' is a required property"),
+    ({"ok": False, "kind": "done", "exit": 2, "error": "no"}, "should not be valid"),
+    ({"ok": False, "kind": "broken", "exit": 2, "error": "no"}, "'broken' is not one of"),
+    ({"ok": True, "kind": "fix", "exit": 0, "elapsed_s": 1.5, "checks": []}, "'done' was expected"),
+    ({"ok": True, "kind": "done", "exit": 0, "checks": []}, "'elapsed_s' is a required property"),
+    ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": "1", "checks": []}, "'1' is not of type 'number'"),
+    ({"ok": True, "kind": "done", "exit": 0, "elapsed_s": 1, "checks": [{"name": "x"}]}, "is a required property"),
+]
+
+
+@pytest.mark.parametrize(("answer", "wrong"), ENDINGS)
+def test_a_schema_accepts_what_commands_write_and_nothing_less(answer, wrong):
+    if wrong is None:
+        refuse_invalid("check", answer)
+    else:
+        with pytest.raises(ValidationError, match=wrong):
+            refuse_invalid("check", answer)
+
+
+def test_kinds_are_those_of_the_schema():
+    assert set(schemas()["ending"]["properties"]["kind"]["enum"]) == {*ending.KINDS.values(), ending.DO_NOT_SHIP}
+    assert ending.with_ending([{"a": 1}], 0) == {"ok": True, "kind": "done", "exit": 0, "rows": [{"a": 1}]}
+    assert ending.with_ending({}, 77)["kind"] == "failed"
+    assert ending.with_ending({"kind": "do_not_ship", "exit": 2}, 2, "no")["kind"] == "do_not_ship"
+
+
+def test_json_has_no_nan(capfd):
+    ending.write_json_line({"a": float("nan"), "b": [float("inf"), (1.5, {"c": -float("inf")})], "d": True})
+    assert json.loads(capfd.readouterr().out, parse_constant=pytest.fail) == {
+        "a": None, "b": [None, [1.5, {"c": None}]], "d": True,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -205,11 +252,16 @@ def test_the_answer_stands_alone_on_standard_output_and_parses(name, world, tiny
     assert code == (2 if name == "ship" or (name == "doctor" and code) else 0), out + err
     assert out.count("\n") == 1, out
     data = json.loads(out)
-    assert (set(data[0]) if isinstance(data, list) else set(data)) >= fields
+    refuse_invalid(name, data)
+    if fields.isdisjoint(data):
+        data = data["rows"][0]
+    assert set(data) >= fields
     if fields is SUMMARY:
         assert (data["steps"], data["exit"]) == (2, 0)
         assert json.loads((world / data["run"] / "summary.json").read_text()) == {
-            key: value for key, value in data.items() if key not in ("run", "ok", "kind")
+            key: value
+            for key, value in data.items()
+            if key not in ("run", "ok", "kind", "best_step", "best_checkpoint")
         }
         assert f"[{name}] Base model: " in err
 
@@ -233,6 +285,7 @@ def test_a_plan_that_refuses_a_run_is_its_answer(tmp_path, tiny_llama, sums, cap
     assert main(["train", "--config", str(config), "--json"]) == 3
     out, err = capfd.readouterr()
     assert json.loads(out)["fits"] is False
+    refuse_invalid("ending", json.loads(out))
     assert "does not fit" in err
     assert main(["train", "--config", str(config)]) == 3
     out, err = capfd.readouterr()
@@ -265,7 +318,7 @@ def test_words_and_json_are_of_one_object(capfd, monkeypatch, tmp_path):
     assert main(["gpu-info"]) == 3
     assert capfd.readouterr() == ("[gpu-info] the number is 7\n", "")
     assert main(["gpu-info", "--json", "--out", f"{tmp_path}/out.json"]) == 3
-    expected = {"number": 7, "ok": False, "kind": "does_not_fit"}
+    expected = {"ok": False, "kind": "does_not_fit", "exit": 3, "error": "the number is 7", "number": 7}
     printed, beside = capfd.readouterr()
     assert (json.loads(printed), beside) == (expected, "")
     assert json.loads((tmp_path / "out.json").read_text()) == expected
@@ -287,7 +340,8 @@ def test_with_json_an_error_is_one_object_too(capfd, monkeypatch, tmp_path, word
         assert main(given) == code
         printed, beside = capfd.readouterr()
         answer = json.loads(printed)
-        assert (answer["ok"], answer["kind"]) == (False, kind)
+        assert (answer["ok"], answer["kind"], answer["exit"]) == (False, kind, code)
+        refuse_invalid("ending", answer)
         assert error in answer["error"]
         assert error in beside  # people read it where they did before
     monkeypatch.setenv("JSON", "0")
@@ -296,7 +350,7 @@ def test_with_json_an_error_is_one_object_too(capfd, monkeypatch, tmp_path, word
 
 
 def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
-    def ending(raised: BaseException):
+    def raising(raised: BaseException):
         def run(request):
             raise raised
 
@@ -307,18 +361,39 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
         (Interrupted("stopped; resume it"), "stopped"), (KeyboardInterrupt(), "stopped"),
         (DoesNotFit("no"), "does_not_fit"), (ConfigError("x hf_" + "a" * 34), "fix"),
     ):  # fmt: skip
-        monkeypatch.setattr(load("gpu-info"), "run", ending(raised))
+        monkeypatch.setattr(load("gpu-info"), "run", raising(raised))
         main(["gpu-info", "--json"])
         answer = json.loads(capfd.readouterr().out)
         assert (answer["ok"], answer["kind"]) == (False, kind)
         assert answer["error"]
         assert "hf_aaa" not in answer["error"]
-    monkeypatch.setattr(load("gpu-info"), "run", ending(ZeroDivisionError("ours")))
+    monkeypatch.setattr(load("gpu-info"), "run", raising(ZeroDivisionError("ours")))
+    monkeypatch.setattr(sys, "argv", ["sft-play", "gpu-info", "--json"])
+    monkeypatch.setattr(ending, "_has_answered", False)
     with pytest.raises(ZeroDivisionError):
-        main(["gpu-info", "--json"])
-    assert json.loads(capfd.readouterr().out) == {"ok": False, "kind": "failed", "error": "ours"}
+        entry.main()
+    assert json.loads(capfd.readouterr().out) == {"ok": False, "kind": "failed", "exit": 1, "error": "ours"}
+    monkeypatch.setattr(ending, "_has_answered", False)
+
+    def reworded(request):
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt:
+            raise ImportError("a library's word for Ctrl-C") from None
+
+    monkeypatch.setattr(load("gpu-info"), "run", reworded)
+    assert entry.main() == 130
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["kind"], answer["exit"]) == ("stopped", 130)
+    monkeypatch.setattr(ending, "_has_answered", False)
+    monkeypatch.setattr(load("gpu-info"), "run", raising(SystemExit("a library gave up")))
+    with pytest.raises(SystemExit):
+        entry.main()
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["kind"], answer["exit"]) == ("failed", 1)
+    assert "a library gave up" in answer["error"]
     monkeypatch.setenv("RANK", "1")  # of a launcher's ranks the first answers
-    monkeypatch.setattr(load("gpu-info"), "run", ending(ConfigError("no")))
+    monkeypatch.setattr(load("gpu-info"), "run", raising(ConfigError("no")))
     assert main(["gpu-info", "--json"]) == 2
     assert capfd.readouterr().out == ""
 

@@ -177,9 +177,11 @@ sys.meta_path.insert(0, Interrupt())
 
 @pytest.mark.parametrize("name", ["sft_play.cli", "psutil", "pydantic", "yaml", "sft_play.planner.advice.questions"])
 def test_ctrl_c_in_the_first_second_is_one_line(name):
-    answer = program(*PLAN, code=INTERRUPT.format(name=name))
+    answer = program(*PLAN, "--json", code=INTERRUPT.format(name=name))
     assert answer.returncode == 130
-    assert answer.stderr == "[plan] stopped by the user before anything was started\n"
+    said = "stopped by the user before anything was started"
+    assert answer.stderr == f"[plan] {said}\n"
+    assert json.loads(answer.stdout) == {"ok": False, "kind": "stopped", "exit": 130, "error": said}
 
 
 def test_ctrl_c_in_the_first_second_of_a_script_is_one_line():
@@ -300,7 +302,8 @@ def test_an_old_python_is_told_which_is_needed(monkeypatch, capfd):
 def test_what_any_python_reads_is_old_syntax():
     import ast
 
-    for name in ("sft_play/__main__.py", "sft_play/entry.py", "sft_play/spelling.py", "sft_play/process/variables.py",
+    for name in ("sft_play/__main__.py", "sft_play/ending.py", "sft_play/entry.py", "sft_play/spelling.py",
+                 "sft_play/process/variables.py",
                  "scripts/check_variables.py",
                  "scripts/setup_env.py", "scripts/train.py", "scripts/resume.py", "scripts/train_distributed.py",
                  "scripts/train_deepspeed.py", "scripts/launch_command.py", "scripts/verify_layouts.py",

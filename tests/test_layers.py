@@ -18,6 +18,7 @@ PACKAGE = ROOT / "sft_play"
 
 LAYERS = {
     "_version": 0,
+    "ending": -1,
     "errors": 0,
     "log": 0,
     "spelling": 0,
@@ -56,6 +57,7 @@ STARTED = {
 HEAVY = {"torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "datasets", "deepspeed"}
 LIGHT_PACKAGES = {
     "_version",
+    "ending",
     "errors",
     "log",
     "spelling",

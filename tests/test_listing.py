@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.errors import RunFolderError
-from sft_play.finished.listing import list_runs, prune, to_prune
+from sft_play.finished.listing import best_checkpoint, list_runs, prune, to_prune
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import FORMAT, RunFolder
 
@@ -53,6 +53,49 @@ def test_a_run_is_listed_with_its_status_step_best_figure_and_age(tmp_path):
     assert "2 d" in listed.lines()[-3]
     assert listed.runs[1].folder == killed
     assert json.loads(json.dumps(listed.as_json()))["runs"][3]["best_value"] == 1.5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_best_checkpoint_is_that_of_the_best_evaluation(seed, tmp_path):
+    """Against another implementation: the first of the evaluations in the order of the metric that was asked for."""
+    random_ = random.Random(seed)
+    metric, has_stages = random_.choice(["loss", "exact_match"]), random_.random() < 0.4
+    run = RunFolder(tmp_path / "run")
+    stages = ["short", "long"] if has_stages else [None]
+    lines, last = [], []
+    for stage in stages:
+        last = [
+            {"step": step, "eval_loss": random_.choice([0.5, 1.0, 1.5, float("nan")]),
+             "eval_exact_match": random_.choice([0.0, 0.5, 1.0]), **({"stage": stage} if stage else {})}
+            for step in range(random_.choice([0, 5, 9]))
+        ]  # fmt: skip
+        last = last or [{"step": 3, "loss": 2.0, **({"stage": stage} if stage else {})}]
+        lines += last
+    part = run.of_stage("long") if has_stages else run
+    saved = [entry["step"] for entry in last if random_.random() < 0.7]
+    for step in saved:
+        (part.checkpoints / f"checkpoint-{step}").mkdir(parents=True)
+    write_json(part.path / "resolved.json", {"train": {"metric_for_best_model": metric}})
+    run.metrics_path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    key = f"eval_{metric}"
+    judged = [one for one in last if one["step"] > 0 and key in one and one[key] == one[key]]
+    judged.sort(key=lambda one: one[key], reverse=metric == "exact_match")  # which keeps equal ones in order
+    step = judged[0]["step"] if judged else None
+    path = str(part.checkpoints / f"checkpoint-{step}") if step in saved else None
+    assert best_checkpoint(run) == {"best_step": step, "best_checkpoint": path}
+
+
+def test_a_damaged_run_has_no_best_checkpoint_and_is_listed(tmp_path):
+    for name, text in (
+        ("a", "["),
+        ("b", '{"train": 7, "curriculum": [3]}'),
+        ("c", '{"train": {"metric_for_best_model": "x"}}'),
+    ):
+        run = make_run(tmp_path, name)
+        (run.path / "resolved.json").write_text(text)
+    (run.metrics_path).unlink()
+    listed = list_runs(tmp_path, now=NOW).as_json()["runs"]
+    assert {(one["best_step"], one["best_checkpoint"]) for one in listed} == {(None, None)}
 
 
 def test_a_finished_run_stays_finished_while_a_command_works_on_it(tmp_path):

@@ -23,15 +23,15 @@ TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
 NEED_ENVIRONMENT = [
     *("train", "resume", "plan", "memory-model-score", "test", "lint", "format", "coverage", "bench"),
     *("train-distributed", "train-distributed-tb", "train-deepspeed", "train-deepspeed-tb"),
-    *("launch-command", "setup-accelerate", "doctor", "consolidate", "verify-layouts"),
+    *("launch-command", "launch-file", "setup-accelerate", "doctor", "consolidate", "verify-layouts"),
     *("gpu-info", "memory-check", "gpu-selftest"),
     *("train-tb", "train-and-watch", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
 PROGRAM = [
     *("train", "resume", "plan", "memory-model-score", "train-distributed", "train-distributed-tb"),
-    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "setup-accelerate", "doctor", "consolidate"),
-    *("verify-layouts", "gpu-info", "memory-check", "gpu-selftest", "bench"),
+    *("train-deepspeed", "train-deepspeed-tb", "launch-command", "launch-file", "setup-accelerate", "doctor"),
+    *("consolidate", "verify-layouts", "gpu-info", "memory-check", "gpu-selftest", "bench"),
     *("train-tb", "tensorboard", "tb-open", "tb-stop", "tb-clean"),
     *("process", "style", "dapt-docx", "render", "preview", "check", "full-pipeline", "mask-score", "run-notebook"),
 ]
@@ -150,7 +150,14 @@ def copy(tmp_path):
     for name in ("sft_play/process", "tests", "benchmarks"):
         (folder / name).mkdir(parents=True)
     shutil.copy(ROOT / "benchmarks" / "Makefile", folder / "benchmarks")
-    for name in ("__init__.py", "_version.py", "spelling.py", "process/__init__.py", "process/variables.py"):
+    for name in (
+        "__init__.py",
+        "_version.py",
+        "ending.py",
+        "spelling.py",
+        "process/__init__.py",
+        "process/variables.py",
+    ):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play" / name)
     return folder
 
@@ -277,7 +284,9 @@ def test_every_target_that_launches_or_trains_executes_a_script_of_its_name():
     for target, script in {**SCRIPTS, "train-and-watch": "scripts/train.py"}.items():
         assert recipe(target).endswith(f" {script}" + " --tensorboard" * (target.endswith("-tb") or "watch" in target))
         assert (ROOT / script).is_file()
-    others = {target: recipe(target) for target in set(TARGETS) - set(SCRIPTS) - {"train-and-watch", "help"}}
+    others = {
+        target: recipe(target) for target in set(TARGETS) - set(SCRIPTS) - {"train-and-watch", "help", "launch-file"}
+    }
     assert not [target for target, text in others.items() if re.search(r"sft_play.* (train|resume|launch)", text)]
     assert not [target for target in others if re.match(r"train|resume|launch", target)]
 
@@ -475,6 +484,34 @@ def test_without_any_python_the_message_says_what_to_install(copy, tmp_path):
     assert result.returncode == 2
     assert "No Python 3 answers" in result.stderr
     assert "Python 3.11 to 3.14" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "error"),
+    [
+        (["plan", "CONFG=x"], None, "did you mean CONFIG=?"),
+        (["plann"], None, "did you mean make plan?"),
+        (["plan", "SET=", "HARDWARE="], None, "HARDWARE= is given and empty"),
+        (["plan", "VENV=/no/such"], None, "VENV=/no/such was asked for"),
+        (["plan", "PYTHON=/no/such"], None, "PYTHON=/no/such was asked for"),
+        (["plan"], "empty", "No Python 3 answers"),
+    ],
+)
+def test_what_make_and_the_setup_refuse_is_one_json_object_too(words, path, error, copy, tmp_path):
+    programs = {"PATH": str(tmp_path)} if path else {}
+    program = shutil.which("make")
+    for more, environ in (["JSON=1"], {}), ([], {"JSON": "1"}):
+        ended = subprocess.run([program, *words, *more], cwd=copy, env=clean_environ(**environ, **programs),
+                               capture_output=True, text=True, timeout=120)  # fmt: skip
+        assert ended.returncode == 2
+        answer = json.loads(ended.stdout)
+        assert (answer["ok"], answer["kind"], answer["exit"]) == (False, "fix", 2)
+        assert error in answer["error"]
+        assert error in ended.stderr
+    for more in ([], ["JSON=0"], ["JSON="]):
+        ended = subprocess.run([program, *words, *more], cwd=copy, env=clean_environ(**programs),
+                               capture_output=True, text=True, timeout=120)  # fmt: skip
+        assert (ended.returncode, ended.stdout) == (2, "")
 
 
 def test_only_a_person_who_asks_for_setup_is_told_of_its_torch(copy):

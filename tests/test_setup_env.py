@@ -223,6 +223,24 @@ def test_a_symlinked_venv_of_ours_is_emptied_and_stays_a_symlink(ready):
     assert (disk / STAMP).read_text("utf-8").startswith("ready ")
 
 
+def test_the_environment_of_another_checkout_is_never_built_through_a_link(ready, monkeypatch, capfd):
+    other = ready.with_name("another worktree")
+    other.mkdir()
+    for name in ("requirements.lock", "pyproject.toml"):
+        (other / name).write_bytes((ready / name).read_bytes())
+    (other / ".venv").symlink_to(ready / ".venv")
+    before = sorted((ready / ".venv").rglob("*"))
+    monkeypatch.setattr(setup_env.ensure, "__defaults__", (never,))
+    assert setup_env.main(other) == 2
+    message = capfd.readouterr().err
+    assert f"is a link to the environment of {ready}, so it is not changed" in message
+    assert "VENV=.venv" in message
+    assert sorted((ready / ".venv").rglob("*")) == before
+    (ready / ".venv" / STAMP).write_text("building\n", "utf-8")  # of a build there that is not done
+    assert setup_env.main(other) == 2
+    setup_env.ensure(other, {"VENV": str(other / ".venv")}, never)  # which uses it, unchanged
+
+
 def test_a_failed_step_is_one_message_with_exit_code_2(checkout, monkeypatch, capfd):
     monkeypatch.setattr(setup_env.ensure, "__defaults__", (FakeBuild(fail_at=3),))
     assert setup_env.main(checkout) == 2

@@ -16,6 +16,7 @@ _COMMANDS = {
         "run-notebook",
     ),
     "plan": ("plan",),
+    "launch_file": ("launch-file",),
     "diagnosing": ("check", "doctor", "gpu-info", "memory-check"),
     "preparing": ("process", "style", "dapt-docx", "full-pipeline"),
     "render": ("render",),

@@ -13,19 +13,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from sft_play.commands.request import Request
-from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError
+from sft_play.ending import with_ending, write_json_line
+from sft_play.errors import ConfigError, SftPlayError
 from sft_play.log import escape_control, redact
 from sft_play.runs.files import write_json
 
 logger = logging.getLogger(__name__)
-
-_KINDS = {
-    0: "done",
-    ConfigError.exit_code: "fix",
-    DoesNotFit.exit_code: "does_not_fit",
-    Interrupted.exit_code: "stopped",
-}
-"""`kind` of an answer by its exit code; any other code is "failed"."""
 
 
 class Result(Protocol):
@@ -92,9 +85,10 @@ def give(answer: Answer | int, request: Request) -> int:
     if isinstance(answer, int):
         return answer
     code = answer.refused.exit_code if answer.refused else answer.exit_code
-    data = with_ending(answer.data, code, error=answer.refused)
+    error = error_text(answer.refused) if answer.refused else _why(answer, code)
+    data = with_ending(answer.data, code, error)
     if request.out is not None and answer.to_out:
-        write_out(request.out, data)
+        write_out(request.out, data if isinstance(answer.data, dict) else answer.data)
     if request.json:
         write_json_line(data)
         return code
@@ -105,19 +99,16 @@ def give(answer: Answer | int, request: Request) -> int:
     return code
 
 
-def with_ending(data: Any, code: int, *, error: BaseException | None = None) -> Any:
-    """A command's JSON with how it ended: `ok`, `kind`, and `error` where there is one. A list stays as it is."""
-    if not isinstance(data, dict):
-        return data
-    ending = {"ok": code == 0, "kind": _KINDS.get(code, "failed")}
-    said = {"error": redact(str(error) or type(error).__name__)} if error is not None else {}
-    return {**data, **{name: value for name, value in {**ending, **said}.items() if name not in data}}
+def error_text(error: BaseException) -> str:
+    """An exception's text for programs, without secrets; its name where it has none."""
+    return redact(str(error) or type(error).__name__)
 
 
-def write_json_line(data: Any) -> None:
-    """One JSON object on a line of standard output."""
-    sys.stdout.write(json.dumps(data) + "\n")
-    sys.stdout.flush()
+def _why(answer: Answer, code: int) -> str | None:
+    """`error` of an answer whose own fields say what is wrong: its last line; None where nothing is."""
+    every = "\n".join(answer.lines).splitlines()
+    lines = [line for line in every if line.strip() and not line.startswith(("Next:", "Written to:"))]
+    return redact(lines[-1].strip() if lines else f"exit code {code}; the log says why") if code else None
 
 
 def write_out(path: Path, data: Any) -> None:

@@ -80,7 +80,7 @@ def _stop(request: Request) -> Answer:
     running = tensorboard.running()
     left = [one for one in chosen if one in running]
     stopped = [_page(one) for one in chosen if one not in left]
-    return Answer({"ok": not left, "stopped": stopped, "running": list(map(_page, running))}, exit_code=bool(left))
+    return Answer({"ok": not left, "stopped": stopped, "running": list(map(_page, running))}, exit_code=int(bool(left)))
 
 
 def _clean(request: Request) -> Answer:

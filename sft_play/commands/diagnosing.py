@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sft_play.commands.answer import Answer, answer_of, write_json_line, write_out
+from sft_play.commands.answer import Answer, answer_of, write_out
 from sft_play.commands.machine import asked_machine, output_dir_of, refuse_hardware
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
@@ -18,6 +18,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
 from sft_play.diagnose.doctor import Planned, examine
 from sft_play.diagnose.pages import CheckReport
+from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding
@@ -108,7 +109,7 @@ def _memory_check(request: Request) -> Answer | int:
 
     def show(seen: memory_check.MemorySeen) -> None:
         if request.json:
-            write_json_line(seen.as_json())
+            write_json_line(with_ending(seen.as_json(), 0))
         else:
             logger.info("%s", "\n".join(memory_page.memory_lines(seen)))
         if output_is_lost():

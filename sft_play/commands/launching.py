@@ -12,6 +12,8 @@ import os
 import subprocess
 import sys
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
 from sft_play.commands.answer import Answer, stdout_to_stderr
 from sft_play.commands.machine import refuse_hardware
@@ -19,6 +21,7 @@ from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
+from sft_play.finished.listing import best_checkpoint
 from sft_play.launch.accelerate.launched import refuse_too_few_processes
 from sft_play.launch.accelerate.reading import accelerate_path, find_accelerate_file, read_accelerate_file
 from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
@@ -27,6 +30,7 @@ from sft_play.launch.machine import machine_for
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision
+from sft_play.process.failures import ANSWER_VARIABLE
 from sft_play.runs.files import read_json
 from sft_play.starting import notebook
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
@@ -121,7 +125,8 @@ def _answer(started: Started) -> Answer:
     if started.code:
         error = folder.manifest().get("error") if folder is not None else None
         return Answer({"run": run, **({"error": str(error)} if error else {})}, exit_code=started.code)
-    return Answer({"run": run, **(read_json(folder.path / "summary.json") if folder else {"exit": 0})})
+    summary = {**read_json(folder.path / "summary.json"), **best_checkpoint(folder)} if folder else {"exit": 0}
+    return Answer({"run": run, **summary})
 
 
 def _command(started: Started) -> Answer:
@@ -192,25 +197,30 @@ def _setup_accelerate(request: Request) -> Answer:
 
 
 def _run_notebook(request: Request) -> Answer | int:
-    """As the parent start the ranks, as a rank run the cells; rank 0 answers for all."""
+    """As the parent start the ranks, as a rank run the cells; their agent, or rank 0, answers for all."""
     if request.notebook is None:
         raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
     try:
         cells = notebook.read(request.notebook)
     except SyntaxError as error:
-        sys.stderr.write("".join(traceback.format_exception_only(error)))
-        return 1
+        text = "".join(traceback.format_exception_only(error))
+        sys.stderr.write(text)
+        return Answer({"error": text.strip()}, exit_code=1)
     ranks = ranks_of(os.environ)
     if ranks is None:
         options = request.options
         launch = notebook.launch_of(request.notebook, detect(), processes=options.processes, gpus=options.gpus)
         logger.info("Launch: %s", launch.line)
-        # ranks run this command again, and rank 0 answers: they know by the environment how
+        # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""
-        notebook.start(launch)
+        notebook.start(launch, _of_notebook(request.notebook, cells, launch.processes) if request.json else None)
     with stdout_to_stderr(wanted=request.json):
         set_up_logging(request.command, rank=ranks.rank)
         code = notebook.run(cells, request.notebook, rank=ranks.rank)
-    if code or not ranks.is_first:
+    if code or not ranks.is_first or ANSWER_VARIABLE in os.environ:
         return code
-    return Answer({"ok": True, "notebook": str(request.notebook), "cells": len(cells), "ranks": ranks.world_size})
+    return Answer(_of_notebook(request.notebook, cells, ranks.world_size))
+
+
+def _of_notebook(path: Path, cells: Sequence[notebook.Cell], ranks: int) -> dict[str, object]:
+    return {"notebook": str(path), "cells": len(cells), "ranks": ranks}

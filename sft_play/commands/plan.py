@@ -74,18 +74,19 @@ def run(request: Request) -> Answer:
     plan_cell = functools.partial(plan_for, only=cell_only, keeps_params=keeps, with_suggestions=False)
     cells = [(cell, _planned_cell(cell, config, base, whole, plan_cell)) for cell, config in configs]
     largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
-    data = plan.as_json()
+    file = request.options.deepspeed.file if request.options.deepspeed else None
+    command = launch_line(plan, loaded, file)
+    data = {**plan.as_json(), "launch": command if plan.fits else None}
     if stages:
         data |= {"stage": loaded.stage, "stages": [{"name": name, **one.as_json()} for name, _, one in stages]}
     if cells:
         data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    file = request.options.deepspeed.file if request.options.deepspeed else None
     by_node = _launches_by_node(plan, loaded, file)
     lines = [
         *absent,
-        *show.plan_lines(plan, loaded.config, command=launch_line(plan, loaded, file), by_node=by_node),
+        *show.plan_lines(plan, loaded.config, command=command, by_node=by_node),
         *show.stage_lines(stages),
         *show.grid_lines(cells),
         *([show.largest_line(largest)] if largest else []),

@@ -103,12 +103,13 @@ class Request:
     replay: Path | None = None
     tolerance: float | None = None
     serve: tuple[str, ...] = ()
+    for_: str | None = None
 
 
 OF_VARIABLES = {
-    field.name: field.name.upper()
+    field.name: field.name.upper().rstrip("_")  # `for_`: a word of Python
     for field in dataclasses.fields(Request)
-    if field.name.upper() in VARIABLES and field.name != "config"
+    if field.name.upper().rstrip("_") in VARIABLES and field.name != "config"
 }
 """The fields that hold just a variable of make."""
 

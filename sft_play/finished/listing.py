@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from sft_play.diagnose.processes import lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
-from sft_play.runs.files import metric_lines, read_json
+from sft_play.runs.files import evaluations, metric_lines, read_json
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import checked_name, run_at, runs_in
@@ -63,6 +64,7 @@ class ListedRun:
             "step": self.step,
             "best_metric": name,
             "best_value": value,
+            **best_checkpoint(self.folder),
             "bytes": self.bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
             "started": self.started.isoformat() if self.started else None,
@@ -149,6 +151,22 @@ def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple
         if numbers:
             return name, choose(numbers)
     return None
+
+
+def best_checkpoint(folder: RunFolder) -> dict[str, Any]:
+    """`best_step` and `best_checkpoint` for programs: the step of the best evaluation, by train.metric_for_best_model,
+    and the path of its checkpoint; None where there is none. Of a run with stages those of its newest stage."""
+    lines = [one for _, one in metric_lines(folder.metrics_path)] if folder.metrics_path.is_file() else []
+    last = next((str(one["stage"]) for one in reversed(lines) if one.get("stage")), None)
+    part = folder.of_stage(last, is_last=True) if last else folder
+    train = read_json(part.path / "resolved.json").get("train")
+    by_match = isinstance(train, dict) and train.get("metric_for_best_model") == "exact_match"
+    name, sign = ("exact_match", 1) if by_match else ("loss", -1)
+    judged = [(sign * entry[name], entry["step"]) for entry in evaluations(folder.metrics_path, stage=part.stage)
+              if entry["step"] and isinstance(entry[name], (int, float)) and math.isfinite(entry[name])]  # fmt: skip
+    step = max(judged, key=lambda one: (one[0], -one[1]))[1] if judged else None
+    path = part.checkpoints / f"checkpoint-{step}"
+    return {"best_step": step, "best_checkpoint": str(path) if path.is_dir() else None}
 
 
 def _date(text: Any) -> datetime | None:

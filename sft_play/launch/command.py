@@ -37,6 +37,11 @@ class Launch:
     """The port that this node listens on, where other nodes have to know it."""
 
     @property
+    def processes(self) -> int:
+        """How many ranks it starts on this node."""
+        return int(self.words[self.words.index("--nproc-per-node") + 1])
+
+    @property
     def watched(self) -> tuple[str, ...]:
         """The words with our agent in the launcher's place: what is run."""
         return tuple(AGENT if word == LAUNCHER else word for word in self.words)

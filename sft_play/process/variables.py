@@ -30,7 +30,17 @@ _DATA = ("process", "style", "dapt-docx", "render", "preview", "check", "full-pi
 _BOARDS = ("tensorboard", "tb-open", "tb-stop", "tb-clean")
 _CONFIGURED = (
     *TRAINING,
-    *("setup-accelerate", "plan", "verify-layouts", *_BOARDS, "doctor", "consolidate", "gpu-info", "memory-check"),
+    *(
+        "setup-accelerate",
+        "plan",
+        "launch-file",
+        "verify-layouts",
+        *_BOARDS,
+        "doctor",
+        "consolidate",
+        "gpu-info",
+        "memory-check",
+    ),
     "bench",
     *_FINISHED,
     *_LISTING,
@@ -44,7 +54,7 @@ _BENCHMARKS = (
 )
 _ANSWERING = (
     *("plan", "memory-model-score", "verify-layouts", "doctor", "gpu-info", "gpu-selftest", "memory-check"),
-    *("mask-score", "bench", *_DATA),
+    *("mask-score", "bench", "launch-file", *_DATA),
 )
 _LAUNCHED = (*LAUNCHING, "resume", "doctor")
 _WATCHED = ("train-tb", "train-and-watch", "train-distributed-tb", "train-deepspeed-tb", "tensorboard", "tb-open")
@@ -90,7 +100,9 @@ VARIABLES: Dict[str, Variable] = {
         ranks=("rank",),
     ),
     "HARDWARE": Variable(
-        ("plan", "gpu-info", "check", "full-pipeline"), "plan for this machine instead of the present one", "2xH200"
+        ("plan", "gpu-info", "check", "full-pipeline", "launch-file"),
+        "plan for this machine instead of the present one",
+        "2xH200",
     ),
     "RUN": Variable(
         ("resume", "consolidate", "memory-check", *_BOARDS, *_FINISHED),
@@ -104,6 +116,7 @@ VARIABLES: Dict[str, Variable] = {
         "FILE",
         "path",
     ),
+    "FOR": Variable(("launch-file",), "what schedules the job: slurm, skypilot, kubeflow", "slurm"),
     "TRACE": Variable(("plan",), "confirm the choice by tracing the step (no GPU needed)", "1", "switch"),
     "WHATIF": Variable(("plan",), "the plan of every combination", "'a.b=1,2 c=x,y'"),
     "MAX": Variable(("plan",), "the largest that fits (seq_len, batch or model)", "seq_len"),
@@ -146,7 +159,7 @@ VARIABLES: Dict[str, Variable] = {
     "FORCE": Variable(
         (
             *("process", "style", "dapt-docx", "render", "preview", "full-pipeline", "setup-accelerate", "merge"),
-            *("export", "reproduce"),
+            *("export", "reproduce", "launch-file"),
         ),
         "overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export); "
         "reproduce: train with the present code if the run's own cannot be found",
@@ -202,7 +215,7 @@ VARIABLES: Dict[str, Variable] = {
     "MERGED": Variable(("push",), "upload the merged model in place of the adapter", "1", "switch"),
     "PUBLIC": Variable(("push",), "make the repository public; a new one is private without it", "1", "switch"),
     "STRATEGY": Variable(
-        (*_LAUNCHED, "plan"),
+        (*_LAUNCHED, "plan", "launch-file"),
         "layout over several ranks: ddp, fsdp, zero1, zero2, zero3, zero2_offload, zero3_offload, …",
         "zero2",
         "launch",
@@ -215,7 +228,7 @@ VARIABLES: Dict[str, Variable] = {
     "MASTER_ADDR": Variable(_LAUNCHED, "the address of node 0", "HOST", "launch", has_flag=False),
     "MASTER_PORT": Variable(_LAUNCHED, "a free port there", "29500", "launch", has_flag=False),
     "DEEPSPEED_CONFIG": Variable(
-        (*_LAUNCHED, "plan"), "your DeepSpeed file (JSON or YAML)", "FILE", "launch", ranks=_TO_RANKS
+        (*_LAUNCHED, "plan", "launch-file"), "your DeepSpeed file (JSON or YAML)", "FILE", "launch", ranks=_TO_RANKS
     ),
     "ACCELERATE_CONFIG": Variable(
         (*_LAUNCHED, "setup-accelerate"), "your accelerate configuration", "FILE", has_flag=False

@@ -17,7 +17,7 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -219,9 +219,11 @@ def launch_of(path: Path, machine: Hardware, *, processes: int | None, gpus: Seq
     return dataclasses.replace(launch, environment={**launch.environment, failures.COMMAND_VARIABLE: COMMAND})
 
 
-def start(launch: Launch) -> NoReturn:
-    """Replace this process by the agent of the ranks, which handles signals and sets the exit code."""
+def start(launch: Launch, answer: Mapping[str, object] | None) -> NoReturn:
+    """Replace this process by the agent of the ranks, which handles signals, answers and sets the exit code."""
     environment = with_this_package(launch.environment_in(os.environ))  # the cells run in the notebook's folder
+    if answer is not None:
+        environment[failures.ANSWER_VARIABLE] = json.dumps(answer)
     sys.stdout.flush()  # execve drops what is still buffered
     sys.stderr.flush()
     os.execve(launch.words[0], launch.watched, environment)

@@ -21,6 +21,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import BadRow
+from sft_play.ending import DO_NOT_SHIP, KINDS
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.finished.answer.respond import Responder
 from sft_play.finished.evaluate import ship_rule as rule
@@ -76,7 +77,7 @@ class Shipped:
     def as_json(self) -> dict[str, Any]:
         """In plain data, from which `replay` computes the verdict again."""
         return {
-            "format": rule.FORMAT, "ok": self.ok, "kind": "done" if self.ok else "do_not_ship",
+            "format": rule.FORMAT, "ok": self.ok, "kind": KINDS[0] if self.ok else DO_NOT_SHIP,
             "verdict": self.verdict.word, "reasons": self.verdict.reasons,
             "run": str(self.run), "checks": [check.as_json() for check in self.verdict.checks], **self.about,
             "thresholds": dataclasses.asdict(self.thresholds), "evidence": dataclasses.asdict(self.evidence),

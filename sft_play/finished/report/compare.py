@@ -11,6 +11,7 @@ from typing import Any
 
 from sft_play.diagnose.pages import lines_of, table_of
 from sft_play.errors import ConfigError
+from sft_play.finished.listing import best_checkpoint
 from sft_play.finished.report.charts import COLOURS, Chart, Curve, NotDrawn, Screen, draw_charts, plot_lines
 from sft_play.finished.report.page import Section, Table, page, write_page
 from sft_play.finished.report.record import (
@@ -77,6 +78,7 @@ class Comparison(Outcome):
             "runs": [
                 {"name": name, "path": str(record.folder.path), "status": record.status}
                 | {figure.key: figure.values[place] for figure in self.figures}
+                | best_checkpoint(record.folder)
                 for place, (name, record) in enumerate(zip(self.names, self.records, strict=True))
             ],
             "differing": {key: list(values) for key, values in self.differing.items()},

@@ -17,6 +17,7 @@ rank's error file too (`raw_error`), but to handlers of a private table, and no 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 
+from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
@@ -205,7 +207,7 @@ def main(words: Sequence[str] | None = None) -> int:
     killed_before = failures.out_of_memory_kills()
     with tempfile.TemporaryDirectory(prefix="sft_play_ranks_", ignore_cleanup_errors=True) as aside:
         given.log_dir = given.log_dir or aside
-        code = 0
+        code, text = 0, ""
         try:
             leave_with_starter()
             launcher.run(given)
@@ -216,17 +218,32 @@ def main(words: Sequence[str] | None = None) -> int:
             text, code = report(ended, _world(given), stopped=stopping.asked, memory_ran_out=more)
             if stopping.at_once:
                 text, code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
-            _say(text)
             _note_in_run(text.splitlines(), code)
         except (KeyboardInterrupt, SignalException):
-            _say(f"[{COMMAND}] stopped by the user before the ranks had started")
+            text = f"[{COMMAND}] stopped by the user before the ranks had started"
             code = Interrupted.exit_code
         except _NO_MEETING as error:
-            _say(f"[{COMMAND}] error: {_no_meeting(error, given)}")
+            text = f"[{COMMAND}] error: {_no_meeting(error, given)}"
             code = 2
+        _tell(text, code)
         if code:
             failures.end_leftovers(os.getpid(), patience_s=LEFTOVER_S)
     return code
+
+
+def _tell(text: str, code: int) -> None:
+    """Say how the ranks ended, and answer with JSON where nobody else does."""
+    if text:
+        _say(text)
+    answer = os.environ.get(failures.ANSWER_VARIABLE)
+    if answer is not None:
+        write_json_line(with_ending(json.loads(answer), code, redact(_error_of(text.splitlines())) if code else None))
+
+
+def _error_of(lines: Sequence[str]) -> str:
+    """What a report says is wrong, without the traceback."""
+    line = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
+    return line.partition("error: ")[2] or line
 
 
 def _ended(rank: int, failure: ProcessFailure, log_dir: Path) -> Ended:
@@ -273,8 +290,7 @@ def _note_in_run(lines: Sequence[str], code: int) -> None:
                     log.writelines(f"{line}\n" for line in lines)
             # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost connection
             if code != Interrupted.exit_code and manifest.get("status") in ("running", "failed"):
-                line = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
-                folder.update_manifest(status="failed", error=line.partition("error: ")[2] or line)
+                folder.update_manifest(status="failed", error=_error_of(lines))
     except (SftPlayError, OSError):  # the folder was never made, was removed, or has become another run's
         return
 

@@ -1,0 +1,62 @@
+"""How a command ends, as programs read it: exit codes, their kinds, and the one JSON object that JSON=1 asks for.
+
+Standard library only, and nothing newer than Python 3.6: make's checks and the setup need it before there is an
+environment.
+"""
+
+import os
+import sys
+
+TYPE_CHECKING = False  # as in entry, whose imports have to be few
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Any
+
+EXIT_FAULT = 1
+EXIT_USER = 2
+EXIT_TOO_LARGE = 3
+EXIT_STOPPED = 130
+KINDS = {0: "done", EXIT_FAULT: "failed", EXIT_USER: "fix", EXIT_TOO_LARGE: "does_not_fit", EXIT_STOPPED: "stopped"}
+"""`kind` of an answer by its exit code; any other code is "failed"."""
+DO_NOT_SHIP = "do_not_ship"
+"""`kind` of a verdict of `ship` that is a no, with exit code 2."""
+
+_has_answered = False
+
+
+def wants_json(words: "Sequence[str]") -> bool:
+    """Whether a command line or the environment asks for JSON; before either is read, which may be what fails."""
+    return "--json" in words or os.environ.get("JSON", "0") not in ("", "0")
+
+
+def with_ending(data: "Any", code: int, error: "str | None" = None) -> "dict[str, Any]":
+    """A command's JSON with how it ended: `ok`, `kind`, `exit`, and `error` where there is one. A list is `rows`."""
+    answer = data if isinstance(data, dict) else {"rows": data}
+    ending = {"ok": code == 0, "kind": KINDS.get(code, KINDS[EXIT_FAULT]), "exit": code}  # type: dict[str, Any]
+    if error is not None:
+        ending["error"] = error
+    return {**ending, **answer}
+
+
+def write_json_line(data: "Any") -> None:
+    """One JSON object on a line of standard output. JSON has no NaN and no infinity: they are null."""
+    import json  # 2 ms, in which a Ctrl-C would be a traceback
+
+    global _has_answered
+    _has_answered = True
+    sys.stdout.write(json.dumps(_finite(data), allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def write_ending(code: int, error: str) -> None:
+    """The object of a command whose process has written none."""
+    if not _has_answered:
+        write_json_line(with_ending({}, code, error))
+
+
+def _finite(value: "Any") -> "Any":
+    if isinstance(value, float):
+        return value if value - value == 0 else None
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    return [_finite(one) for one in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,249 @@
+"""make launch-file: each scheduler's file says what was planned, holds any value, and is started again where it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from sft_play.cli import main
+from sft_play.launch.jobs import SCHEDULERS, Job, job_name
+from tests.conftest import ROOT
+from tests.schemas import refuse_invalid
+from tests.test_nodes import FAKE_LAUNCH, FAKE_SCONTROL, FAKE_SRUN
+
+HOSTILE = ["a b", "it's", 'say "hi"', "$HOME", "$(touch MARK)", "`touch MARK`", "a;touch MARK", "#x", "50%",
+           "größe 学 🙂", "back\\slash", "{a: b}", "two\nlines", "*", "~", "- x"]  # fmt: skip
+LARGE = str(ROOT / "configs" / "run_llama70b.yaml")
+VALIDATORS = os.environ.get("SFT_PLAY_VALIDATORS")
+"""A Python that has skypilot and kubeflow-training."""
+
+
+def a_job(folder: Path, *words: str, nodes: int = 2) -> Job:
+    (folder / "my run.yaml").write_text("model: {name: größe}\n", encoding="utf-8")
+    return Job(
+        name="my-run", config=folder / "my run.yaml", words=words, nodes=nodes, gpus_per_node=4, gpu="RTX 4090",
+        checkout=folder / "home", folder=folder, bucket="sft-play-my-run-1",
+        local={"rows.jsonl": folder / "rows.jsonl"},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Path:
+    """A folder with a project whose launch prints its words, and programs that stand for Slurm's."""
+    (tmp_path / "home" / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "train_slurm.sbatch", tmp_path / "home" / "scripts")
+    for name, text in (("bin/srun", FAKE_SRUN), ("bin/scontrol", FAKE_SCONTROL),
+                       ("home/scripts/train_distributed.sh", FAKE_LAUNCH.replace("word %s", "word %q"))):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def started(cluster: Path, text: str, **environ: str) -> subprocess.Popen[str]:
+    """A batch script as Slurm starts it, in a folder of Slurm's own."""
+    (cluster / "slurm_script").write_text(text, encoding="utf-8")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SFT_PLAY_HOME"))}
+    kept |= {"PATH": f"{cluster}/bin:{os.environ['PATH']}", "FAKE": str(cluster), "SLURM_JOB_ID": "4711",
+             "FAKE_COMMAND": "/elsewhere/x", "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_SUBMIT_DIR": "/"}  # fmt: skip
+    return subprocess.Popen(["bash", str(cluster / "slurm_script")], env={**kept, **environ}, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+
+def words_of(printed: str) -> list[str]:
+    """The words that the fake launch was given, which it prints as bash quotes them."""
+    quoted = [line.removeprefix("word ") for line in printed.splitlines() if line.startswith("word ")]
+    shown = subprocess.run(["bash", "-c", "printf '%s\\0' " + " ".join(quoted)], capture_output=True, check=True).stdout
+    return shown.decode().split("\0")[:-1]
+
+
+def wanted(config: str, job: Job, *more: str) -> list[str]:
+    return ["--config", config, *job.words, "output.name=my-run", "output.if_exists=resume", *more]
+
+
+def test_slurm_runs_the_command_on_every_node_with_any_value(cluster):
+    job = a_job(cluster, "--strategy", "fsdp", *(f"data.columns.text={text}" for text in HOSTILE))
+    text = SCHEDULERS["slurm"][0](job)
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)(?:=(.*))?$", text, re.MULTILINE))
+    assert {name: asked[name] for name in ("nodes", "gpus-per-node", "ntasks-per-node", "signal", "requeue")} == {
+        "nodes": "2", "gpus-per-node": "4", "ntasks-per-node": "1", "signal": "B:USR1@300", "requeue": "",
+    }  # fmt: skip
+    assert text.index("#SBATCH") == len("#!/bin/bash\n")  # sbatch reads no line after the first command
+    process = started(cluster, text, SLURM_JOB_NUM_NODES="2")
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, printed
+    for node in (0, 1):
+        said = (cluster / f"task-{node}").read_text(encoding="utf-8")
+        assert f"NODE_RANK={node}\n" in said
+        given = words_of(said)
+        assert given[:2] == ["--config", str(job.config)]
+        # the batch script's own name and if_exists come before ours, which win
+        assert given[4:] == wanted(str(job.config), job)[2:]
+    assert not (cluster / "MARK").exists()
+
+
+def test_slurm_saves_before_the_time_limit_and_is_queued_anew(cluster):
+    process = started(cluster, SCHEDULERS["slurm"][0](a_job(cluster)), SLURM_JOB_NUM_NODES="2", FAKE_WAITS="1")
+    tasks = [cluster / f"task-{node}" for node in (0, 1)]
+    limit = time.monotonic() + 60
+    while not all(task.exists() and "started" in task.read_text() for task in tasks) and time.monotonic() < limit:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGUSR1)  # `B:` sends it to the script alone
+    printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, printed
+    assert all("saved" in task.read_text() for task in tasks)
+    assert "requeue 4711" in (cluster / "scontrol-words").read_text()
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_skypilot_runs_the_command_with_any_value_on_what_it_uploads(nodes, cluster, monkeypatch):
+    job = a_job(cluster, "--strategy", "fsdp", *(f"data.columns.text={text}" for text in HOSTILE), nodes=nodes)
+    task = yaml.safe_load(SCHEDULERS["skypilot"][0](job))
+    assert (task["num_nodes"], task["resources"]) == (nodes, {"accelerators": "RTX4090:4", "use_spot": True})
+    assert task["workdir"] == str(job.checkout)
+    assert task["file_mounts"] == {
+        "/sft-play": {"name": "sft-play-my-run-1", "mode": "MOUNT_CACHED"},
+        "~/sky_workdir/rows.jsonl": str(cluster / "rows.jsonl"), "~/sky_workdir/my-run.yaml": str(job.config),
+    }  # fmt: skip
+    for rank in range(nodes):
+        ended = subprocess.run(
+            ["bash", "-c", task["run"]], cwd=job.checkout, text=True, capture_output=True, timeout=60, check=True,
+            env={**os.environ, "SKYPILOT_NUM_NODES": str(nodes), "SKYPILOT_NODE_RANK": str(rank),
+                 "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2"},
+        )  # fmt: skip
+        assert words_of(ended.stdout) == wanted("my-run.yaml", job, "output.dir=/sft-play")
+        place = {"MASTER_ADDR=10.0.0.1", "MASTER_PORT=29500", f"NODE_RANK={rank}"} if nodes > 1 else set()
+        assert set(ended.stdout.splitlines()) >= {f"NNODES={nodes}", *place}
+        assert ("NODE_RANK" in ended.stdout) is (nodes > 1)
+    assert not (job.checkout / "MARK").exists()
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5])
+def test_kubeflow_starts_one_pod_a_node_with_any_value(nodes, cluster):
+    job = a_job(cluster, "--strategy", "fsdp", *(f"data.columns.text={text}" for text in HOSTILE), nodes=nodes)
+    config, task = yaml.safe_load_all(SCHEDULERS["kubeflow"][0](job))
+    assert config["data"]["run.yaml"] == job.config.read_text(encoding="utf-8")
+    replicas = task["spec"]["pytorchReplicaSpecs"]
+    assert sum(one["replicas"] for one in replicas.values()) == nodes
+    assert replicas["Master"]["replicas"] == 1
+    for one in replicas.values():
+        # alone, 130 (saved) restarts the pod and 2 (to fix) ends the job; of several, all start again together
+        assert one["restartPolicy"] == ("ExitCode" if nodes == 1 else "OnFailure")
+        pod = one["template"]["spec"]
+        container = pod["containers"][0]
+        given = [word.replace("$$(", "$(") for word in container["command"]]  # as Kubernetes reads them
+        assert given[1:] == wanted("/job/run.yaml", job)
+        assert not any(re.search(r"(?<!\$)\$\(", word) for word in container["command"])
+        assert container["resources"]["limits"] == {"nvidia.com/gpu": "4"}
+        assert {mount["name"] for mount in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
+
+
+VALIDATE = {
+    "skypilot": "import sky, sys; task = sky.Task.from_yaml(sys.argv[1]); print(task.name, task.num_nodes)",
+    "kubeflow": """
+import json, sys, types, yaml
+from kubeflow.training.api_client import ApiClient
+job = list(yaml.safe_load_all(open(sys.argv[1])))[1]
+client = ApiClient()
+read = client.deserialize(types.SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1PyTorchJob")
+assert client.sanitize_for_serialization(read) == job, "a field that the API does not know"
+print(job["metadata"]["name"], sum(one["replicas"] for one in job["spec"]["pytorchReplicaSpecs"].values()))
+""",
+}
+
+
+@pytest.mark.skipif(not VALIDATORS, reason="SFT_PLAY_VALIDATORS= names no Python with skypilot and kubeflow-training")
+@pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.parametrize("scheduler", VALIDATE)
+def test_the_tools_own_validators_take_the_file(scheduler, nodes, tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    job = a_job(tmp_path, "--strategy", "fsdp", "train.epochs=1", nodes=nodes)
+    job = dataclasses.replace(job, gpu="H100")
+    file = tmp_path / "job.yaml"
+    file.write_text(SCHEDULERS[scheduler][0](job), encoding="utf-8")
+    words = [str(VALIDATORS), "-c", VALIDATE[scheduler], str(file)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": ""})
+    assert ended.stdout.split() == ["my-run", str(nodes)], ended.stderr
+
+
+def test_a_name_is_one_that_kubernetes_takes():
+    letters = "aB3-_. ö/日"
+    for seed in range(300):
+        text = "".join(random.Random(seed).choices(letters, k=seed % 60))
+        name = job_name(text)
+        assert re.fullmatch(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?", name)
+        assert len(name) <= 40
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_yaml(tmp_path, tiny_llama, sums, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("VENV", raising=False)
+    (tmp_path / "My run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\n"
+        f"data: {{train_path: {sums}, val_path: null, test_path: null}}\n"
+    )
+    return "My run.yaml"
+
+
+def answer(capfd: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    capfd.readouterr()
+    code = main(["launch-file", *words, "--json"])
+    found = json.loads(capfd.readouterr().out)
+    refuse_invalid("launch-file", found)
+    return code, found
+
+
+@pytest.mark.parametrize(("hardware", "shape"), [("2x8xH100", (2, 8)), ("1xRTX4090", (1, 1)), ("4xL40S", (1, 4))])
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_file_asks_for_the_machines_and_the_layout_of_the_plan(
+    scheduler, hardware, shape, run_yaml, tmp_path, capfd
+):
+    main(["plan", "--config", run_yaml, "--hardware", hardware, "--json", "--out", "plan.json"])
+    planned = json.loads((tmp_path / "plan.json").read_text())
+    words = ("--config", run_yaml, "--for", scheduler, "--hardware", hardware, "train.epochs=2")
+    code, found = answer(capfd, *words)
+    assert code == 0
+    assert (found["nodes"], found["gpus_per_node"]) == shape
+    assert (
+        f"--strategy {planned['layout']} train.epochs=2 output.name=my-run output.if_exists=resume" in found["launch"]
+    )
+    path = Path(found["path"])
+    assert path.read_text(encoding="utf-8") == found["text"]
+    assert answer(capfd, *words)[0] == 0  # the same again
+    path.write_text("mine")
+    code, refused = answer(capfd, *words)
+    assert (code, refused["kind"], path.read_text()) == (2, "fix", "mine")
+    assert "FORCE=1 replaces it" in refused["error"]
+    assert answer(capfd, *words, "--force")[0] == 0
+
+
+def test_what_no_job_can_be_written_for_is_one_message(run_yaml, tmp_path, capfd):
+    for words, kind, said in (
+        (("--hardware", "2xH100"), "fix", "make launch-file needs FOR=, one of slurm, skypilot, kubeflow"),
+        (("--hardware", "2xH100", "--for", "pbs"), "fix", "FOR=pbs is not one of slurm"),
+        (("--for", "slurm", "--hardware", "cpu"), "fix", "such as HARDWARE=2x8xH100"),
+        (("--for", "slurm", "--hardware", "1xH100", "--out", str(tmp_path)), "fix", "exists"),
+        (("--config", LARGE, "--for", "slurm", "--hardware", "1xRTX3060"), "does_not_fit", "fit"),
+    ):
+        config = () if "--config" in words else ("--config", run_yaml)
+        code, found = answer(capfd, *config, *words)
+        assert (code, found["kind"]) == ({"fix": 2, "does_not_fit": 3}[kind], kind), found
+        assert said in found["error"]
+    assert not list(tmp_path.glob("*.sbatch"))
