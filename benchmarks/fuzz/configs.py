@@ -124,9 +124,10 @@ def _loads(path: Path, overrides: list[str], why_refused: str) -> bool:
         return False
     if why_refused:
         raise Wrong(f"accepted in spite of {why_refused}")
-    settings = resolved(loaded.config)
+    settings = resolved(loaded.config, effective_batch=8)
     if settings["model"].get("adapter") is None:  # what is written into a run folder is read again as the same
-        again = resolved(config_from_text(json.dumps(settings, allow_nan=False), name="resolved.json"))
+        read = config_from_text(json.dumps(settings, allow_nan=False), name="resolved.json")
+        again = resolved(read, effective_batch=8)
         if again != settings:
             changed = {key for key in settings if again.get(key) != settings[key]}
             raise Wrong(f"resolved.json reads otherwise in {changed}")

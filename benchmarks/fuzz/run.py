@@ -179,12 +179,6 @@ def command(words: list[str], **variables: str) -> tuple[int, str, str]:
 def require_told(code: int, out: str, err: str, *, is_json: bool) -> None:
     """Raises Wrong where exit code and words do not agree."""
     told: dict[str, Any] = {}
-    if code not in (0, 2, 3):
-        raise Wrong(f"exit code {code}: {err[-2000:]}")
-    if code == 0 and "] error: " in err:
-        raise Wrong(f"exit code 0 after an error: {err[-2000:]}")
-    if code and "] error: " not in err:
-        raise Wrong(f"exit code {code} without a message: {out[-1000:]}{err[-1000:]}")
     if is_json:
         try:
             told = json.loads(out)
@@ -192,3 +186,10 @@ def require_told(code: int, out: str, err: str, *, is_json: bool) -> None:
             raise Wrong(f"with JSON=1 it printed {out[:2000]!r}") from None
         if told.get("ok") is not (code == 0):
             raise Wrong(f"ok is {told.get('ok')}, and the exit code {code}")
+    if code not in (0, 2, 3):
+        raise Wrong(f"exit code {code}: {err[-2000:]}")
+    if code == 0 and "] error: " in err:
+        raise Wrong(f"exit code 0 after an error: {err[-2000:]}")
+    # what `check` found, and a plan that does not fit, are answers
+    if code and "] error: " not in err and not out.strip():
+        raise Wrong(f"exit code {code} without a word: {err[-1000:]}")

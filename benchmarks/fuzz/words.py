@@ -8,7 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+import shlex
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.fuzz import mutate
@@ -51,7 +52,7 @@ _VALUES = (
 @contextlib.contextmanager
 def judging() -> Iterator[Judge]:
     """Cases of command lines."""
-    flags = list(flags_of_commands())
+    flags = flags_of_commands()
 
     def judge(draw: random.Random, folder: Path) -> bool:
         name = draw.choice(COMMANDS)
@@ -79,16 +80,21 @@ def judging() -> Iterator[Judge]:
         yield judge
 
 
-def _words(draw: random.Random, name: str, flags: list[str]) -> list[str]:
-    words = [name]
-    for _ in range(draw.choice((0, 1, 1, 2, 3, 5))):
-        flag, value = draw.choice(flags), draw.choice((*_VALUES, draw.choice(mutate.STRANGE_TEXTS)))
-        words += draw.choice(([flag, value], [f"{flag}={value}"], [flag], [value], [f"model.max_seq_len={value}"]))
+def _words(draw: random.Random, name: str, flags: dict[str, Sequence[str]]) -> list[str]:
+    """The words of a command; most of its flags are its own, half of these with a value that means something."""
+    words, own = [name], [flag for flag, commands in flags.items() if name in commands] or ["--json"]
+    for _ in range(draw.choice((0, 0, 1, 1, 2, 4))):
+        flag = draw.choice(own if draw.random() < 0.7 else list(flags))
+        value = draw.choice((*_VALUES, draw.choice(mutate.STRANGE_TEXTS)))
+        variable = VARIABLES.get(flag.strip("-").replace("-", "_").upper())
+        if variable is not None and draw.random() < 0.5:
+            value = shlex.split(variable.example)[0]
+        words += draw.choice(([flag, value], [f"{flag}={value}"], [flag], ["model.max_seq_len=64"], [f"a={value}"]))
     if draw.random() < 0.5:
         words += ["--config", "run.yaml"]
     if draw.random() < 0.3:
         words.append("--json")
-    if draw.random() < 0.4:
+    if draw.random() < 0.3:
         at = draw.randrange(len(words))
         words[at] = mutate.text(draw, words[at])
     if draw.random() < 0.2:

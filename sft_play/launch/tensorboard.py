@@ -33,7 +33,7 @@ import psutil
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.network import is_local
-from sft_play.files import ROOT, cache_dir, locked
+from sft_play.files import cache_dir, locked
 from sft_play.log import one_line, redact
 from sft_play.process.endings import ends_with_me
 from sft_play.process.environment import for_another_run
@@ -267,8 +267,7 @@ def _start_process(
 def _environment(*, is_of_run: bool = False) -> dict[str, str]:
     """Of a TensorBoard: marked as ours, with no GPU and none of the variables that make a process a rank; one of a run
     ends with this process."""
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    ours = {MARK: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": paths}
+    ours = {MARK: _owner(), "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3"}
     environment = {**for_another_run(os.environ), **ours}
     return ends_with_me(environment, number=signal.SIGTERM) if is_of_run else environment
 

@@ -20,6 +20,8 @@ PARENT_VARIABLE = "SFT_PLAY_PARENT"
 """In a helper process: `PID:SIGNAL`, the process that it ends with, and the signal."""
 MAKE_VARIABLE = "SFT_PLAY_MAKE"
 """In a command run by make: `MAKE:PID`, make's process id and the command's own."""
+BEGAN_VARIABLE = "SFT_PLAY_BEGAN"
+"""When the start that a process belongs to began, on this machine's monotonic clock, which no change of time moves."""
 ECHO_S = 1.0
 """Two signals this close together are one request: a batch system signals every process, then the launcher does too."""
 _LOOK_S = 0.5
@@ -119,6 +121,18 @@ def ctrl_c(number: int, frame: FrameType | None) -> None:
     global _heard
     _heard = True
     signal.default_int_handler(number, frame)
+
+
+def note_beginning(*, anew: bool) -> None:
+    """Note that a run starts now; without `anew` only if the process that started this one has not noted it."""
+    if anew or BEGAN_VARIABLE not in os.environ:
+        os.environ[BEGAN_VARIABLE] = str(time.monotonic())
+
+
+def elapsed_s() -> float:
+    """Seconds since the start that this process belongs to; 0 where none was noted."""
+    now = time.monotonic()
+    return now - float(os.environ.get(BEGAN_VARIABLE, now))
 
 
 class StopSignals:

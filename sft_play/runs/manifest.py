@@ -51,6 +51,7 @@ FREE_TO_CHANGE = frozenset(
         "train.grad_accum",
         "train.gradient_checkpointing",
         "train.stop_after_steps",
+        "train.max_hours",
         "train.logging_steps",
         "train.on_nan",
         "train.save_total_limit",
