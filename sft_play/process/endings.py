@@ -135,8 +135,12 @@ def elapsed_s() -> float:
     return now - float(os.environ.get(BEGAN_VARIABLE, now))
 
 
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
 class StopSignals:
-    """While open, Ctrl-C, SIGTERM and SIGHUP (a terminal that closes) are requests to stop.
+    """While open, Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (by which batch systems warn of a time
+    limit) are requests to stop.
 
     The first calls `first` with its number, another one `again`, unless it only repeats the first: one from another
     process within a second, a terminal's second SIGHUP, or the SIGTERM of a parent's death. A SIGHUP that was ignored
@@ -153,7 +157,7 @@ class StopSignals:
         if not _open:
             _asked_at = None
         _open += 1
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOPPING:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._old[number] = signal.signal(number, self._on_signal)
         return self
