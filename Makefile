@@ -71,6 +71,7 @@ bench: setup ## Measure real steps of CONFIG, in turns with another trainer's (P
 ##@ Develop
 test: setup ## Run the tests (TESTS="tests/test_x.py -k name" chooses)
 coverage: setup ## Run the tests and report which lines and branches of sft_play they reach (TESTS= chooses)
+fuzz: setup ## Try random run YAMLs, rows, command lines, requests, templates (N= PART= SEED= CASE= OUT=FILE)
 lint: setup ## Check style, format and types (ruff, mypy)
 format: setup ## Sort imports and format the code (ruff)
 clean: ## Remove caches and build leftovers (never .venv, outputs or data)
@@ -105,7 +106,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: YES=1                    tb-clean, prune, push: remove or upload without asking
 #: FORCE=1                  overwrite files that exist or were edited by hand (commands on data, setup-accelerate, merge, export); reproduce: train with the present code if the run's own cannot be found
 #: STYLE='You are terse.'   style, full-pipeline: the system prompt
-#: N=5                      preview: how many examples
+#: N=5                      preview, fuzz: how many examples; fuzz: cases of each part
 #: ROW=12                   preview: this row of the training file
 #: TEMPLATES=FOLDER         mask-score: folder of chat templates
 #: TOKENIZER=FOLDER         mask-score, bench-data: folder or hub id of a tokenizer
@@ -151,6 +152,9 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: TB_PORT=6006             TensorBoard's port
 #: TB_HOST=127.0.0.1        TensorBoard's address
 #: TB_KEEP=1                keep TensorBoard running after the run
+#: SEED=0                   mutation-score, fuzz: which sample, or which cases
+#: PART=yaml,rows           fuzz: these parts: yaml, rows, words, make, serve, templates
+#: CASE=17                  fuzz: this case of PART alone, to repeat what was found
 #: TESTS='ARGUMENTS'        test, coverage: arguments for pytest
 #: TORCH=BUILD              lock, setup, setup-unsloth: the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); for lock its version, X.Y.Z
 #: PYTHON=PATH              the Python (3.11 to 3.14) that .venv is built with

@@ -53,7 +53,7 @@ override PYTEST := import os, shlex, sys, pytest; sys.exit(pytest.main(shlex.spl
 override OWN_VENV := [ -n "$$VENV" ] && [ -f "$$VENV/bin/python" ] && [ -x "$$VENV/bin/python" ]
 
 # The targets for which setup does more than make .venv: those that add an extra (EXTRAS of scripts/setup_env.py).
-override ADDING := setup dapt-docx eval ship serve export export-test test coverage
+override ADDING := setup dapt-docx eval ship serve export export-test test coverage fuzz
 
 # Any Python 3 can run the scripts: they look for a suitable one themselves and say so when there is none.
 override NO_PYTHON := [setup] No Python 3 answers (asked: PYTHON=, python3, python3.14, python3.13, python3.12, python3.11). \
@@ -69,7 +69,7 @@ endef
 
 # Every other target of the Makefile is the command of that name: of `python -m sft_play`, or where it launches or trains
 # a script of its own. (train-and-watch has none: it is train-tb.)
-override OWN := help setup setup-unsloth test coverage lint format clean train-and-watch
+override OWN := help setup setup-unsloth test coverage fuzz lint format clean train-and-watch
 override SCRIPTED := $(filter train% resume launch-command run-notebook verify-layouts plan gpu-selftest,$(EVERY))
 ifeq ($(TARGETS),Makefile)
 $(filter-out $(OWN),$(SCRIPTED)):
@@ -91,6 +91,8 @@ coverage:
 	@$(PATHS) && export PYTEST_ADDOPTS="$${TESTS:--n3 --dist=loadfile --no-loadscope-reorder}" && \
 	  "$(PY)" -m coverage erase && { "$(PY)" -m coverage run -m pytest; code=$$?; } && \
 	  "$(PY)" -m coverage combine --quiet && "$(PY)" -m coverage report && exit $$code
+fuzz:
+	@$(RUN_PYTHON) -m benchmarks.fuzz
 lint:
 	@"$(PY)" -m ruff check .
 	@"$(PY)" -m ruff format --check .

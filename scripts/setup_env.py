@@ -42,7 +42,7 @@ EXTRA_STAMP = ".sft-play-{}"  # inside .venv: what the stamp said when an extra 
 EXTRAS = {  # extras of pyproject.toml that targets of make add to .venv: for what, and the targets
     "documents": ("reading documents", ("dapt-docx", "test", "coverage")),
     "eval": ("judging answers", ("eval", "ship", "test", "coverage")),
-    "serve": ("serving models", ("serve", "test", "coverage")),
+    "serve": ("serving models", ("serve", "test", "coverage", "fuzz")),
     "export": ("reading GGUF files", ("export", "export-test", "test", "coverage")),
 }
 TASKS_EXTRA = ("tasks", "lm-evaluation-harness")  # for `make eval TASKS=`

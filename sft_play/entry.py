@@ -58,6 +58,7 @@ def main(command: "Optional[str]" = None) -> int:
         raise
     survive_lost_output()
     sys.unraisablehook = _unraisable
+    sys.excepthook = _redacted
     if is_heard:
         signal.signal(signal.SIGINT, ctrl_c)
     code = _guarded(run, words, name)
@@ -111,6 +112,15 @@ def _unraisable(caught: "Any") -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:
         sys.__unraisablehook__(caught)
+
+
+def _redacted(kind: "Any", error: "Any", trace: "Any") -> None:
+    """The traceback of a fault of ours, without the tokens that an error may quote: it ends in a batch system's log."""
+    import traceback
+
+    from sft_play.log import escape_control, redact
+
+    sys.stderr.write(redact(escape_control("".join(traceback.format_exception(kind, error, trace)))))
 
 
 def missing_package(error: ModuleNotFoundError, words: "Sequence[str]") -> "Optional[str]":

@@ -25,7 +25,7 @@ def test_the_workflow_names_targets_and_files_that_are_there():
     assert targets == {"setup", "lint", "test", "coverage"}
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert all(f"\n{target}:" in makefile for target in targets)
-    files = re.findall(r"(?:tests|configs)/\S+", text)
+    files = re.findall(r"(?<!\^)(?:tests|configs)/\S+", text)
     assert len(files) == 9
     assert [file for file in files if not (ROOT / file).is_file()] == []
 
@@ -35,6 +35,20 @@ def test_the_workflow_runs_every_python_that_the_package_supports():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     low, high = (int(number) for number in re.findall(r"3\.(\d+)", project["requires-python"]))
     assert jobs["tests"]["strategy"]["matrix"]["python"] == [f"3.{minor}" for minor in range(low, high)]
+
+
+def test_packages_and_files_are_audited_on_every_push_and_every_night():
+    job = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["audit"]
+    assert "if" not in job
+    packages, secrets = (step["run"] for step in job["steps"] if "run" in step)
+    locks = re.findall(r"-r (\S+)", packages)
+    assert locks == ["requirements.lock", "requirements-unsloth.lock"]
+    assert all((ROOT / lock).is_file() for lock in locks)
+    assert "pip-audit==" in packages
+    assert "git ls-files" in secrets
+    assert "detect-secrets==" in secrets
+    [left_out] = re.findall(r"--exclude-files '\^(\S+)\$'", secrets)
+    assert (ROOT / left_out.replace("[.]", ".")).is_file()
 
 
 def test_the_planner_job_installs_pinned_packages_and_no_library_of_models():

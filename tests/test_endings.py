@@ -62,8 +62,8 @@ def test_a_request_to_stop_is_told_from_its_echo(said, monkeypatch):
     assert said == ["first 15", "again 2"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
-def test_each_of_the_three_is_a_request_of_its_own(said, number):
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_each_of_the_four_is_a_request_of_its_own(said, number):
     signal.raise_signal(number)
     assert said == [f"first {int(number)}"]
 
@@ -142,7 +142,9 @@ def test_a_terminal_that_is_closed_saves_the_run_as_sigterm_does(config, tmp_pat
     assert "step 1/100000  loss " not in terminal.shown
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGUSR1, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGHUP, signal.SIGTERM))]
+)
 def test_a_request_before_the_first_step_leaves_a_run_that_is_known_to_be_stopped(config, tmp_path, number):
     words = [sys.executable, "-m", "sft_play", "train", "--config", str(config), "eval.before_training=true"]
     words += ["eval.generate_rows=64", "eval.max_new_tokens=400"]  # for minutes

@@ -282,7 +282,11 @@ def test_a_rank_of_a_run_that_hangs_ends_it_by_the_timeout_and_is_named(training
 
 
 @pytest.mark.parametrize(
-    "number", [*(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP)), signal.SIGTERM]
+    "number",
+    [
+        *(pytest.param(one, marks=pytest.mark.slow) for one in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)),
+        signal.SIGTERM,
+    ],
 )
 def test_a_signal_saves_at_the_end_of_the_step_and_says_how_to_go_on(training, number):
     started, run = training(f"told-{number.name}")

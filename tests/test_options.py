@@ -768,6 +768,7 @@ PROBES: list[tuple[str, Probe]] = [
 
 
 RUN_PROBES: dict[str, tuple[str, Callable[[Facts], Any], Any]] = {
+    "train.max_hours": ("1e-9", lambda said: said["steps"], 1),
     "train.stop_after_steps": ("1", lambda said: said["steps"], 1),
     "eval.generate_rows": ("0", lambda said: said["after"]["exact_match"], None),
     "eval.max_new_tokens": ("1", lambda said: said["longest"], 1),

@@ -64,6 +64,38 @@ def test_the_folders_word_is_refused_with_the_name_of_the_key(received, command,
     assert not mark.exists()
 
 
+KERNEL = f"theirs/flash-own@{'0' * 40}"
+
+
+@pytest.fixture
+def with_kernel(received) -> Path:
+    """The folder with a kernel of the hub in its settings, which is code too, in place of the base's own."""
+    folder, _ = received
+    settings = json.loads((folder / "resolved.json").read_text())
+    settings["model"] |= {"trust_remote_code": False, "attn_implementation": KERNEL}
+    (folder / "resolved.json").write_text(json.dumps(settings))
+    return folder
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_kernel_of_the_hub_is_fetched_by_the_users_word_alone(with_kernel, command, capsys):
+    assert main(given(command, with_kernel)) == 2
+    printed = "".join(capsys.readouterr())
+    assert f"SET=model.attn_implementation={KERNEL}" in printed
+    assert "a run folder does not decide that" in printed
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(KERNEL, "kernel"), ("auto", "does not decide"), (KERNEL[:-1] + "1", "does not decide")]
+)
+def test_a_kernel_that_is_named_at_the_command_counts(with_kernel, capsys, value, said):
+    # it is asked for next: this machine has no package kernels, or no GPU
+    main([*given("infer", with_kernel), f"model.attn_implementation={value}"])
+    printed = "".join(capsys.readouterr())
+    assert said in printed
+    assert ("does not decide" in printed) is (value != KERNEL)
+
+
 def test_what_the_user_gives_at_the_command_counts(received, capsys):
     folder, mark = received
     words = given("infer", folder)

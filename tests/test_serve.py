@@ -316,10 +316,16 @@ def test_long_bodies_and_long_prompts_do_not_stop_the_others(world):
 def test_only_this_machines_names_reach_a_server_that_only_it_can_reach(world):
     with started(of_run(world / "lora")) as endpoint:
         for host, status in (
-            ("localhost", 200), (f"127.0.0.1:{endpoint.port}", 200), ("[::1]:8000", 200), ("evil.example", 400),
-            (f"evil.example:{endpoint.port}", 400), ("127.0.0.1.evil.example", 400), ("", 400),
+            ("localhost", 200), (f"127.0.0.1:{endpoint.port}", 200), ("[::1]:8000", 200), ("evil.example", 403),
+            (f"evil.example:{endpoint.port}", 403), ("127.0.0.1.evil.example", 403), ("", 403),
         ):  # fmt: skip
             assert post(endpoint, {**CHAT, "max_tokens": 1}, Host=host)[0] == status, host
+        for origin, status in (
+            ("http://localhost:3000", 200), ("http://evil.example", 403), ("null", 403), ("http://[", 403),
+        ):  # fmt: skip
+            code, said = post(endpoint, {**CHAT, "max_tokens": 1}, Origin=origin)
+            assert code == status, origin
+            assert code == 200 or said["error"]["type"] == "invalid_request_error"
     assert serve.names_of("0.0.0.0") is None
     assert serve.names_of("gpu-node") is None
     assert "evil.example" not in serve.names_of("::1")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import subprocess
 import sys
 from datetime import date
@@ -24,6 +25,7 @@ from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat, content_digest, digest_share, recognise, to_example
 from sft_play.data.sources.raw import RawRow
 from sft_play.errors import DataError
+from sft_play.files import locked
 from tests.bundled import data_file, there, tokenizer_folder
 from tests.conftest import ROOT, chat
 
@@ -241,6 +243,48 @@ class TestCache:
         first = build(path, recipe, split="train")
         monkeypatch.setattr(build_module, "_make", lambda *_: pytest.fail("made again"))
         assert self.rows(build(path, recipe, split="train")) == self.rows(first)
+
+    def test_a_cache_that_holds_code_runs_none_and_is_made_again(self, recipe, tmp_path, cache):
+        path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(40)))
+        made = self.rows(build(path, recipe, split="train"))
+        [meta] = cache.glob("*/meta.pickle")
+        ran = tmp_path / "ran"
+
+        class Bad:
+            def __reduce__(self):
+                return Path.touch, (ran,)
+
+        good = pickle.loads(meta.read_bytes())
+        meta.write_bytes(pickle.dumps((good, Bad())))
+        assert self.rows(build(path, recipe, split="train")) == made
+        assert not ran.exists()
+        assert pickle.loads(meta.read_bytes()) == good
+        pickle.loads(pickle.dumps(Bad()))  # it would have
+        assert ran.exists()
+
+    def test_on_a_disk_without_locks_the_processes_of_this_machine_still_wait(self, tmp_path, monkeypatch, caplog):
+        import errno
+        import fcntl
+        import tempfile
+
+        taken, flock = [], fcntl.flock
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "here"))
+        (tmp_path / "here").mkdir()
+
+        def without(file, how):
+            if Path(file.name).parent == tmp_path:
+                raise OSError(errno.ENOLCK, "No locks available")
+            taken.append(file.name)
+            flock(file, how)
+
+        monkeypatch.setattr(fcntl, "flock", without)
+        with locked(tmp_path / "one.lock", waiting="waiting"):
+            assert "does not support locks (No locks available)" in caplog.text
+            assert "SFT_PLAY_CACHE" in caplog.text
+            with Path(taken[0]).open("a") as other, pytest.raises(BlockingIOError):
+                flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with Path(taken[0]).open("a") as other:
+            flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @pytest.mark.parametrize("change", ["content", "template", "limit", "option", "date"])
     def test_what_decides_the_tokens_makes_another_cache(self, recipe, tmp_path, cache, change):

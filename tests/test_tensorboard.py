@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -117,6 +118,40 @@ def test_tensorboard_starts_is_found_again_and_ends_with_its_children(tmp_path):
     assert "is not running any more" in board.stop(first)
 
 
+def test_only_this_machines_names_and_pages_read_the_curves(tmp_path):
+    for host, is_asked in (("127.0.0.1", True), ("0.0.0.0", False)):
+        sidecar, words = board.start(tmp_path / "tb", host=host, port=0)
+        assert sidecar is not None, words
+        try:
+            for headers, status in ASKING:
+                assert status_of(f"{sidecar.url}data/environment", headers) == (status if is_asked else 200), headers
+        finally:
+            board.stop(sidecar)
+
+
+ASKING: list[tuple[dict[str, str], int]] = [
+    *(({"Host": host}, 200) for host in ("localhost:6006", "127.0.0.1", "[::1]:6006", "LOCALHOST")),
+    *(({"Host": host}, 403) for host in ("evil.example", "evil.example:6006", "127.0.0.1.evil.example", "a@b:x", "[")),
+    *(({"Origin": page}, 200) for page in ("http://localhost:3000", "http://127.0.0.1:6006", "https://[::1]")),
+    *(
+        ({"Origin": page}, 403)
+        for page in ("http://evil.example", "null", "", "http://localhost.evil.example", "file://")
+    ),
+]
+"""Headers, and what a server that listens on this machine alone answers."""
+
+
+def status_of(url: str, headers: dict[str, str]) -> int:
+    """The status of a page that is asked for with these headers."""
+    request = urllib.request.Request(url, headers=headers)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=20) as page:
+            return int(page.status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+
+
 OTHERS = """
 import sys, time
 print(1, flush=True)
@@ -145,7 +180,7 @@ def other() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 def test_only_what_this_project_started_from_this_cache_is_found_and_stopped(other, own_cache):
-    words = ("tensorboard.main", "--logdir=/x", "--host=127.0.0.1", "--port=1")
+    words = (board._MODULE, "--logdir=/x", "--host=127.0.0.1", "--port=1")
     ours = other(*words, **{board.MARK: str(own_cache)})
     others = [
         other(*words),  # started by hand
@@ -650,7 +685,7 @@ def boards_of(world: World) -> dict[str, dict[str, Any]]:
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             words = process.cmdline()
-            if "tensorboard.main" in words and process.environ().get(board.MARK) == owner:
+            if board._MODULE in words and process.environ().get(board.MARK) == owner:
                 options = dict(word[2:].split("=", 1) for word in words if word.startswith("--"))
                 shown[options["logdir"]] = {**options, "port": int(options["port"]), "pid": process.pid}
     return shown
@@ -876,7 +911,7 @@ def test_a_kept_one_shows_the_finished_run_and_is_stopped_and_cleaned_by_command
 def test_a_run_whose_tensorboard_breaks_is_trained_all_the_same(world):
     (world.folder / "broken" / "sitecustomize.py").parent.mkdir()
     (world.folder / "broken" / "sitecustomize.py").write_text(
-        "import sys\nif 'tensorboard.main' in sys.orig_argv: raise SystemExit('broken here')\n"
+        "import sys\nif 'sft_play.launch.own_board' in sys.orig_argv: raise SystemExit('broken here')\n"
     )
     path = os.pathsep.join([str(ROOT), str(world.folder / "broken")])
     training = world.train("alone", PYTHONPATH=path)

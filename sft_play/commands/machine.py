@@ -44,14 +44,14 @@ def finished_run(request: Request) -> FinishedRun:
     return find_finished(output_dir_of(request), request.run, trusts=functools.partial(trusts_code, request))
 
 
-def trusts_code(request: Request, model: ModelConfig) -> bool:
-    """Whether this command allows code that comes with a model: by SET, or by a CONFIG that was given for this model
-    in this revision."""
-    key = "model.trust_remote_code"
-    said = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == key]
+def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
+    """Whether this command allows the code that a key of a model's settings lets run: by SET, or by a CONFIG that was
+    given for this model in this revision."""
+    path, wanted = f"model.{key}", getattr(model, key)
+    said = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
     if said:
-        return parse_value(said[-1], name=key) is True
+        return parse_value(said[-1], name=path) == wanted
     if not request.config_given:
         return False
     given = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
-    return given.trust_remote_code and (given.name, given.revision) == (model.name, model.revision)
+    return getattr(given, key) == wanted and (given.name, given.revision) == (model.name, model.revision)

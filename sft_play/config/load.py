@@ -15,7 +15,7 @@ from typing import Any
 
 from sft_play.config.adapter import put_adapter
 from sft_play.config.leaves import sections
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import RunConfig, Section
 from sft_play.config.stages import Stage, overlays, set_in_vain, what_trains
 from sft_play.config.validation import cross_problems, validate
 from sft_play.config.yaml_io import (
@@ -219,7 +219,17 @@ def resolved(config: RunConfig, *, effective_batch: int | None = None) -> dict[s
     data = config.model_dump(mode="json")
     if config.train.effective_follows:
         data["train"]["effective_batch_size"] = effective_batch
+    if config.curriculum:  # read again, they would count as given for stages that have files of their own
+        data["data"] = {key: value for key, value in data["data"].items() if not follows(config, f"data.{key}")}
     return data
+
+
+def follows(config: RunConfig, path: str) -> bool:
+    """Whether a key was not given, and its default follows from other keys of its section."""
+    section, _, key = path.partition(".")
+    holder = getattr(config, section, None)
+    fields = type(holder).model_fields if isinstance(holder, Section) else {}
+    return key in fields and fields[key].default_factory_takes_validated_data and key not in holder.model_fields_set
 
 
 def resolved_without_paths(config: RunConfig) -> dict[str, Any]:

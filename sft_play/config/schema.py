@@ -436,6 +436,11 @@ class TrainConfig(Section):
     """Stop with a checkpoint after this many steps, counted from this start, as at a time limit; make resume
     continues."""
 
+    max_hours: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="training.run")
+    """Stop with a checkpoint in time to end within this many hours of this start, as before a job's time limit. The
+    longest step, evaluation and checkpoint so far are kept free, for the checkpoint at least 5% of the time up to 10
+    minutes; make resume continues."""
+
     learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = training(
         "auto", Elsewhere("learning_rate", deepspeed="optimizer.params.lr", tools="peak_lr initial_lr max_lr")
     )

@@ -29,7 +29,7 @@ SECTIONS = ("model", "tuning", "data", "train", "eval")
 """Sections that a stage may override in part."""
 _FOR_ALL_STAGES = {
     "data": {"chat_template", "workers", "process", "style", "documents"},
-    "train": {"bf16", "fp16", "report_to", "stop_after_steps", "profile_steps", "dataloader_num_workers",
+    "train": {"bf16", "fp16", "report_to", "stop_after_steps", "max_hours", "profile_steps", "dataloader_num_workers",
               "dataloader_pin_memory"},
     "eval": set(),
 }  # fmt: skip

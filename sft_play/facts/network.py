@@ -7,6 +7,7 @@ import ipaddress
 import re
 import socket
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 import psutil
 
@@ -101,6 +102,33 @@ def is_loopback(address: str) -> bool:
         return ipaddress.ip_address(_plain(address)).is_loopback
     except ValueError:
         return False
+
+
+def is_local(host: str) -> bool:
+    """Whether a server that listens there can be reached by this machine alone."""
+    return host.lower() == "localhost" or is_loopback(host)
+
+
+def names_of(host: str) -> frozenset[str] | None:
+    """The names under which clients ask a server that only this machine can reach; None, which is any, for another.
+
+    A page in a browser of this machine can be made to reach it too: under the page's own name, which was pointed here
+    (DNS rebinding), or as a request from elsewhere, which carries its Origin.
+    """
+    return frozenset((host.lower(), "localhost", "127.0.0.1", "::1")) if is_local(host) else None
+
+
+def is_asked_from_here(names: frozenset[str] | None, host: str, origin: str | None) -> bool:
+    """Whether a request's Host, and its Origin where it has one, are names of this machine."""
+    return names is None or all(_name_in(text) in names for text in (f"//{host}", origin) if text is not None)
+
+
+def _name_in(url: str) -> str | None:
+    """The host of an address, without brackets and port; None where it has none."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import hashlib
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
@@ -22,14 +26,32 @@ def cache_dir(environment: Mapping[str, str] | None = None) -> Path:
     return Path(given).expanduser() if given else Path("~/.cache/sft-play").expanduser()
 
 
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+"""Errors of a file system that has no locks, as network file systems may be mounted."""
+
+
 @contextlib.contextmanager
 def locked(path: Path, *, waiting: str) -> Iterator[None]:
-    """Hold the lock on this file; logs `waiting` where another process holds it."""
+    """Hold the lock on this file; logs `waiting` where another process holds it. Where the file system has no locks,
+    only the processes of this machine wait for each other."""
     # The file stays: if its holder removed it, two waiting processes could lock two files of the same name.
-    with path.open("a") as file:
+    with path.open("a") as file, contextlib.ExitStack() as held:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("%s", waiting)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            _take(file, waiting)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            words = "two machines must not write there at the same time; SFT_PLAY_CACHE can name a local folder"
+            logger.warning("%s: the file system does not support locks (%s): %s", path.parent, error.strerror, words)
+            name = hashlib.sha256(str(path.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+            here = Path(tempfile.gettempdir()) / f"sft-play-{os.getuid()}-{name}.lock"
+            _take(held.enter_context(here.open("a")), waiting)
         yield
+
+
+def _take(file: TextIO, waiting: str) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("%s", waiting)
+        fcntl.flock(file, fcntl.LOCK_EX)

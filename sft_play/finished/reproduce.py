@@ -199,8 +199,9 @@ def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
 def _other_settings(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
     if run.manifest.get("resumed"):
         return [f"the run was resumed {len(run.manifest['resumed'])} times; it is repeated without a break"]
-    seed, stops = loaded.config.train.seed, loaded.config.train.stop_after_steps
-    told = [] if stops is None else [f"train.stop_after_steps={stops} is left out"]
+    seed, train = loaded.config.train.seed, loaded.config.train
+    stops = {name: getattr(train, name) for name in ("stop_after_steps", "max_hours")}
+    told = [f"train.{name}={value} is left out" for name, value in stops.items() if value is not None]
     if run.manifest.get("seed") not in (None, seed):
         told.append(f"train.seed {run.manifest['seed']} in the manifest, {seed} in resolved.json")
     return told
@@ -237,7 +238,7 @@ def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) ->
         words += ["--deepspeed_config", str(deepspeed)] if deepspeed is not None else []
     for prefix, part, settings in _parts(folder, loaded):
         words += _as_planned(prefix, part, settings)
-    words += ["output.if_exists=fail", "train.stop_after_steps=null"]
+    words += ["output.if_exists=fail", "train.stop_after_steps=null", "train.max_hours=null"]
     # TensorBoard writes into the run folder; other trackers would log the run a second time to somebody's account
     words.append(f"train.report_to={json.dumps([name for name in config.train.report_to if name == 'tensorboard'])}")
     weights = (manifest.get("data") or {}).get("weights") or {}

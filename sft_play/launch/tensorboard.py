@@ -13,7 +13,6 @@ import contextlib
 import errno
 import http.client
 import importlib.util
-import ipaddress
 import json
 import logging
 import os
@@ -33,6 +32,7 @@ import psutil
 
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
+from sft_play.facts.network import is_local
 from sft_play.files import cache_dir, locked
 from sft_play.log import one_line, redact
 from sft_play.process.endings import ends_with_me
@@ -49,7 +49,7 @@ START_TIMEOUT_S = 60.0
 """TensorBoard answers 3 to 6 s after its start on an idle machine; imports from a cold disk take a multiple of that."""
 STOP_TIMEOUT_S = 10.0
 _POLL_S = 0.2
-_MODULE, _THROUGH = "tensorboard.main", "sft_play.process.endings"
+_MODULE, _THROUGH = "sft_play.launch.own_board", "sft_play.process.endings"
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,8 @@ def settings(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def password_warning(host: str, port: int = DEFAULT_PORT) -> str | None:
     """The warning for a host that others can reach; None for this machine's own addresses."""
-    with contextlib.suppress(ValueError):
-        if host == "localhost" or ipaddress.ip_address(host).is_loopback:
-            return None
+    if is_local(host):
+        return None
     return (
         f"TensorBoard listens on {one_line(host)} and has no password: anyone who reaches that address can read these "
         f"logs; to keep them to yourself, use 127.0.0.1 and an ssh tunnel (ssh -L {port}:127.0.0.1:{port} HOST)"

@@ -20,6 +20,8 @@ PARENT_VARIABLE = "SFT_PLAY_PARENT"
 """In a helper process: `PID:SIGNAL`, the process that it ends with, and the signal."""
 MAKE_VARIABLE = "SFT_PLAY_MAKE"
 """In a command run by make: `MAKE:PID`, make's process id and the command's own."""
+BEGAN_VARIABLE = "SFT_PLAY_BEGAN"
+"""When the start that a process belongs to began, on this machine's monotonic clock, which no change of time moves."""
 ECHO_S = 1.0
 """Two signals this close together are one request: a batch system signals every process, then the launcher does too."""
 _LOOK_S = 0.5
@@ -121,8 +123,24 @@ def ctrl_c(number: int, frame: FrameType | None) -> None:
     signal.default_int_handler(number, frame)
 
 
+def note_beginning(*, anew: bool) -> None:
+    """Note that a run starts now; without `anew` only if the process that started this one has not noted it."""
+    if anew or BEGAN_VARIABLE not in os.environ:
+        os.environ[BEGAN_VARIABLE] = str(time.monotonic())
+
+
+def elapsed_s() -> float:
+    """Seconds since the start that this process belongs to; 0 where none was noted."""
+    now = time.monotonic()
+    return now - float(os.environ.get(BEGAN_VARIABLE, now))
+
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
 class StopSignals:
-    """While open, Ctrl-C, SIGTERM and SIGHUP (a terminal that closes) are requests to stop.
+    """While open, Ctrl-C, SIGTERM, SIGHUP (a terminal that closes) and SIGUSR1 (by which batch systems warn of a time
+    limit) are requests to stop.
 
     The first calls `first` with its number, another one `again`, unless it only repeats the first: one from another
     process within a second, a terminal's second SIGHUP, or the SIGTERM of a parent's death. A SIGHUP that was ignored
@@ -139,7 +157,7 @@ class StopSignals:
         if not _open:
             _asked_at = None
         _open += 1
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOPPING:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._old[number] = signal.signal(number, self._on_signal)
         return self

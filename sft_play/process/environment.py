@@ -17,7 +17,14 @@ OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UN
 """Variables that make passes to a command."""
 OF_LAUNCHERS = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *("SFT_PLAY_RUN", "SFT_PLAY_RESUMED", "SFT_PLAY_AGENT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"),
+    *(
+        "SFT_PLAY_RUN",
+        "SFT_PLAY_RESUMED",
+        "SFT_PLAY_AGENT",
+        "SFT_PLAY_BEGAN",
+        "TORCHELASTIC_RUN_ID",
+        "TORCHELASTIC_ERROR_FILE",
+    ),
     *("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID"),
 )
 """Variables that a launcher sets for its ranks; OMP_NUM_THREADS too, but without a launcher that is the user's."""

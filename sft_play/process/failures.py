@@ -130,7 +130,7 @@ def write_down(
             return
         if under_agent() and threading.current_thread() is threading.main_thread():
             # The agent ends the other ranks at the first failure, but they finish writing theirs.
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in endings.STOPPING:
                 signal.signal(number, signal.SIG_IGN)
         failure = Failure(
             kind=kind,

@@ -61,7 +61,7 @@ _WATCHED = ("train-tb", "train-and-watch", "train-distributed-tb", "train-deepsp
 MAINTAINING = ("lock", "generate", *_BENCHMARKS)
 """Targets of benchmarks/Makefile."""
 COMMANDS_OF_MAKE = (
-    *("help", "setup", "setup-unsloth", "lock", "test", "coverage", "lint", "format", "clean"),
+    *("help", "setup", "setup-unsloth", "lock", "test", "coverage", "fuzz", "lint", "format", "clean"),
     *_BENCHMARKS,
 )
 """Targets that are not commands of `sft-play`."""
@@ -111,7 +111,7 @@ VARIABLES: Dict[str, Variable] = {
     ),
     "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", "switch"),
     "OUT": Variable(
-        (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS),
+        (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS, "fuzz"),
         "write the answer to this file too",
         "FILE",
         "path",
@@ -167,7 +167,7 @@ VARIABLES: Dict[str, Variable] = {
         "switch",
     ),
     "STYLE": Variable(("style", "full-pipeline"), "the system prompt", "'You are terse.'"),
-    "N": Variable(("preview",), "how many examples", "5", "count", of="examples"),
+    "N": Variable(("preview", "fuzz"), "how many examples; fuzz: cases of each part", "5", "count", of="examples"),
     "ROW": Variable(("preview",), "this row of the training file", "12", "count", of="a row, counted from 1"),
     "TEMPLATES": Variable(("mask-score",), "folder of chat templates", "FOLDER", "path"),
     "TOKENIZER": Variable(("mask-score", "bench-data"), "folder or hub id of a tokenizer", "FOLDER"),
@@ -245,7 +245,9 @@ VARIABLES: Dict[str, Variable] = {
     "ROWS": Variable(("bench-data",), "how many rows", "10000,1000000", has_flag=False),
     "TRL_ROWS": Variable(("bench-data",), "how many of them TRL prepares", "10000", has_flag=False),
     "MUTANTS": Variable(("mutation-score",), "how many changes", "200", has_flag=False),
-    "SEED": Variable(("mutation-score",), "which sample of them", "0", has_flag=False),
+    "SEED": Variable(("mutation-score", "fuzz"), "which sample, or which cases", "0", has_flag=False),
+    "PART": Variable(("fuzz",), "these parts: yaml, rows, words, make, serve, templates", "yaml,rows", has_flag=False),
+    "CASE": Variable(("fuzz",), "this case of PART alone, to repeat what was found", "17", has_flag=False),
     "TESTS": Variable(("test", "coverage"), "arguments for pytest", "'ARGUMENTS'", "list", has_flag=False),
     "TORCH": Variable(
         ("lock", "setup", "setup-unsloth"),

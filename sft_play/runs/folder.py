@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -10,18 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import config_from_text, resolved
-from sft_play.config.schema import ModelConfig, RunConfig
+from sft_play.config.schema import HUB_KERNEL, ModelConfig, RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.log import one_line
 from sft_play.runs.files import metric_lines, write_json
 
-Trust = Callable[[ModelConfig], bool]
-"""Whether the user allows the code that comes with a model."""
+Trust = Callable[[ModelConfig, str], bool]
+"""Whether the user gives the value that a model's settings have for a key that lets code of others run."""
 
 
-def trust_none(_: ModelConfig) -> bool:
-    """No code that comes with a model is run."""
+def trust_none(_: ModelConfig, __: str) -> bool:
+    """No code of others is run."""
     return False
+
+
+def code_keys(model: ModelConfig) -> dict[str, str]:
+    """The keys of a model's settings by which code of others would run, each with what that code is."""
+    keys = {"trust_remote_code": f"code that comes with {one_line(model.name)}"} if model.trust_remote_code else {}
+    if re.fullmatch(HUB_KERNEL, model.attn_implementation):
+        keys["attn_implementation"] = "that kernel of the hub"
+    return keys
 
 
 MANIFEST = "manifest.json"
@@ -144,10 +153,10 @@ class RunFolder:
         code run that comes with a model.
 
         Args:
-            trusts: whether the user allows the model's code, at this command.
+            trusts: whether the user allows code of others, at this command.
 
         Raises:
-            RunFolderError: they cannot be read, or allow the code of a model that the user does not.
+            RunFolderError: they cannot be read, or allow code that the user does not.
             ConfigError: they are not valid.
         """
         path = self.path / "resolved.json"
@@ -157,12 +166,13 @@ class RunFolder:
             raise RunFolderError(f"{path} cannot be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise RunFolderError(f"{path} cannot be read: {error}") from None
-        if config.model.trust_remote_code and not trusts(config.model):
-            raise RunFolderError(
-                f"{path} says model.trust_remote_code=true: code that comes with {one_line(config.model.name)} would "
-                "run, and a run folder does not decide that. If you have read the code, give the setting with this "
-                "command: SET=model.trust_remote_code=true"
-            )
+        for key, code in code_keys(config.model).items():
+            if not trusts(config.model, key):
+                said = f"model.{key}={json.dumps(getattr(config.model, key)).strip(chr(34))}"
+                raise RunFolderError(
+                    f"{path} says {said}: {code} would run, and a run folder does not decide that. If you have read "
+                    f"the code, give the setting with this command: SET={said}"
+                )
         return config
 
     def update_manifest(self, **changes: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from sft_play._version import __version__
 from sft_play.config.leaves import leaves
-from sft_play.config.load import LoadedConfig, differing_keys, resolved
+from sft_play.config.load import LoadedConfig, differing_keys, follows, resolved
 from sft_play.errors import RunFolderError
 from sft_play.facts.installed import version_of
 from sft_play.files import ROOT
@@ -51,6 +51,7 @@ FREE_TO_CHANGE = frozenset(
         "train.grad_accum",
         "train.gradient_checkpointing",
         "train.stop_after_steps",
+        "train.max_hours",
         "train.logging_steps",
         "train.on_nan",
         "train.save_total_limit",
@@ -156,7 +157,9 @@ def check_same_run(
     differing = {
         key: pair
         for key, pair in differing_keys(old, new).items()
-        if key not in FREE_TO_CHANGE and not _came_later(old, key, pair[1])
+        if key not in FREE_TO_CHANGE
+        and not _came_later(old, key, pair[1])
+        and not (follows(loaded.config, key) and pair[0] == functools.reduce(getattr, key.split("."), loaded.config))
     }
     lines = [f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}" for key, (was, now) in differing.items()]
     manifest = folder.manifest()

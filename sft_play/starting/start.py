@@ -109,6 +109,7 @@ def start(asked: Asked) -> Started:
     Raises:
         SftPlayError: what the user can fix; where possible before a library is imported.
     """
+    endings.note_beginning(anew=asked.ranks is None)
     with contextlib.ExitStack() as held:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
             held.enter_context(endings.StopSignals(endings.interrupt))

@@ -126,7 +126,8 @@ def _train(
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
         keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
-    stop = StopAfter(job.loaded.config.train.stop_after_steps)
+    train = job.loaded.config.train
+    stop = StopAfter(train.stop_after_steps, hours=train.max_hours)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
     compiler = trainer.compiler

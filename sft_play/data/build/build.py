@@ -14,6 +14,7 @@ import hashlib
 import json
 import pickle
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -157,10 +158,24 @@ _DIGESTS = "{}.digests.npy"
 _WAITING = "Data: another process is preparing the same rows; waiting for it"
 
 
+_HELD = {(kind.__module__, kind.__qualname__) for kind in (RowStats, LimitCost, BadRow, TokenRow, Counter)}
+
+
+class _Reader(pickle.Unpickler):
+    """Unpickles what a cache holds, and nothing that could run code: others may write to the disk that it is on."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class of a name that a cache may hold."""
+        if (module, name) in _HELD or (module == "array" and name in ("array", "_array_reconstructor")):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, which no cache has")
+
+
 def _load(folder: Path) -> Built | None:
     """The cache where it is complete; otherwise None, and what is left of it is removed."""
     with contextlib.suppress(Exception):  # damaged, or pickled by another Python: the rows are made again
-        files, stats = pickle.loads((folder / _META).read_bytes())
+        with (folder / _META).open("rb") as file:
+            files, stats = _Reader(file).load()
         # the folder was renamed when it was whole; a user may have removed files since
         if all((folder / file).is_file() for names in files.values() for file in names):
             return Built(folder, files, stats)

@@ -26,7 +26,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from transformers import BatchEncoding, StoppingCriteriaList
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
@@ -54,11 +53,11 @@ _PROMPT: ContextVar[list[int]] = ContextVar("prompt")
 """Token ids of the request that this task answers."""
 
 
-def openai_app(responder: Responder, name: str, *, hosts: Sequence[str] | None = None) -> FastAPI:
+def openai_app(responder: Responder, name: str, *, hosts: frozenset[str] | None = None) -> FastAPI:
     """The application that answers as the run's model.
 
-    `name` is the model's name for clients; `hosts` the names under which this server is asked (None: any). A page whose
-    own name was made to point to this machine (DNS rebinding) comes under that name.
+    `name` is the model's name for clients; `hosts` the names under which this server is asked, and from whose pages
+    (None: any).
     """
     _prepare(responder)
     manager, state, answers = _OneModel(responder, name), GenerationState(), _Answers()
@@ -77,7 +76,7 @@ def openai_app(responder: Responder, name: str, *, hosts: Sequence[str] | None =
         requests.BodyLimit, most=max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0))
     )
     if hosts is not None:
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=list(hosts), www_redirect=False)
+        app.add_middleware(requests.FromHere, names=hosts)
     for part in ("chat_completion", "completion", "response"):
         log = logging.getLogger(f"transformers.cli.serving.{part}")
         log.addFilter(lambda record: not record.getMessage().startswith("[Request received]"))

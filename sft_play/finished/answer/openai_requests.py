@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal
 import torch
 from fastapi import HTTPException
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from transformers import StoppingCriteria
 
+from sft_play.facts.network import is_asked_from_here
 from sft_play.log import one_line
 
 MOST_STOPS, LONGEST_STOP = 4, 256
@@ -170,6 +172,23 @@ def _refuse_surrogates(value: Any) -> None:
 
 
 # --- its body ---------------------------------------------------------------------------------------------------------
+
+
+class FromHere:
+    """ASGI middleware: answers 403 to requests under a name, or from a page, that is not this machine's."""
+
+    def __init__(self, app: Any, *, names: frozenset[str]) -> None:
+        self._app, self._names = app, names
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            if not is_asked_from_here(self._names, headers.get("host", ""), headers.get("origin")):
+                said = "this server answers this machine alone, and the request names another in Host or Origin"
+                error = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
+                await JSONResponse({"error": error}, status_code=403)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:

@@ -8,7 +8,6 @@ stop tokens of training, and ends with this process.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -30,6 +29,7 @@ from typing import Any
 import psutil
 
 from sft_play.errors import BackendError, ConfigError
+from sft_play.facts.network import is_local, names_of
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line
 from sft_play.process.endings import StopSignals, ends_with_me
@@ -113,25 +113,9 @@ def claimed(host: str, port: int) -> socket.socket:
         raise ConfigError(f"{one_line(host)} port {port} cannot be listened on: {why}") from None
 
 
-def _is_loopback(host: str) -> bool:
-    with contextlib.suppress(ValueError):
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    return False
-
-
-def names_of(host: str) -> tuple[str, ...] | None:
-    """The names under which clients ask a server that only this machine can reach; None, which is any, for another.
-
-    A page in a browser of this machine reaches the model under the page's own name (DNS rebinding), which is none of
-    these.
-    """
-    # with brackets too: releases of starlette differ in what they take for the name of [::1]:8000
-    return (host, "localhost", "127.0.0.1", "::1", "[::1]", "[") if _is_loopback(host) else None
-
-
 def warning_of(host: str) -> str | None:
     """The warning for an address that others can reach; None for this machine's own."""
-    if _is_loopback(host):
+    if is_local(host):
         return None
     return f"HOST={one_line(host)}: there is no password; to keep the model to yourself, use an ssh tunnel instead"
 

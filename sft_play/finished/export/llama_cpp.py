@@ -145,7 +145,8 @@ def unpack(archive: Path, target: Path) -> None:
         with tarfile.open(archive) as package:
             for member in package:
                 name = member.name.removeprefix(_VENDORED)
-                content = package.extractfile(member) if name != member.name and name.startswith(_WANTED) else None
+                is_wanted = name != member.name and name.startswith(_WANTED) and ".." not in Path(name).parts
+                content = package.extractfile(member) if is_wanted else None
                 if content is not None:  # a file
                     (target / name).parent.mkdir(parents=True, exist_ok=True)
                     (target / name).write_bytes(content.read())

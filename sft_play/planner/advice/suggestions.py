@@ -70,10 +70,12 @@ def _on(request: PlanRequest, machine: Hardware) -> PlanRequest:
 
 def look(request: PlanRequest) -> Candidate | None:
     """The thriftiest candidate: far fewer are evaluated than for a plan. None where the machine or the settings are
-    refused: the batch does not split over the GPUs, the user's mesh cannot run them."""
+    refused: the batch does not split over the GPUs, the user's mesh cannot run them, no layout can."""
     with contextlib.suppress(ConfigError):
         possible, _ = layouts_for(request.config, request.shape, request.hardware)
         layouts = [layout for layout in possible if layout.name in request.only] or list(possible[:1])
+        if not layouts:
+            return None
         return first_that_fits(thriftiest(job_of(request, masters=False), layouts))  # those that offload come last
     return None
 

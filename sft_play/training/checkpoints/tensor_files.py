@@ -101,7 +101,23 @@ def base_files(name: str, *, revision: str | None) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:  # the hub's own errors, and those of every layer below it
-        raise ModelError(f"the base {name} cannot be fetched: {one_line(str(error), limit=300)}") from error
+        why = broken_connection(error) or f"cannot be fetched: {one_line(str(error), limit=300)}"
+        raise ModelError(f"the base {name} {why}") from error
+
+
+def broken_connection(error: BaseException) -> str | None:
+    """What to say of a download that an error of the connection ended, which hides below others; None for another."""
+    below: BaseException | None = error
+    while below is not None and not type(below).__module__.startswith(_CONNECTIONS):
+        below = below.__cause__ or below.__context__
+    if below is None:
+        return None
+    said = one_line(str(below) or type(below).__name__, limit=200)
+    return f"did not come whole ({said}); files that did are kept, and the next start fetches the others"
+
+
+_CONNECTIONS = ("httpx", "httpcore", "requests", "urllib3")
+"""How the names of packages begin whose errors are those of a connection."""
 
 
 # --- stored quantised -------------------------------------------------------------------------------------------------

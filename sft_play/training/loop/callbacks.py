@@ -21,7 +21,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from sft_play.errors import TrainingError
 from sft_play.planner.precision import fault, overflow_of
 from sft_play.process import failures
-from sft_play.process.endings import StopSignals
+from sft_play.process.endings import StopSignals, elapsed_s
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
 
@@ -212,21 +212,62 @@ class MetricsFile(TrainerCallback):
                 raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
 
 
-class StopAfter(TrainerCallback):
-    """Ends training after N steps of this process, or at the end of a step after a signal, with a checkpoint."""
+_KEPT_SHARE, _MOST_KEPT_S = 0.05, 600.0
+"""What is kept free for a checkpoint at least: this share of the limit, up to so many seconds."""
 
-    def __init__(self, steps: int | None) -> None:
-        self._steps = steps
+
+class StopAfter(TrainerCallback):
+    """Ends training with a checkpoint: after N steps of this process, in time for a limit in hours, or at the end of a
+    step after a signal."""
+
+    def __init__(
+        self, steps: int | None, *, hours: float | None = None, elapsed_s: Callable[[], float] = elapsed_s
+    ) -> None:
+        self._steps, self._hours, self._elapsed_s = steps, hours, elapsed_s
         self._done = 0
+        self._lap_began = 0.0
+        self._longest_s = dict.fromkeys(("step", "evaluation", "checkpoint"), 0.0)
         self.signal: int | None = None
         self.stopped_early = False
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Start the clock of a step."""
+        self._lap_began = self._elapsed_s()
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        """Note how long an evaluation took."""
+        self._lap("evaluation")
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        """Note how long a checkpoint took."""
+        self._lap("checkpoint")
+
+    def _lap(self, name: str) -> None:
+        now = self._elapsed_s()
+        self._longest_s[name] = max(self._longest_s[name], now - self._lap_began)
+        self._lap_began = now
+
+    def _time_is_up(self) -> bool:
+        """Whether one more step, its evaluation and its checkpoint might end beyond the limit."""
+        if self._hours is None:
+            return False
+        limit_s = self._hours * 3600
+        kept = {**self._longest_s}
+        kept["checkpoint"] = max(kept["checkpoint"], min(_MOST_KEPT_S, _KEPT_SHARE * limit_s))
+        return self._elapsed_s() + sum(kept.values()) > limit_s
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Ask for a checkpoint and the end if it is time."""
         self._done += 1
+        self._lap("step")
         if state.global_step >= state.max_steps:
             return
-        is_over = self._steps is not None and self._done >= self._steps
+        is_up = self._time_is_up()
+        if is_up:
+            logger.info(
+                "train.max_hours=%g: saving at the end of step %d, then stopping", self._hours, state.global_step
+            )
+        is_over = is_up or (self._steps is not None and self._done >= self._steps)
         # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
         wish = highest(self.signal or (-1 if is_over else -2))
         if wish > -2:

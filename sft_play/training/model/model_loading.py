@@ -20,7 +20,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.training.checkpoints.full_state_dict import tied_names
-from sft_play.training.checkpoints.tensor_files import base_files, tensors_in
+from sft_play.training.checkpoints.tensor_files import base_files, broken_connection, tensors_in
 from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.prepare.model_spec import ModelSpec, location
 
@@ -106,6 +106,8 @@ def read_model(
                 f"{folder} holds {pickled[0]} but no safetensors; pickled weights can run code and are not read: "
                 "convert them (transformers: load them where that is safe, then save_pretrained)"
             ) from error
+        if folder is None and (broken := broken_connection(error)) is not None:
+            raise ModelError(f"the weights of {config.model.name} {broken}") from error
         problem = one_line(str(error), limit=300)
         raise ModelError(f"the weights of {config.model.name} cannot be loaded: {problem}") from error
     model.sft_tower = model_spec.tower

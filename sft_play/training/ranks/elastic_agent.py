@@ -39,7 +39,7 @@ from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import Interrupted, SftPlayError
 from sft_play.log import escape_control, one_line, redact, set_up_logging, survive_lost_output
 from sft_play.process import failures
-from sft_play.process.endings import StopSignals, leave_with_starter
+from sft_play.process.endings import STOPPING, StopSignals, leave_with_starter
 from sft_play.process.failures import Failure, numbered
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER, lock
@@ -80,7 +80,7 @@ class Ended:
     @property
     def was_told(self) -> bool:
         """Whether it ended because somebody told it to."""
-        return self.own.kind == "stopped" if self.own else self.signal in ("SIGTERM", "SIGINT", "SIGHUP")
+        return self.own.kind == "stopped" if self.own else self.signal in {number.name for number in STOPPING}
 
 
 def root_of(ended: Sequence[Ended], *, stopped: bool) -> Ended:

@@ -1,0 +1,122 @@
+"""Requests to the server of `make serve`: bodies mutated as values and as bytes, and raw HTTP. Every one is answered
+with 200 or 4xx in the form of the API, and the server answers the next."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fuzz import mutate
+from benchmarks.fuzz.run import Judge, Wrong, own_surroundings
+
+_PATHS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/models",
+    "/health",
+    "/",
+    "/v1/../etc",
+    "/docs",
+)
+_CHAT: dict[str, Any] = {
+    "model": "run", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2, "temperature": 0.5,
+    "top_p": 0.9, "stop": ["x"], "seed": 1, "stream": False, "logit_bias": {"5": 1.0}, "user": "me",
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}],
+}  # fmt: skip
+_BODIES: dict[str, dict[str, Any]] = {
+    _PATHS[0]: _CHAT,
+    _PATHS[1]: {"model": "run", "prompt": "hello", "max_tokens": 2, "stop": None, "seed": 3},
+    _PATHS[2]: {"model": "run", "input": [{"role": "user", "content": "hello"}], "max_output_tokens": 2},
+}
+_HEADERS = (
+    *("Host: evil.example", "Origin: http://evil.example", "Origin: null", "Content-Length: 5", "Content-Length: -1"),
+    *(
+        "Transfer-Encoding: chunked",
+        "Content-Type: text/plain",
+        "Expect: 100-continue",
+        "X: " + "a" * 70_000,
+        "Host: a",
+    ),
+    *("Connection: close", "Cookie: \x00", "Authorization: Bearer x", ": x", "no colon here", "Content-Encoding: gzip"),
+)
+
+
+@contextlib.contextmanager
+def judging() -> Iterator[Judge]:
+    """Cases of requests to one server with a tiny model."""
+    from sft_play.finished.answer import serve
+    from sft_play.finished.run import find_finished
+    from tests.finished_runs import finished_run, make_base
+    from tests.test_merge import llama
+
+    with own_surroundings(), tempfile.TemporaryDirectory(prefix="fuzz-serve-") as home:
+        finished_run(Path(home) / "run", make_base(Path(home) / "base", llama()))
+        service = serve.service_of("transformers", find_finished(Path(home), "run"), "127.0.0.1", 0)
+        endpoint = service.start()
+
+        def judge(draw: random.Random, folder: Path) -> bool:
+            request, is_whole = _request(draw, endpoint.port)
+            status, said = _answered(endpoint.port, request, is_whole=is_whole)
+            if status >= 500 or status == 0:
+                raise Wrong(f"status {status}: {said[:2000]!r}")
+            if 400 <= status < 500 and said.startswith(b"{") and "error" not in json.loads(said):
+                raise Wrong(f"status {status} without an error: {said[:500]!r}")
+            if _answered(endpoint.port, _plain("GET", "/health", endpoint.port))[0] != 200:
+                raise Wrong("the server does not answer the next request")
+            return status == 200
+
+        try:
+            yield judge
+        finally:
+            service._server.should_exit = service._server.force_exit = True
+            service._thread.join(20)
+
+
+def _plain(method: str, path: str, port: int, body: bytes = b"", *more: str) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"Host: 127.0.0.1:{port}", "Content-Type: application/json",
+             f"Content-Length: {len(body)}", "Connection: close", *more]  # fmt: skip
+    return "\r\n".join([*lines, "", ""]).encode("latin-1", "replace") + body
+
+
+def _request(draw: random.Random, port: int) -> tuple[bytes, bool]:
+    """A request, and whether it is a whole one, which has to be answered."""
+    path = draw.choice(_PATHS[:3]) if draw.random() < 0.9 else draw.choice(_PATHS)
+    body: Any = _BODIES.get(path, _CHAT)
+    if draw.random() < 0.7:
+        body = mutate.plain(draw, body)
+    data = mutate.as_json(body).encode()
+    if draw.random() < 0.2:
+        data = mutate.raw(draw, data)
+    method = draw.choice(("POST",) * 9 + ("GET", "PUT", "OPTIONS", "DELETE", "HEAD", "x"))
+    more = [draw.choice(_HEADERS)] if draw.random() < 0.15 else []
+    request = _plain(method, path, port, data, *more)
+    return (mutate.raw(draw, request), False) if draw.random() < 0.1 else (request, not more)
+
+
+def _answered(port: int, request: bytes, *, is_whole: bool = True) -> tuple[int, bytes]:
+    """Status and body; (400, nothing) where the server closes on what is no whole request, or waits for its rest."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60 if is_whole else 3) as connection:
+        pieces = []
+        try:
+            connection.sendall(request)
+            while piece := connection.recv(2**16):
+                pieces.append(piece)
+        except TimeoutError:
+            if is_whole:
+                raise Wrong("no answer within 60 s") from None
+        except OSError:  # it has closed what it does not understand
+            pass
+    head, _, body = b"".join(pieces).partition(b"\r\n\r\n")
+    words = head.split(b"\r\n", 1)[0].split()
+    if not words:
+        return 400, b""
+    if len(words) < 2 or not words[1].isdigit():
+        raise Wrong(f"no HTTP answer: {head[:200]!r}")
+    return int(words[1]), body

@@ -1,0 +1,176 @@
+"""Chat templates: real ones mutated, and programs made of the sandbox's own means, rendered and masked."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from datetime import date
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benchmarks.fuzz import mutate
+from benchmarks.fuzz.run import Judge, Wrong, files_below, own_surroundings
+from sft_play.errors import TokenizerError
+from sft_play.files import ROOT
+
+_NAMES = ("messages", "message", "messages[0]", "tools", "loop", "x", "eos_token", "self", "cycler", "namespace(a=1)")
+_ATTRIBUTES = (
+    *("content", "role", "__class__", "__class__.__mro__", "__init__.__globals__", "gi_frame.f_builtins", "append(x)"),
+    *("format(x)", "format_map(x)", "join(messages)", "replace('', 'x' * 9999)", "__globals__", "items()", "pop()"),
+    *("clear()", "_environment", "environment", "update({'a': 1})", "mro()", "encode().decode", "__reduce__()"),
+)
+_FILTERS = (
+    *(
+        "tojson",
+        "length",
+        "list",
+        "join",
+        "upper",
+        "trim",
+        "indent(99999)",
+        "center(999999999)",
+        "map('attr', '__class__')",
+    ),
+    *("attr('__class__')", "sort", "batch(2)", "wordwrap(1)", "replace('a', 'aaaa')", "format(1, 2)", "xmlattr"),
+    *("groupby('role')", "urlize", "pprint", "random", "safe", "unique", "sum", "dictsort", "tojson(indent=99999999)"),
+)
+_EXPRESSIONS = (
+    *(
+        "range(10**9)",
+        "'a' * 10**9",
+        "[0] * 10**8",
+        "9**9**9",
+        "lipsum(999999)",
+        "raise_exception('no')",
+        "'%9999999d' % 1",
+    ),
+    *("strftime_now('%Y' * 999999)", "dict(a=1)", "joiner()", "1/0", "'{:>999999999}'.format(1)", "x" * 3, "none.a"),
+)
+
+
+@contextlib.contextmanager
+def judging() -> Iterator[Judge]:
+    """Cases of chat templates."""
+    spec = find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    folders = (Path(spec.origin).parent / "chat_templates", ROOT / "tests" / "bundled" / "templates")
+    seeds = [path.read_text(encoding="utf-8") for folder in folders for path in sorted(folder.glob("*.jinja"))]
+    with own_surroundings(), tokenizer() as made:
+
+        def judge(draw: random.Random, folder: Path) -> bool:
+            source = _program(draw) if draw.random() < 0.4 else _mutated(draw, draw.choice(seeds))
+            accepted = _renders(draw, source)
+            if draw.random() < 0.3:
+                _masks(draw, made, source)
+            if files_below(folder):
+                raise Wrong(f"the template wrote {list(files_below(folder))}")
+            return accepted
+
+        yield judge
+
+
+@contextlib.contextmanager
+def tokenizer() -> Iterator[Any]:
+    """A small tokenizer with ChatML's tokens."""
+    import tempfile
+
+    from transformers import AutoTokenizer
+
+    from tests.models import make_tokenizer
+
+    with tempfile.TemporaryDirectory(prefix="fuzz-tokenizer-") as folder:
+        make_tokenizer(Path(folder))
+        yield AutoTokenizer.from_pretrained(folder)
+
+
+def _mutated(draw: random.Random, source: str) -> str:
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(source) + 1)
+        way = draw.randrange(3)
+        if way == 0:
+            source = mutate.text(draw, source)
+        elif way == 1:
+            source = source[:at] + _statement(draw, 0) + source[at:]
+        else:
+            source = mutate.raw(draw, source.encode("utf-8", "surrogatepass")).decode("utf-8", "replace")
+    return source
+
+
+def _program(draw: random.Random) -> str:
+    return "".join(_statement(draw, 0) for _ in range(draw.randint(1, 5)))
+
+
+def _statement(draw: random.Random, depth: int) -> str:
+    inner = _statement(draw, depth + 1) if depth < 5 else "y"
+    ways = (
+        f"{{{{ {_expression(draw)} }}}}",
+        f"{{% for x in {_expression(draw)} %}}{inner}{{% endfor %}}",
+        f"{{% if {_expression(draw)} %}}{inner}{{% else %}}z{{% endif %}}",
+        f"{{% set x = {_expression(draw)} %}}",
+        f"{{% macro m(x) %}}{inner}{{{{ m(x) }}}}{{% endmacro %}}{{{{ m(1) }}}}",
+        f"{{% set ns = namespace(x=[]) %}}{{% set ns.x = ns.x + [ns.x, ns.x] %}}{{{{ ns.x }}}}{inner}",
+        f"{{% generation %}}{inner}{{% endgeneration %}}",
+        "{% include 'a' %}" if draw.random() < 0.3 else "{{ bos_token }}",
+        "{% for m in messages recursive %}{{ loop(messages) }}{% endfor %}",
+        f"{{% filter {draw.choice(_FILTERS)} %}}{inner}{{% endfilter %}}",
+    )
+    return draw.choices(ways, (4, 3, 3, 3, 1, 1, 1, 1, 1, 1))[0]
+
+
+def _expression(draw: random.Random) -> str:
+    way = draw.randrange(6)
+    if way == 0:
+        return draw.choice(_EXPRESSIONS)
+    made = draw.choice(_NAMES)
+    for _ in range(draw.randrange(3)):
+        made += f".{draw.choice(_ATTRIBUTES)}" if draw.random() < 0.5 else f" | {draw.choice(_FILTERS)}"
+    return made if way < 4 else f"{made} {draw.choice('+-*~/%')} {draw.choice((*_NAMES, *_EXPRESSIONS))}"
+
+
+def _messages(draw: random.Random) -> list[dict[str, Any]]:
+    texts = ("hello", "what is 2 + 2?", "<|im_end|>", "é" * 50, "")
+    turns = [
+        {"role": role, "content": draw.choice(texts)}
+        for _ in range(draw.randint(1, 3))
+        for role in ("user", "assistant")
+    ]
+    return [{"role": "system", "content": "Be kind."}, *turns] if draw.random() < 0.3 else turns
+
+
+def _renders(draw: random.Random, source: str) -> bool:
+    from sft_play.data.masks.template import ChatTemplate, RenderError
+
+    try:
+        template = ChatTemplate(source, variables={"eos_token": "<|im_end|>"}, today=date(2026, 11, 1))
+        written = template.render(_messages(draw), prompt=draw.random() < 0.5)
+    except (TokenizerError, RenderError) as error:
+        if not str(error).strip():
+            raise Wrong("refused without a word") from error
+        return False
+    if not isinstance(written, str):
+        raise Wrong(f"rendered to {type(written)}")
+    return True
+
+
+def _masks(draw: random.Random, made: Any, source: str) -> None:
+    """A row through the template as training renders it: a mask that fits, or why there is none."""
+    from sft_play.config.schema import DataConfig
+    from sft_play.data.masks.render import Renderer
+    from sft_play.data.sources.formats import Chat
+    from sft_play.data.sources.raw import BadRow
+
+    made.chat_template = source
+    chat = Chat(messages=tuple(_messages(draw)), tools=(), where="row 1")
+    try:
+        row = Renderer(made, DataConfig(), max_seq_len=256)(chat)
+    except TokenizerError:
+        return
+    if isinstance(row, BadRow):
+        return
+    if len(row.input_ids) != len(row.labels) or not all(
+        label in (-100, i) for i, label in zip(row.input_ids, row.labels, strict=True)
+    ):
+        raise Wrong("the labels are not those of the tokens")

@@ -1,0 +1,39 @@
+"""`python -m sft_play.launch.own_board --logdir=…`: TensorBoard's own program, which asks who asks.
+
+TensorBoard answers under any name. One that listens on this machine alone answers no page of elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from absl import app
+from tensorboard import default, main_lib, program
+
+from sft_play.facts.network import is_asked_from_here, names_of
+
+
+def checked(board: Any, host: str) -> Any:
+    """A WSGI application that answers 403 to requests under a name, or from a page, that is not this machine's."""
+    names = names_of(host)
+
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        if is_asked_from_here(names, environ.get("HTTP_HOST", ""), environ.get("HTTP_ORIGIN")):
+            return board(environ, start_response)  # type: ignore[no-any-return]
+        said = b"This TensorBoard answers this machine alone, and the request names another in Host or Origin.\n"
+        plain = [("Content-Type", "text/plain"), ("X-Content-Type-Options", "nosniff")]
+        start_response("403 Forbidden", [*plain, ("Content-Length", str(len(said)))])
+        return [said]
+
+    return answer
+
+
+def _server(board: Any, flags: Any) -> Any:
+    return program.create_port_scanning_werkzeug_server(checked(board, flags.host), flags)
+
+
+if __name__ == "__main__":
+    main_lib.global_init()
+    tensorboard = program.TensorBoard(plugins=default.get_plugins(), server_class=_server)
+    app.run(tensorboard.main, flags_parser=tensorboard.configure)

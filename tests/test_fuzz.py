@@ -1,0 +1,129 @@
+"""A sample of `make fuzz` finds nothing, and the fuzzer finds what is wrong: it can fail, and repeats its cases."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.fuzz import configs, mutate, run
+from tests.conftest import ROOT, clean_environment
+
+pytestmark = pytest.mark.build
+SAMPLE = {"yaml": 60, "rows": 25, "words": 60, "make": 5, "templates": 40, "serve": 12}
+HAS_SERVE = all(find_spec(name) for name in ("fastapi", "openai", "uvicorn"))
+
+
+def verdicts(part: str, numbers: range, *, seed: int = 0) -> list[run.Tried]:
+    return list(run.tried(part, numbers, seed=seed))
+
+
+@pytest.mark.parametrize("part", SAMPLE)
+def test_a_sample_finds_nothing(part):
+    if part == "serve" and not HAS_SERVE:
+        pytest.skip("the extra sft-play[serve] is not installed")
+    tried = verdicts(part, range(SAMPLE[part]), seed=int(os.environ.get("SFT_PLAY_FUZZ_SEED", "1")))
+    assert len(tried) == SAMPLE[part]
+    assert [one for one in tried if one.verdict == "wrong"] == []
+    assert {one.verdict for one in tried} >= ({"refused"} if part == "make" else {"accepted", "refused"})
+
+
+def test_every_part_has_a_share_and_a_module():
+    from benchmarks.fuzz.__main__ import SHARES
+
+    assert set(SHARES) == set(run.MODULES) == set(SAMPLE)
+    assert sum(SHARES[part] for part in ("words", "make")) == 2_000
+
+
+def test_a_case_is_made_from_its_numbers_alone():
+    made = [
+        [mutate.plain(random.Random(f"0/yaml/{n}"), {"a": [1, {"b": "text"}]}) for n in range(50)] for _ in range(2)
+    ]
+    assert json.dumps(made[0]) == json.dumps(made[1])
+    assert len({json.dumps(one) for one in made[0]}) > 25
+    assert [(one.number, one.verdict) for one in verdicts("yaml", range(20, 40))] == [
+        (one.number, one.verdict) for one in verdicts("yaml", range(40)) if one.number >= 20
+    ]
+
+
+def test_what_is_let_through_is_found(monkeypatch):
+    def broken(path: Path, *, overrides: list[str]) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(configs, "load_config", broken)
+    tried = verdicts("yaml", range(5))
+    assert [one.verdict for one in tried] == ["wrong"] * 5
+    assert all("KeyError: 'a bug'" in one.why for one in tried)
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "is_json", "told"),
+    [
+        (0, "", "[plan] error: no", False, "exit code 0 after an error"),
+        (1, "", "Traceback", False, "exit code 1"),
+        (2, "", "", False, "without a word"),
+        (2, "no JSON", "[plan] error: no", True, "with JSON=1 it printed"),
+        (2, '{"ok": true}', "[plan] error: no", True, "ok is True"),
+    ],
+)
+def test_words_and_exit_codes_have_to_agree(code, out, err, is_json, told):
+    with pytest.raises(run.Wrong, match=told):
+        run.require_told(code, out, err, is_json=is_json)
+    run.require_told(2, '{"ok": false}', "[plan] error: no", is_json=True)
+    run.require_told(0, "done", "", is_json=False)
+
+
+def test_time_memory_and_commands_that_were_run_are_judged(monkeypatch, tmp_path):
+    def told(judge: run.Judge) -> str:
+        (tmp_path / "pwned").unlink(missing_ok=True)
+        return run._try(judge, "yaml", 0, random.Random(0), tmp_path).why
+
+    assert told(lambda draw, folder: True) == ""
+    assert "was run as a command" in told(lambda draw, folder: bool((folder / "pwned").write_text("x")))
+    monkeypatch.setattr(run, "MOST_SECONDS", -1.0)
+    assert "it took" in told(lambda draw, folder: True)
+    monkeypatch.setattr(run, "MOST_BYTES", -1)
+    assert "MiB" in told(lambda draw, folder: True)
+
+
+def test_a_case_that_kills_its_process_is_wrong_and_the_others_are_tried(monkeypatch, tmp_path):
+    """By a stand-in for the worker, which is one process for many cases."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os, sys\nfor n in range(int(sys.argv[5]), int(sys.argv[6])):\n"
+        "    if n == 2:\n        os.kill(os.getpid(), 9)\n"
+        "    print(json.dumps({'part': 'yaml', 'number': n, 'verdict': 'refused'}), flush=True)\n"
+    )
+    popen = subprocess.Popen
+    monkeypatch.setattr(
+        run.subprocess, "Popen", lambda words, **more: popen([sys.executable, str(worker), *words[2:]], **more)
+    )
+    tried = list(run.tried_apart("yaml", range(5), seed=0))
+    assert [(one.number, one.verdict) for one in tried] == [
+        (0, "refused"), (1, "refused"), (2, "wrong"), (3, "refused"), (4, "refused")
+    ]  # fmt: skip
+    assert "-9" in tried[2].why
+
+
+def test_make_fuzz_as_it_is_typed(tmp_path):
+    words = ["make", "fuzz", "N=12", "PART=yaml", "SEED=3", f"OUT={tmp_path}/found.json"]
+    done = subprocess.run(
+        words, cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env=clean_environment(VENV=str(Path(sys.executable).parent.parent)),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "yaml: 12 cases: " in done.stdout
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert (report["seed"], report["parts"]["yaml"]["cases"], report["parts"]["yaml"]["wrong"]) == (3, 12, 0)
+    wrong = subprocess.run(
+        [*words[:3], "PART=none"], cwd=ROOT, capture_output=True, text=True,
+        env=clean_environment(VENV=str(Path(sys.executable).parent.parent)),
+    )  # fmt: skip
+    assert wrong.returncode == 2
+    assert "the parts are yaml" in wrong.stderr

@@ -1,0 +1,101 @@
+"""`train.max_hours`: a run stops in time for its longest step, evaluation and checkpoint, whatever the clock says."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from sft_play.process import endings
+from tests.conftest import chat
+
+pytestmark = pytest.mark.build
+STEPS = 1000
+
+
+class Simulated:
+    """A run of steps, evaluations and checkpoints of random lengths, as the Trainer calls its callbacks."""
+
+    def __init__(self, draw: random.Random, hours: float | None) -> None:
+        from sft_play.training.loop.callbacks import StopAfter
+
+        self.now = draw.uniform(0, 30)
+        self.stop = StopAfter(None, hours=hours, elapsed_s=lambda: self.now)
+        self.longest = {"step": 0.0, "evaluation": 0.0, "checkpoint": 0.0}
+        self.draw, self.step, self.ended_at = draw, 0, 0.0
+        self.every = {"evaluation": draw.randint(2, 9), "checkpoint": draw.randint(2, 9)}
+
+    def take(self, name: str) -> None:
+        seconds = self.draw.uniform(1, 3) * {"step": 1, "evaluation": 4, "checkpoint": 2}[name]
+        self.now += seconds
+        self.longest[name] = max(self.longest[name], seconds)
+
+    def run(self) -> None:
+        control = SimpleNamespace(should_save=False, should_training_stop=False)
+        while self.step < STEPS and not control.should_training_stop:
+            self.step += 1
+            self.stop.on_step_begin()
+            self.take("step")
+            self.stop.on_step_end(None, SimpleNamespace(global_step=self.step, max_steps=STEPS), control)
+            self.ended_at = self.now
+            if self.step % self.every["evaluation"] == 0:
+                self.take("evaluation")
+                self.stop.on_evaluate()
+            if control.should_save or self.step % self.every["checkpoint"] == 0:
+                self.take("checkpoint")
+                self.stop.on_save()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_run_ends_within_its_limit_and_no_sooner_than_it_must(seed):
+    draw = random.Random(seed)
+    limit_s = draw.uniform(150, 1000)
+    run = Simulated(draw, limit_s / 3600)
+    run.run()
+    assert run.stop.stopped_early
+    assert run.now <= limit_s
+    # one more step, with the longest of each, and 5% of the limit for a checkpoint, would not have been sure to fit
+    kept = run.longest["step"] + run.longest["evaluation"] + max(run.longest["checkpoint"], 0.05 * limit_s)
+    assert run.ended_at + kept > limit_s
+
+
+def test_without_a_limit_nothing_stops_it():
+    run = Simulated(random.Random(0), None)
+    run.run()
+    assert (run.step, run.stop.stopped_early) == (STEPS, False)
+
+
+def test_the_limit_counts_from_the_start_and_a_clock_that_is_set_moves_nothing(monkeypatch):
+    monkeypatch.delenv(endings.BEGAN_VARIABLE, raising=False)
+    assert endings.elapsed_s() == 0.0
+    monkeypatch.setenv(endings.BEGAN_VARIABLE, str(time.monotonic() - 100))
+    monkeypatch.setattr(time, "time", lambda: 0.0)
+    assert 100 <= endings.elapsed_s() < 160
+    endings.note_beginning(anew=False)  # a rank keeps what its parent has noted
+    assert 100 <= endings.elapsed_s() < 160
+    endings.note_beginning(anew=True)
+    assert endings.elapsed_s() < 60
+    assert endings.BEGAN_VARIABLE in os.environ
+
+
+def test_a_run_that_stops_for_its_limit_ends_with_a_checkpoint_and_is_resumed_without_it(tmp_path, tiny_llama, command):
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(chat(f"what is {n}?", f"{n}.")) + "\n" for n in range(8)))
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name: {tiny_llama}, max_seq_len: 64}}\ndata: {{train_path: {tmp_path}/rows.jsonl}}\n"
+        "train: {effective_batch_size: 2, max_steps: 4, report_to: [], bf16: false}\ntuning: {mode: lora}\n"
+        f"output: {{dir: {tmp_path}/outputs, name: one}}\n"
+    )
+    code, said = command("train", "--config", str(tmp_path / "run.yaml"), "train.max_hours=0.000001")
+    folder = tmp_path / "outputs" / "one"
+    assert code == 0, said
+    assert "train.max_hours=1e-06: saving at the end of step 1, then stopping" in said
+    assert "make resume" in said
+    assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+    assert (folder / "checkpoints" / "checkpoint-1" / "complete.json").is_file()
+    code, said = command("resume", "--config", str(tmp_path / "run.yaml"), "--run", "one", "train.max_hours=1")
+    assert code == 0, said
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
