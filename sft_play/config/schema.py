@@ -98,6 +98,10 @@ class ModelConfig(Section):
     """Adapter that training continues: a run's name in the output folder, its path, `last`, an adapter's folder, or a
     hub id. Its rank, alpha, target modules and the like are taken from it. null starts a new one."""
 
+    add_tokens: tuple[Name, ...] = leaf((), owner="training.prepare.tokenizer")
+    """Tokens that the tokenizer gets, such as `[<think>, </think>]`. Their rows begin as the mean of the pieces that
+    each was split into; with adapters only these rows of the embeddings train, and are saved with the adapter."""
+
     max_seq_len: int = leaf(2048, owner="planner.plan", ge=8)
     """Longest training row in tokens; longer rows are cut or left out (data.truncate), and counted."""
 
