@@ -14,6 +14,8 @@ from sft_play.finished.load import load_as_trained, load_base, load_folder
 from sft_play.finished.run import find_finished
 from tests.conftest import chat
 from tests.finished_runs import finished_run, make_base
+from tests.models import uneven_run
+from tests.test_distributed import needs_deepspeed, shapes, start
 from tests.test_merge import gemma3_with_images, gpt2, llama, logits
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
 
@@ -139,3 +141,49 @@ def test_what_cannot_be_added_is_refused_by_name(train, tiny_llama):  # noqa: F8
         assert what in printed
         assert "list only tokens that are new" in printed
         assert not folder.exists()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, tiny_llama):
+    """A folder with a run YAML for one process and for two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("ddp", "lora"),
+        pytest.param("fsdp", "full", marks=pytest.mark.slow),
+        pytest.param("zero3", "full", marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_ranks_lose_and_save_what_one_process_does(ranks, strategy, mode):
+    words = ("--config", f"{ranks}/run.yaml", f"tuning.mode={mode}", ADDED)
+    alone = start(ranks, "train", *words, f"output.name=one-{strategy}")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    answer = start(ranks, "train-distributed", *words, f"output.name={strategy}", STRATEGY=strategy, NPROC="2")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    one, other = (ranks / "outputs" / name for name in (f"one-{strategy}", strategy))
+    assert losses(other) == pytest.approx(losses(one), rel=1e-5)
+    assert shapes(other / ("model" if mode == "full" else "adapter")) == shapes(
+        one / ("model" if mode == "full" else "adapter")
+    )
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("verb", ["plan", "check"])
+@pytest.mark.parametrize("divided", ["STRATEGY=fsdp", "STRATEGY=zero1", "STRATEGY=zero3", "model.mesh_shape=[[2],[fsdp]]"])
+def test_layouts_that_divide_embeddings_are_refused_for_rows(command, ranks, monkeypatch, verb, divided):
+    name, _, value = divided.partition("=")
+    if verb == "check" and name == "STRATEGY":
+        return  # check asks for no layout: it takes the plan's
+    monkeypatch.setenv("STRATEGY", value if name == "STRATEGY" else "")
+    mesh = [divided] if name != "STRATEGY" else []
+    code, printed = command(
+        verb, "--config", f"{ranks}/run.yaml", "--hardware", "2xH100", "tuning.mode=lora", ADDED, *mesh
+    )
+    assert code == 2, printed
+    assert "model.add_tokens: PEFT trains rows of whole embeddings only" in printed
