@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 
@@ -9,9 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sft_play.config.load import config_from_text
 from sft_play.finished.export.merge import merge_run
 from sft_play.finished.load import load_as_trained, load_base, load_folder
 from sft_play.finished.run import find_finished
+from sft_play.planner.precision import Precision
+from tests.bundled import model_config
 from tests.conftest import chat
 from tests.finished_runs import finished_run, make_base
 from tests.models import uneven_run
@@ -187,3 +191,33 @@ def test_layouts_that_divide_embeddings_are_refused_for_rows(command, ranks, mon
     )
     assert code == 2, printed
     assert "model.add_tokens: PEFT trains rows of whole embeddings only" in printed
+
+
+@pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
+@pytest.mark.parametrize(
+    ("name", "micro", "length", "passes", "checkpointed"),
+    [("Llama-3.2-1B", 1, 700, 1, None), ("Llama-3.2-1B", 2, 900, 3, 0), ("Llama-3.1-8B", 1, 300, 2, None)],
+)
+def test_the_plan_agrees_with_a_trace(mode, name, micro, length, passes, checkpointed):
+    """Tied and untied, with and without accumulation and checkpointing."""
+    check_trace(name, micro, length, passes, checkpointed, mode=mode, added=f"{list(TOKENS)}", within=0.01)
+
+
+def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", more="", within, wide=False):
+    """The estimate of a step beside the trace of it, two blocks deep."""
+    from sft_play.facts.models.decoder import parse_config
+    from sft_play.planner.memory.estimate import estimate
+    from sft_play.planner.memory.step_memory import Step
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import trace_step
+
+    model = model_config(name) | {"num_hidden_layers": 2}
+    config = config_from_text(
+        f"model: {{name: x, max_seq_len: {length}, add_tokens: {added}}}\ntuning: {{mode: {mode}}}\n{more}", name="run"
+    )
+    plain = parse_config(model, name=name)
+    shape = dataclasses.replace(plain, vocab_size=plain.vocab_size + len(config.model.add_tokens))
+    precision = Precision("float32", "float32", "") if wide else Precision("bfloat16", "bfloat16", "")
+    planned = Step(micro, passes, length, checkpointed_layers=checkpointed, saves=False, masks=False)
+    found = trace_step(settings_of(config, model, shape, precision, planned))
+    assert estimate(config, shape, precision, planned).allocated == pytest.approx(found.allocated, rel=within)

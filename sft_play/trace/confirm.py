@@ -84,6 +84,7 @@ def settings_of(
         model=model,
         mode=mode,
         peft=None if mode == "full" else _adapter(config, shape),
+        new_tokens=len(config.model.add_tokens),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
         grad_accum=min(step.grad_accum, 2),  # a third pass meets the same as the second

@@ -44,6 +44,8 @@ class StepSettings:
     mode: Literal["full", "lora", "qlora"] = "qlora"
     peft: Mapping[str, Any] | None = None
     """PEFT's config as plain data (`peft_type`, `r`, `target_modules`, ...); None in full mode."""
+    new_tokens: int = 0
+    """Tokens that the vocabulary gets; with adapters their rows train."""
     micro_batch: int = 1
     seq_len: int = 2048
     lengths: tuple[int, ...] = ()

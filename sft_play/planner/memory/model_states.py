@@ -102,6 +102,8 @@ class Trained:
     embedding: bool
     head: bool
     states: int
+    rows: int = 0
+    """Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of the whole table."""
 
     @property
     def rounded(self) -> bool:
@@ -117,8 +119,10 @@ def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     lora = config.tuning.lora
     names = {name.rpartition(".")[2] for name in lora.modules_to_save}
     embedding, head = bool(names & EMBEDDING_NAMES), bool(names & HEAD_NAMES)
-    params = adapter_params(shape, lora)
-    return Trained(params + shape.table_params * (embedding + head), widths.adapters, embedding, head, widths.adapters)
+    whole = adapter_params(shape, lora) + shape.table_params * (embedding + head)
+    tables = 1 if shape.tied and not (embedding or head) else 2 - embedding - head
+    rows = len(config.model.add_tokens) * tables * (shape.table_params // shape.vocab_size)
+    return Trained(whole + rows, widths.adapters, embedding, head, widths.adapters, rows)
 
 
 def optimizer_bytes(optim: str, shape: ModelShape, parameters: Trained, *, full: bool) -> int:
@@ -185,7 +189,7 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
     held = own.params * own.width + rests
     return Resident(
         weights=held if full else frozen,
-        adapters=0 if full else held,
+        adapters=0 if full else held + own.rows * widths.weights,  # PEFT keeps the rows that were there, too
         gradients=held,
         optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated

@@ -63,15 +63,16 @@ def peft_config_of(
         target_modules=targets,
         target_parameters=stacked or None,
         modules_to_save=list(lora.modules_to_save) or None,
-        trainable_token_indices=_trained_rows(config, skeleton, new_rows),
+        trainable_token_indices=trained_rows(skeleton, new_rows, whole=lora.modules_to_save),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
     ), notes
 
 
-def _trained_rows(config: RunConfig, model: Any, rows: Sequence[int]) -> dict[str, list[int]] | None:
-    """The rows of added tokens that train in each table of embeddings that is not trained whole, tied ones once.
+def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> dict[str, list[int]] | None:
+    """The rows of added tokens that train in each table of embeddings, tied ones once; `whole`: names of modules that
+    train whole. None: no rows.
 
     Raises:
         ModelError: the head has a bias, which PEFT's rows leave out.
@@ -81,11 +82,11 @@ def _trained_rows(config: RunConfig, model: Any, rows: Sequence[int]) -> dict[st
     inputs, head = model.get_input_embeddings(), output_head(model)
     if getattr(head, "bias", None) is not None:
         raise ModelError(
-            f"model.add_tokens: the output head of {config.model.name} has a bias, which PEFT's trained rows leave out; "
-            "use tuning.mode=full"
+            f"model.add_tokens: the output head of {type(model).__name__} has a bias, which PEFT's trained rows leave "
+            "out; use tuning.mode=full"
         )
     names = {module: name for name, module in model.named_modules() if module in (inputs, head)}
-    own = [part for part in names if not any(_matches(saved, names[part]) for saved in config.tuning.lora.modules_to_save)]
+    own = [part for part in names if not any(_matches(saved, names[part]) for saved in whole)]
     if model.config.tie_word_embeddings and len(own) == len(names):
         own = [inputs]
     return {names[part]: list(rows) for part in own} or None
