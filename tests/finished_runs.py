@@ -36,7 +36,8 @@ def finished_run(
 ) -> Path:
     """Write the folder of a finished run with a random adapter for `base`; returns it.
 
-    `tokens`: model.add_tokens; `lora`: settings of tuning.lora. The adapter is written by the code that training saves with.
+    `tokens`: model.add_tokens; `lora`: settings of tuning.lora. The adapter is written by the code that training saves
+    with.
     """
     from peft import get_peft_model
 
@@ -64,9 +65,7 @@ def finished_run(
     planned = plan(loaded)
     found = load_tokenizer(loaded.config)
     tokenizer = found.tokenizer
-    spec = build_model_spec(
-        loaded.config, planned.precision, tokenizer_size=len(tokenizer), new_rows=found.new_rows
-    )
+    spec = build_model_spec(loaded.config, planned.precision, tokenizer_size=len(tokenizer), new_rows=found.new_rows)
     torch.manual_seed(seed)
     model = read_model(loaded.config, planned.precision, spec)
     if spec.peft_config is not None:

@@ -1,4 +1,4 @@
-"""`model.add_tokens`: new rows begin where their pieces are, they alone train, are saved small, and are merged right."""
+"""`model.add_tokens`: new rows begin at their pieces, alone train, are saved small and merged right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.conftest import chat
 from tests.finished_runs import finished_run, make_base
 from tests.models import uneven_run
 from tests.test_distributed import needs_deepspeed, shapes, start
-from tests.test_merge import gemma3_with_images, gpt2, llama, logits
+from tests.test_merge import gemma3_with_images, gpt2, llama
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.build
@@ -179,7 +179,9 @@ def test_ranks_lose_and_save_what_one_process_does(ranks, strategy, mode):
 
 
 @pytest.mark.parametrize("verb", ["plan", "check"])
-@pytest.mark.parametrize("divided", ["STRATEGY=fsdp", "STRATEGY=zero1", "STRATEGY=zero3", "model.mesh_shape=[[2],[fsdp]]"])
+@pytest.mark.parametrize(
+    "divided", ["STRATEGY=fsdp", "STRATEGY=zero1", "STRATEGY=zero3", "model.mesh_shape=[[2],[fsdp]]"]
+)
 def test_layouts_that_divide_embeddings_are_refused_for_rows(command, ranks, monkeypatch, verb, divided):
     name, _, value = divided.partition("=")
     if verb == "check" and name == "STRATEGY":
@@ -221,3 +223,22 @@ def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", 
     planned = Step(micro, passes, length, checkpointed_layers=checkpointed, saves=False, masks=False)
     found = trace_step(settings_of(config, model, shape, precision, planned))
     assert estimate(config, shape, precision, planned).allocated == pytest.approx(found.allocated, rel=within)
+
+
+def test_a_further_run_continues_the_rows_and_takes_the_tokens_from_the_adapter(train, tmp_path, tiny_llama):  # noqa: F811
+    first = finished_run(tmp_path / "first", tiny_llama, tokens=TOKENS)
+    code, printed, more = train(
+        "more", f"model.adapter={first}", f"model.name={tiny_llama}", "train.learning_rate=1e-30"
+    )
+    assert code == 0, printed
+    assert json.loads((more / "resolved.json").read_text())["model"]["add_tokens"] == list(TOKENS)
+    before, after = load_file(first / "adapter" / "adapter_model.safetensors"), weights(more)
+    assert_same_bits(before, after)
+    code, printed, _ = train("other", f"model.adapter={first}", f"model.name={tiny_llama}", 'model.add_tokens=["<x>"]')
+    assert code == 2
+    assert "leave it out: the adapter's is taken" in printed
+    run = tmp_path / "first"
+    (run / "resolved.json").unlink()
+    code, printed, _ = train("third", f"model.adapter={run / 'adapter'}", f"model.name={tiny_llama}")
+    assert code == 2
+    assert "trainable_token_indices" in printed

@@ -429,6 +429,15 @@ def loading(config: RunConfig) -> Facts:
     return seen
 
 
+def tokens(config: RunConfig) -> Facts:
+    """The tokens that are added, as a text that spells them has them, and their trained rows."""
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(config)
+    ids = loaded.tokenizer("so it is not", add_special_tokens=False)["input_ids"]
+    return {"added": [loaded.tokenizer.decode([one]) for one in ids if one in loaded.new_rows]}
+
+
 def weights(config: RunConfig) -> Facts:
     """What the weights are asked for with."""
     from sft_play.planner.precision import Precision
@@ -573,6 +582,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(loading, "model.trust_remote_code", "true", "tokenizer.trust_remote_code", True),
     one(loading, "model.trust_remote_code", "true", "config.trust_remote_code", True),
     one(weights, "model.trust_remote_code", "true", "trust_remote_code", True),
+    one(tokens, "model.add_tokens", "['it is']", "added", ["it is"]),
     one(plan, "model.max_seq_len", 128, "max_seq_len", 128),
     one(plan, "model.dtype", "float32", "precision.load", "float32"),
     one(plan, "model.dtype", "float16", "precision.load", "float16"),

@@ -272,7 +272,9 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
     if config.train.compile and (because := not_compiled(layout)):
         return because
     if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):
-        return "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
+        return (
+            "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
+        )
     if layout.tensor_parallel > 1 and (because := _not_tensor_parallel(layout, config, shape, hardware)):
         return because
     if layout.context_parallel > 1 and (because := _not_context_parallel(layout, config, shape)):

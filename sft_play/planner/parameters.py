@@ -100,7 +100,9 @@ def parameters_line(parameters: Parameters, config: RunConfig) -> str:
     elif one.experts is not None:
         on_experts = ", none on experts (tuning.lora.target_parameters=auto)"
     if others := one.trained - one.adapters:
-        copies = [f"copies of {', '.join(lora.modules_to_save)} (tuning.lora.modules_to_save)"] * bool(lora.modules_to_save)
+        copies = [f"copies of {', '.join(lora.modules_to_save)} (tuning.lora.modules_to_save)"] * bool(
+            lora.modules_to_save
+        )
         rows = ["rows of new tokens (model.add_tokens)"] * bool(config.model.add_tokens)
         saved = f"; {' and '.join([*copies, *rows])} that train: {count_of(others)}"
     return (

@@ -257,7 +257,9 @@ class Walk:
         copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
-            Vocabulary(words, self.trained.head, self.numbers.adapters if copied else self.width, tile, self._rows("head")),
+            Vocabulary(
+                words, self.trained.head, self.numbers.adapters if copied else self.width, tile, self._rows("head")
+            ),
             batch=batch,
             length=self.step.length,
             width=self.widths[-1],
