@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from sft_play.config.learning_rate import auto_learning_rate
+
 OWNER = "owner"
 """The name of the owner's entry in a key's JSON schema."""
 
@@ -438,7 +440,8 @@ class TrainConfig(Section):
     learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = training(
         "auto", Elsewhere("learning_rate", deepspeed="optimizer.params.lr", tools="peak_lr initial_lr max_lr")
     )
-    """Peak learning rate; auto is 2e-4 with adapters and 1e-5 for full."""
+    """Peak learning rate. auto follows published sweeps (docs/tuning.md): 2e-4 with adapters and 1e-5 for full at 32
+    rows a step, more or less by the square root of the rows, and less where the adapters' scale x rank is above 32."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
         training("cosine", Elsewhere("lr_scheduler_type"))
@@ -709,10 +712,6 @@ class StageConfig(Section):
     """trainable of this stage."""
 
 
-AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
-"""Peak learning rate by tuning mode where train.learning_rate is auto: adapters take far higher rates."""
-
-
 class RunConfig(Section):
     """A run: everything that a user can set, and nothing derived."""
 
@@ -751,9 +750,19 @@ class RunConfig(Section):
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate: as given, or the default of the tuning mode."""
+        """The peak learning rate: as given, or by the rule."""
         given = self.train.learning_rate
-        return AUTO_LEARNING_RATE[self.tuning.mode] if given == "auto" else given
+        return self.learning_rate_by_rule[0] if given == "auto" else given
+
+    @property
+    def learning_rate_by_rule(self) -> tuple[float, str]:
+        """The learning rate that auto is, and why. An effective batch that only the ranks make counts as its
+        default."""
+        lora = self.tuning.lora
+        alpha = lora.alpha * (lora.r**0.5 if lora.use_rslora else 1)
+        return auto_learning_rate(
+            alpha=None if self.tuning.mode == "full" else alpha, rows=self.train.effective_batch_size
+        )
 
     @property
     def uses_bitsandbytes(self) -> bool:
