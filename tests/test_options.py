@@ -215,6 +215,8 @@ def arguments(config: RunConfig) -> Facts:
 
 def trainer(config: RunConfig) -> Facts:
     """What the trainer is built with beside its arguments."""
+    from transformers import AutoModelForCausalLM
+
     from sft_play.training.loop.trainer import build_trainer, plan_callbacks
 
     seen: Facts = {}
@@ -225,6 +227,8 @@ def trainer(config: RunConfig) -> Facts:
         def __init__(self, **options: Any) -> None:
             seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "grouped", "on_nan")})
             seen["packs"] = options["packs"] and len(options["packs"])
+            kind, _ = options.get("optimizer_cls_and_kwargs", (None, {}))
+            seen["optimizer"] = kind and kind.__name__
 
         def remove_callback(self, *_: Any) -> None: ...
 
@@ -235,7 +239,7 @@ def trainer(config: RunConfig) -> Facts:
             config,
             plan,
             folder,
-            model=None,
+            model=AutoModelForCausalLM.from_pretrained(config.model.name) if config.train.optim == "muon" else None,
             tokenizer=None,
             peft_config=None,
             train=_splits(config)[0].train,
@@ -699,8 +703,9 @@ PROBES: list[tuple[str, Probe]] = [
     one(arguments, "train.max_grad_norm", 0.1, "max_grad_norm", 0.1),
     *(
         one(arguments, "train.optim", name, "optim", name)
-        for name in ("adamw_torch", "paged_adamw_8bit", "adafactor")
+        for name in ("adamw_torch", "paged_adamw_8bit", "adafactor", "adamw_8bit", "lion_32bit", "lion_8bit")
     ),
+    one(trainer, "train.optim", "muon", "optimizer", "MuonWithAdamW", FULL),
     ("train.device", Probe(device, ["train.device=cpu"], {"device": "cpu", "CUDA_VISIBLE_DEVICES": "-1"})),
     one(plan, "train.bf16", "false", "precision.compute", "float32"),
     one(arguments, "train.bf16", "true", "bf16", True),

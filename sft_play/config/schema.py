@@ -53,8 +53,10 @@ def training(default: Any, elsewhere: Elsewhere, **limits: Any) -> Any:
     return Field(default, json_schema_extra={OWNER: "training.loop.trainer", ELSEWHERE: elsewhere}, **limits)  # type: ignore[dict-item]
 
 
-ADAMW = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit")
-"""The optimizers that are AdamW."""
+ADAMW = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_8bit", "muon")
+"""The optimizers that are AdamW, or have it beside them."""
+BITSANDBYTES = ("paged_adamw_8bit", "adamw_8bit", "lion_32bit", "lion_8bit")
+"""The optimizers of bitsandbytes."""
 
 
 class Section(BaseModel):
@@ -479,10 +481,18 @@ class TrainConfig(Section):
     optimizer and learning rate stay as they were. stop: end the run. skip: continue with the next step; five in a row
     end the run. In fp16 the loss scaling skips steps by itself."""
 
-    optim: Literal["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"] = training(
-        "adamw_torch_fused", Elsewhere("optim")
-    )
-    """Optimizer, by its name in transformers."""
+    optim: Literal[
+        "adamw_torch_fused",
+        "adamw_torch",
+        "paged_adamw_8bit",
+        "adamw_8bit",
+        "lion_32bit",
+        "lion_8bit",
+        "muon",
+        "adafactor",
+    ] = training("adamw_torch_fused", Elsewhere("optim"))
+    """Optimizer, by its name in transformers. muon: torch's Muon for the weight matrices of tuning.mode=full, and AdamW
+    for embeddings, head, norms and biases (docs/tuning.md)."""
 
     weight_updates: Annotated[Literal["auto", "float32", "stochastic", "bfloat16"], TorchName] = leaf(
         "auto", owner="planner.precision"
@@ -761,10 +771,12 @@ class RunConfig(Section):
         lora = self.tuning.lora
         alpha = lora.alpha * (lora.r**0.5 if lora.use_rslora else 1)
         return auto_learning_rate(
-            alpha=None if self.tuning.mode == "full" else alpha, rows=self.train.effective_batch_size
+            alpha=None if self.tuning.mode == "full" else alpha,
+            rows=self.train.effective_batch_size,
+            lion="lion" in self.train.optim,
         )
 
     @property
     def uses_bitsandbytes(self) -> bool:
         """Whether weights or optimizer states are bitsandbytes'."""
-        return self.tuning.mode == "qlora" or self.train.optim == "paged_adamw_8bit"
+        return self.tuning.mode == "qlora" or self.train.optim in BITSANDBYTES

@@ -97,7 +97,8 @@ class StepSettings:
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
     evaluation."""
     optimizer: str = "adamw_fused"
-    """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, adafactor, sgd, lora_fa, none.
+    """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, lion_32bit_bnb, lion_8bit, muon,
+    adafactor, sgd, lora_fa, none. 8-bit ones with `_wide_embeddings` keep the states of embeddings in fp32.
 
     lora_fa: AdamW, one tensor at a time, with every LoRA A frozen once the optimizer is created.
     """

@@ -142,7 +142,7 @@ def saving_of(walk: Walk) -> Saving:
     process."""
     layout, parameters = walk.step.layout, walk.trained
     alone = min(parameters.params * parameters.width, SAVE_SHARD_BYTES)
-    paged = paged_bytes(walk.config.train.optim, parameters)
+    paged = paged_bytes(walk.config.train.optim, walk.shape, parameters)
     if layout.is_zero:
         return Saving("deepspeed", 4 * parameters.params + (paged or 8 * parameters.params), alone, 0, alone)
     parts = (layout.shard if layout.is_fsdp else 1) * layout.tensor_parallel
