@@ -213,6 +213,10 @@ def arguments(config: RunConfig) -> Facts:
     return training_arguments(config, on_cpu(config), RunFolder(Path("/nowhere")), has_eval=True).to_dict()
 
 
+SEEN = ("checkpoint_limit", "patience", "grouped", "on_nan", "loraplus_lr_ratio")
+"""Arguments of the trainer that probes look at."""
+
+
 def trainer(config: RunConfig) -> Facts:
     """What the trainer is built with beside its arguments."""
     from transformers import AutoModelForCausalLM
@@ -225,7 +229,7 @@ def trainer(config: RunConfig) -> Facts:
         is_deepspeed_enabled = False
 
         def __init__(self, **options: Any) -> None:
-            seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "grouped", "on_nan")})
+            seen.update({key: options[key] for key in SEEN})
             seen["packs"] = options["packs"] and len(options["packs"])
             kind, _ = options.get("optimizer_cls_and_kwargs", (None, {}))
             seen["optimizer"] = kind and kind.__name__
@@ -624,6 +628,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(adapters, "tuning.lora.dtype", "bfloat16", "dtype", "bfloat16"),
     one(adapters, "tuning.lora.dtype", "float32", "dtype", "float32", ["tuning.lora.dtype=bfloat16"]),
     one(model_spec, "tuning.lora.use_dora", "true", "use_dora", True),
+    one(trainer, "tuning.lora.loraplus_lr_ratio", 16, "loraplus_lr_ratio", 16.0),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
     ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",
                                     "data.train_path=null"], {"rows": 27})),

@@ -27,7 +27,8 @@ def auto_learning_rate(*, alpha: float | None, rows: int, lion: bool = False) ->
     """The peak learning rate and the reason for it.
 
     Args:
-        alpha: the adapters' scale times their rank: alpha, or alpha x sqrt(r) with rsLoRA; None: all weights train.
+        alpha: the adapters' scale times their rank, alpha or with rsLoRA alpha x sqrt(r), and the ratio of lora_B's
+            rate to this one; None: all weights train.
         rows: the effective batch.
         lion: whether the optimizer is Lion.
     """
@@ -38,7 +39,7 @@ def auto_learning_rate(*, alpha: float | None, rows: int, lion: bool = False) ->
     if alpha is not None and alpha > ALPHA:
         rate, words = (
             rate * ALPHA / alpha,
-            f"{words} x {ALPHA}/{alpha:.4g}, since the adapters' scale x rank is that large",
+            f"{words} x {ALPHA}/{alpha:.4g}, since the adapters' scale x rank x lora_B's ratio is that large",
         )
     if lion:
         rate, words = rate / LION, f"{words} / {LION} for Lion"

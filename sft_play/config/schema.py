@@ -164,6 +164,10 @@ class LoraConfig(Section):
     use_dora: bool = leaf(False, owner="training.prepare.lora_config")
     """Weight-decomposed adapters (https://huggingface.co/papers/2402.09353)."""
 
+    loraplus_lr_ratio: float = leaf(1.0, owner="training.loop.trainer", ge=1.0, le=1000.0)
+    """LoRA+: the learning rate of every lora_B, and of DoRA's magnitudes, over train.learning_rate, which the rest has;
+    its paper takes 16 (https://huggingface.co/papers/2402.12354). 1 trains all alike."""
+
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], TorchName] = leaf("auto", owner="planner.gradients")
     """Dtype of the adapters and their optimizer states; auto is float32. bfloat16 halves both, but loses updates that
     are smaller than 1/256 of a weight. Runs that do not compute in bf16 keep float32."""
@@ -769,7 +773,7 @@ class RunConfig(Section):
         """The learning rate that auto is, and why. An effective batch that only the ranks make counts as its
         default."""
         lora = self.tuning.lora
-        alpha = lora.alpha * (lora.r**0.5 if lora.use_rslora else 1)
+        alpha = lora.alpha * (lora.r**0.5 if lora.use_rslora else 1) * lora.loraplus_lr_ratio
         return auto_learning_rate(
             alpha=None if self.tuning.mode == "full" else alpha,
             rows=self.train.effective_batch_size,

@@ -280,6 +280,7 @@ def build_trainer(
         row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
+        loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
         **_optimizer(config, plan, arguments, model),
         **options,
     )
