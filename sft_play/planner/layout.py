@@ -276,7 +276,7 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
             "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
         )
     if layout.is_zero and config.tuning.mode != "full" and config.tuning.lora.loraplus_lr_ratio != 1:
-        return "tuning.lora.loraplus_lr_ratio: under DeepSpeed its two rates gave other losses than one process (fsdp does not)"
+        return "tuning.lora.loraplus_lr_ratio: under DeepSpeed losses were not those of one process (fsdp's are)"
     if layout.tensor_parallel > 1 and (because := _not_tensor_parallel(layout, config, shape, hardware)):
         return because
     if layout.context_parallel > 1 and (because := _not_context_parallel(layout, config, shape)):
