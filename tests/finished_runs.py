@@ -25,11 +25,19 @@ def make_base(folder: Path, model: Any, *, dtype: torch.dtype = torch.float32, *
 
 
 def finished_run(
-    folder: Path, base: Path, *, mode: str = "lora", precision: str = "fp32", seed: int = 0, **lora: Any
+    folder: Path,
+    base: Path,
+    *,
+    mode: str = "lora",
+    precision: str = "fp32",
+    seed: int = 0,
+    tokens: tuple[str, ...] = (),
+    **lora: Any,
 ) -> Path:
     """Write the folder of a finished run with a random adapter for `base`; returns it.
 
-    `lora`: settings of tuning.lora. The adapter is written by the code that training saves with.
+    `tokens`: model.add_tokens; `lora`: settings of tuning.lora. The adapter is written by the code that training saves
+    with.
     """
     from peft import get_peft_model
 
@@ -47,7 +55,7 @@ def finished_run(
     data.write_text("".join(json.dumps(chat(f"what is {n} + {n}?", f"it is {2 * n}.")) + "\n" for n in range(24)))
     run_yaml = folder.parent / f"{folder.name}.yaml"
     run_yaml.write_text(
-        f"model: {{name: {base}, max_seq_len: 64}}\n"
+        f"model: {{name: {base}, max_seq_len: 64, add_tokens: {json.dumps(tokens)}}}\n"
         f"data: {{train_path: {data}, val_path: null, test_path: null, val_fraction: 0.5}}\n"
         f"tuning: {{mode: {mode}, lora: {json.dumps({'r': 4, 'dropout': 0.0, **lora})}}}\n"
         f"train: {{effective_batch_size: 8, max_steps: 2, report_to: [], bf16: {str(precision == 'bf16').lower()}}}\n"
@@ -55,8 +63,9 @@ def finished_run(
     )
     loaded = load_config(run_yaml)
     planned = plan(loaded)
-    tokenizer = load_tokenizer(loaded.config).tokenizer
-    spec = build_model_spec(loaded.config, planned.precision, tokenizer_size=len(tokenizer))
+    found = load_tokenizer(loaded.config)
+    tokenizer = found.tokenizer
+    spec = build_model_spec(loaded.config, planned.precision, tokenizer_size=len(tokenizer), new_rows=found.new_rows)
     torch.manual_seed(seed)
     model = read_model(loaded.config, planned.precision, spec)
     if spec.peft_config is not None:
@@ -64,7 +73,7 @@ def finished_run(
         model = get_peft_model(model, spec.peft_config, autocast_adapter_dtype=True)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
+            if any(part in name for part in ("lora_", "modules_to_save", "trainable_tokens")):
                 parameter.add_(torch.randn_like(parameter) * 0.05)
     folder.mkdir(parents=True)
     save_model(model, tokenizer, folder / ("model" if mode == "full" else "adapter"), base=base)

@@ -187,7 +187,9 @@ def test_optimizers_differ_by_their_states():
     assert fused.terms["optimizer"] == pytest.approx(4 * params, rel=0.01)
     assert listed.moments["optimizer"] - fused.moments["optimizer"] == 2 * params
     assert paged.terms["optimizer"] == 0
-    assert paged.outside_allocator - fused.outside_allocator == pytest.approx(2.03 * params, rel=0.01)
+    tables = llama_8b().vocab_size * H  # of the embedding, whose states transformers' Trainer keeps in fp32
+    managed = paged.outside_allocator - fused.outside_allocator
+    assert managed == pytest.approx(2.03 * (params - tables) + 8 * tables, rel=0.01)
     assert factored.terms["optimizer"] < 0.01 * params
 
 

@@ -216,8 +216,14 @@ def arguments(config: RunConfig) -> Facts:
     return training_arguments(config, on_cpu(config), RunFolder(Path("/nowhere")), has_eval=True).to_dict()
 
 
+SEEN = ("checkpoint_limit", "patience", "grouped", "on_nan", "loraplus_lr_ratio")
+"""Arguments of the trainer that probes look at."""
+
+
 def trainer(config: RunConfig) -> Facts:
     """What the trainer is built with beside its arguments."""
+    from transformers import AutoModelForCausalLM
+
     from sft_play.training.loop.trainer import build_trainer, plan_callbacks
 
     seen: Facts = {}
@@ -226,8 +232,10 @@ def trainer(config: RunConfig) -> Facts:
         is_deepspeed_enabled = False
 
         def __init__(self, **options: Any) -> None:
-            seen.update({key: options[key] for key in ("checkpoint_limit", "patience", "grouped", "on_nan")})
+            seen.update({key: options[key] for key in SEEN})
             seen["packs"] = options["packs"] and len(options["packs"])
+            kind, _ = options.get("optimizer_cls_and_kwargs", (None, {}))
+            seen["optimizer"] = kind and kind.__name__
 
         def remove_callback(self, *_: Any) -> None: ...
 
@@ -238,7 +246,7 @@ def trainer(config: RunConfig) -> Facts:
             config,
             plan,
             folder,
-            model=None,
+            model=AutoModelForCausalLM.from_pretrained(config.model.name) if config.train.optim == "muon" else None,
             tokenizer=None,
             peft_config=None,
             train=_splits(config)[0].train,
@@ -432,6 +440,15 @@ def loading(config: RunConfig) -> Facts:
     return seen
 
 
+def tokens(config: RunConfig) -> Facts:
+    """The tokens that are added, as a text that spells them has them, and their trained rows."""
+    from sft_play.training.prepare.tokenizer import load_tokenizer
+
+    loaded = load_tokenizer(config)
+    ids = loaded.tokenizer("so it is not", add_special_tokens=False)["input_ids"]
+    return {"added": [loaded.tokenizer.decode([one]) for one in ids if one in loaded.new_rows]}
+
+
 def weights(config: RunConfig) -> Facts:
     """What the weights are asked for with."""
     from sft_play.planner.precision import Precision
@@ -576,6 +593,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(loading, "model.trust_remote_code", "true", "tokenizer.trust_remote_code", True),
     one(loading, "model.trust_remote_code", "true", "config.trust_remote_code", True),
     one(weights, "model.trust_remote_code", "true", "trust_remote_code", True),
+    one(tokens, "model.add_tokens", "['it is']", "added", ["it is"]),
     one(plan, "model.max_seq_len", 128, "max_seq_len", 128),
     one(plan, "model.dtype", "float32", "precision.load", "float32"),
     one(plan, "model.dtype", "float16", "precision.load", "float16"),
@@ -613,6 +631,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(adapters, "tuning.lora.dtype", "bfloat16", "dtype", "bfloat16"),
     one(adapters, "tuning.lora.dtype", "float32", "dtype", "float32", ["tuning.lora.dtype=bfloat16"]),
     one(model_spec, "tuning.lora.use_dora", "true", "use_dora", True),
+    one(trainer, "tuning.lora.loraplus_lr_ratio", 16, "loraplus_lr_ratio", 16.0),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
     ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",
                                     "data.train_path=null"], {"rows": 27})),
@@ -696,8 +715,9 @@ PROBES: list[tuple[str, Probe]] = [
     one(arguments, "train.max_grad_norm", 0.1, "max_grad_norm", 0.1),
     *(
         one(arguments, "train.optim", name, "optim", name)
-        for name in ("adamw_torch", "paged_adamw_8bit", "adafactor")
+        for name in ("adamw_torch", "paged_adamw_8bit", "adafactor", "adamw_8bit", "lion_32bit", "lion_8bit")
     ),
+    one(trainer, "train.optim", "muon", "optimizer", "MuonWithAdamW", FULL),
     ("train.device", Probe(device, ["train.device=cpu"], {"device": "cpu", "CUDA_VISIBLE_DEVICES": "-1"})),
     one(plan, "train.bf16", "false", "precision.compute", "float32"),
     one(arguments, "train.bf16", "true", "bf16", True),

@@ -46,6 +46,8 @@ class EarlierAdapter:
     settings: Mapping[str, Plain]
     mode: str | None
     """`tuning.mode` of the run that trained it; None where no run of this toolkit is beside it."""
+    tokens: list[Plain]
+    """`model.add_tokens` of that run, whose rows the adapter has."""
 
 
 def put_adapter(document: YamlDocument) -> list[Problem]:
@@ -74,6 +76,9 @@ def put_adapter(document: YamlDocument) -> list[Problem]:
             problems.append(document.problem(("tuning", "lora", name), f"{why}; leave it out: the adapter's is taken"))
         elif name != "dropout" or name not in lora:
             lora[name] = theirs
+    if adapter.tokens and model.setdefault("add_tokens", adapter.tokens) != adapter.tokens:
+        why = f"the adapter {one_line(adapter.place)} has rows of {show(adapter.tokens)}; leave it out"
+        problems.append(document.problem(("model", "add_tokens"), f"{why}: the adapter's is taken"))
     if adapter.mode is not None:
         tuning.setdefault("mode", adapter.mode)
     model["adapter"] = adapter.place
@@ -98,12 +103,14 @@ def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
     folder = _folder(given, output.expanduser())
     if folder is None:
         path = _fetched(given, CONFIG_FILE)
-        return EarlierAdapter(given, _settings(_read(path), given, lambda: _fetched(given, WEIGHTS_FILE)), None)
+        return EarlierAdapter(given, _settings(_read(path), given, lambda: _fetched(given, WEIGHTS_FILE)), None, [])
     place, path = str(folder.absolute()), folder / WEIGHTS_FILE
-    settings = _settings(_read(folder / CONFIG_FILE), place, lambda: path)
+    resolved = _resolved_of_run(folder)
+    tokens = resolved.get("model", {}).get("add_tokens") or []
+    settings = _settings(_read(folder / CONFIG_FILE), place, lambda: path, has_tokens=bool(tokens))
     if not path.is_file():
         raise ConfigError(f"{place} holds no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
-    return EarlierAdapter(place, settings, _mode_of_run(folder))
+    return EarlierAdapter(place, settings, resolved.get("tuning", {}).get("mode"), tokens)
 
 
 def adapter_folder(place: str) -> Path:
@@ -179,13 +186,13 @@ def run_of(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _mode_of_run(folder: Path) -> str | None:
+def _resolved_of_run(folder: Path) -> dict[str, Any]:
+    """The settings of the run that an adapter's folder belongs to; empty where there is none of this toolkit."""
     run = run_of(folder)
-    if run is None:
-        return None
-    with contextlib.suppress(OSError, ValueError, RecursionError, TypeError, KeyError):
-        return str(json.loads((run[0] / "resolved.json").read_text(encoding="utf-8"))["tuning"]["mode"])
-    return None
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        resolved = json.loads((run[0] / "resolved.json").read_text(encoding="utf-8")) if run is not None else None
+        return resolved if isinstance(resolved, dict) else {}
+    return {}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -198,8 +205,10 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]) -> dict[str, Plain]:
-    """The settings of `tuning.lora` that an adapter was trained with.
+def _settings(
+    config: Mapping[str, Any], place: str, weights: Callable[[], Path], *, has_tokens: bool = False
+) -> dict[str, Plain]:
+    """The settings of `tuning.lora` that an adapter was trained with; `has_tokens`: its run says which tokens it added.
 
     Raises:
         ConfigError: it is no LoRA adapter, or has settings that this toolkit does not train.
@@ -212,7 +221,8 @@ def _settings(config: Mapping[str, Any], place: str, weights: Callable[[], Path]
     if start.startswith(_CHANGES_THE_BASE):
         raise ConfigError(f"{name} was started with {one_line(start)}, which changes its base too, and the change is "
                           "not in its files: convert it to a plain LoRA adapter with PEFT first")  # fmt: skip
-    odd = [one_line(f"{key}={json.dumps(config[key])}", limit=120) for key in _NOT_TRAINED if config.get(key)]
+    odd = [one_line(f"{key}={json.dumps(config[key])}", limit=120) for key in _NOT_TRAINED
+           if config.get(key) and not (key == "trainable_token_indices" and has_tokens)]  # fmt: skip
     odd += [f"bias={config['bias']}"] if config.get("bias") not in (None, "none") else []
     if odd:
         raise ConfigError(f"{name} has {', '.join(odd)}, which this toolkit does not train: merge it into its base "

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from sft_play.config.learning_rate import auto_learning_rate
+
 OWNER = "owner"
 """The name of the owner's entry in a key's JSON schema."""
 
@@ -51,8 +53,10 @@ def training(default: Any, elsewhere: Elsewhere, **limits: Any) -> Any:
     return Field(default, json_schema_extra={OWNER: "training.loop.trainer", ELSEWHERE: elsewhere}, **limits)  # type: ignore[dict-item]
 
 
-ADAMW = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit")
-"""The optimizers that are AdamW."""
+ADAMW = ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adamw_8bit", "muon")
+"""The optimizers that are AdamW, or have it beside them."""
+BITSANDBYTES = ("paged_adamw_8bit", "adamw_8bit", "lion_32bit", "lion_8bit")
+"""The optimizers of bitsandbytes."""
 
 
 class Section(BaseModel):
@@ -97,6 +101,10 @@ class ModelConfig(Section):
     adapter: Name | None = leaf(None, owner="training.prepare.origin")
     """Adapter that training continues: a run's name in the output folder, its path, `last`, an adapter's folder, or a
     hub id. Its rank, alpha, target modules and the like are taken from it. null starts a new one."""
+
+    add_tokens: tuple[Name, ...] = leaf((), owner="training.prepare.tokenizer")
+    """Tokens that the tokenizer gets, such as `[<think>, </think>]`. Their rows begin as the mean of the pieces that
+    each was split into; with adapters only these rows of the embeddings train, and are saved with the adapter."""
 
     max_seq_len: int = leaf(2048, owner="planner.plan", ge=8)
     """Longest training row in tokens; longer rows are cut or left out (data.truncate), and counted."""
@@ -155,6 +163,10 @@ class LoraConfig(Section):
 
     use_dora: bool = leaf(False, owner="training.prepare.lora_config")
     """Weight-decomposed adapters (https://huggingface.co/papers/2402.09353)."""
+
+    loraplus_lr_ratio: float = leaf(1.0, owner="training.loop.trainer", ge=1.0, le=1000.0)
+    """LoRA+: the learning rate of every lora_B, and of DoRA's magnitudes, over train.learning_rate, which the rest has;
+    its paper takes 16 (https://huggingface.co/papers/2402.12354). 1 trains all alike."""
 
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], TorchName] = leaf("auto", owner="planner.gradients")
     """Dtype of the adapters and their optimizer states; auto is float32. bfloat16 halves both, but loses updates that
@@ -444,7 +456,8 @@ class TrainConfig(Section):
     learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] = training(
         "auto", Elsewhere("learning_rate", deepspeed="optimizer.params.lr", tools="peak_lr initial_lr max_lr")
     )
-    """Peak learning rate; auto is 2e-4 with adapters and 1e-5 for full."""
+    """Peak learning rate. auto follows published sweeps (docs/tuning.md): 2e-4 with adapters and 1e-5 for full at 32
+    rows a step, more or less by the square root of the rows, and less where the adapters' scale x rank is above 32."""
 
     lr_scheduler_type: Literal["linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"] = (
         training("cosine", Elsewhere("lr_scheduler_type"))
@@ -482,10 +495,18 @@ class TrainConfig(Section):
     optimizer and learning rate stay as they were. stop: end the run. skip: continue with the next step; five in a row
     end the run. In fp16 the loss scaling skips steps by itself."""
 
-    optim: Literal["adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"] = training(
-        "adamw_torch_fused", Elsewhere("optim")
-    )
-    """Optimizer, by its name in transformers."""
+    optim: Literal[
+        "adamw_torch_fused",
+        "adamw_torch",
+        "paged_adamw_8bit",
+        "adamw_8bit",
+        "lion_32bit",
+        "lion_8bit",
+        "muon",
+        "adafactor",
+    ] = training("adamw_torch_fused", Elsewhere("optim"))
+    """Optimizer, by its name in transformers. muon: torch's Muon for the weight matrices of tuning.mode=full, and AdamW
+    for embeddings, head, norms and biases (docs/tuning.md)."""
 
     weight_updates: Annotated[Literal["auto", "float32", "stochastic", "bfloat16"], TorchName] = leaf(
         "auto", owner="planner.precision"
@@ -715,10 +736,6 @@ class StageConfig(Section):
     """trainable of this stage."""
 
 
-AUTO_LEARNING_RATE = {"qlora": 2e-4, "lora": 2e-4, "full": 1e-5}
-"""Peak learning rate by tuning mode where train.learning_rate is auto: adapters take far higher rates."""
-
-
 class RunConfig(Section):
     """A run: everything that a user can set, and nothing derived."""
 
@@ -757,11 +774,23 @@ class RunConfig(Section):
 
     @property
     def learning_rate(self) -> float:
-        """The peak learning rate: as given, or the default of the tuning mode."""
+        """The peak learning rate: as given, or by the rule."""
         given = self.train.learning_rate
-        return AUTO_LEARNING_RATE[self.tuning.mode] if given == "auto" else given
+        return self.learning_rate_by_rule[0] if given == "auto" else given
+
+    @property
+    def learning_rate_by_rule(self) -> tuple[float, str]:
+        """The learning rate that auto is, and why. An effective batch that only the ranks make counts as its
+        default."""
+        lora = self.tuning.lora
+        alpha = lora.alpha * (lora.r**0.5 if lora.use_rslora else 1) * lora.loraplus_lr_ratio
+        return auto_learning_rate(
+            alpha=None if self.tuning.mode == "full" else alpha,
+            rows=self.train.effective_batch_size,
+            lion="lion" in self.train.optim,
+        )
 
     @property
     def uses_bitsandbytes(self) -> bool:
         """Whether weights or optimizer states are bitsandbytes'."""
-        return self.tuning.mode == "qlora" or self.train.optim == "paged_adamw_8bit"
+        return self.tuning.mode == "qlora" or self.train.optim in BITSANDBYTES

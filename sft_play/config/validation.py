@@ -220,6 +220,11 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
         value = option.value(config)
         if not option.is_read_by(train.optim) and value != option.default:
             add(option.key, f"{value} is AdamW's, and train.optim is {train.optim}; remove one of them")
+    if train.optim == "muon" and config.tuning.mode != "full":
+        add(
+            "train.optim",
+            f"muon steps whole weight matrices, and tuning.mode is {config.tuning.mode}; use full or AdamW",
+        )
     lora = config.tuning.lora
     for name, value in (("dropout", lora.dropout), ("use_dora", lora.use_dora)):
         if lora.target_parameters and value:

@@ -127,7 +127,10 @@ def served_of(config: RunConfig, architecture: str | None, targets: Iterable[str
         alpha=lora.alpha,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
-        modules_to_save=frozenset(name.rpartition(".")[2] for name in lora.modules_to_save),
+        modules_to_save=frozenset(
+            [name.rpartition(".")[2] for name in lora.modules_to_save]
+            + ["rows of model.add_tokens"] * bool(config.model.add_tokens)
+        ),
         targets=frozenset(name.rpartition(".")[2] for name in (*targets,) or given),
         adapts_experts=bool(lora.target_parameters),
         architecture=architecture,

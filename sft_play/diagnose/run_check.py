@@ -298,6 +298,7 @@ class _Checks:
         from sft_play.training.prepare.backend import choose_backend
         from sft_play.training.prepare.model_spec import build_model_spec, trainable_note
         from sft_play.training.prepare.origin import origin_of
+        from sft_play.training.prepare.tokenizer import added_rows
 
         try:
             if not self._hardware.named:  # a backend is chosen by the GPUs that are here
@@ -308,7 +309,9 @@ class _Checks:
                 check_trackers(self._config)
             if self._config.model.name == BASE_NAME:
                 return
-            spec = build_model_spec(self._config, self._planned.plan.precision, tokenizer_size=len(self._tokenizer))
+            size, new_rows = len(self._tokenizer), added_rows(self._tokenizer, self._config)
+            precision = self._planned.plan.precision
+            spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)
             trained = trainable_note(self._config, spec)
             origin = origin_of(self._config, spec)
         except SftPlayError as error:

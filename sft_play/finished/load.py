@@ -57,8 +57,8 @@ def load_base(run: FinishedRun) -> Any:
     """
     config, precision = run.config, run.plan().precision
     base_folder(run)  # refuses a base that has changed since
-    tokenizer = load_tokenizer(config).tokenizer
-    spec = build_model_spec(config, precision, tokenizer_size=len(tokenizer))
+    loaded = load_tokenizer(config)
+    spec = build_model_spec(config, precision, tokenizer_size=len(loaded.tokenizer), new_rows=loaded.new_rows)
     sdpa.switch(cudnn=False)  # answers have a new length for every token
     model = load_model(config, precision, spec, device=this_device())
     model.config.use_cache = True  # training switches it off; without it each new token reads the whole prompt again

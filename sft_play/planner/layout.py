@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import BITSANDBYTES, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.families import TENSOR_PARALLEL
@@ -271,12 +271,20 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
     optim = config.train.optim
     if config.train.compile and (because := not_compiled(layout)):
         return because
+    if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):
+        return (
+            "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
+        )
+    if layout.is_zero and config.tuning.mode != "full" and config.tuning.lora.loraplus_lr_ratio != 1:
+        return "tuning.lora.loraplus_lr_ratio: under DeepSpeed losses were not those of one process (fsdp's are)"
     if layout.tensor_parallel > 1 and (because := _not_tensor_parallel(layout, config, shape, hardware)):
         return because
     if layout.context_parallel > 1 and (because := _not_context_parallel(layout, config, shape)):
         return because
-    if optim == "paged_adamw_8bit" and (layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1):
-        return "bitsandbytes' 8-bit states do not support sharded parameters"
+    if optim in BITSANDBYTES and (layout.is_fsdp or layout.is_zero or layout.tensor_parallel > 1):
+        return f"bitsandbytes' optimizers do not support sharded parameters (train.optim={optim})"
+    if optim == "muon" and layout.name not in ("single", "ddp"):
+        return "train.optim=muon orthogonalises whole matrices, and they are divided here (ddp works)"
     if optim == "adafactor" and (layout.is_zero or layout.tensor_parallel > 1):
         return "Adafactor needs whole rows and columns, which a partitioned tensor lacks"
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):

@@ -99,9 +99,12 @@ def parameters_line(parameters: Parameters, config: RunConfig) -> str:
         on_experts = f", {count_of(one.experts.adapters)} of them on experts (tuning.lora.target_parameters)"
     elif one.experts is not None:
         on_experts = ", none on experts (tuning.lora.target_parameters=auto)"
-    if copies := one.trained - one.adapters:
-        names = ", ".join(lora.modules_to_save)
-        saved = f"; copies of {names} that train: {count_of(copies)} (tuning.lora.modules_to_save)"
+    if others := one.trained - one.adapters:
+        copies = [f"copies of {', '.join(lora.modules_to_save)} (tuning.lora.modules_to_save)"] * bool(
+            lora.modules_to_save
+        )
+        rows = ["rows of new tokens (model.add_tokens)"] * bool(config.model.add_tokens)
+        saved = f"; {' and '.join([*copies, *rows])} that train: {count_of(others)}"
     return (
         f"Parameters: {count_of(one.total)}: {_base_words(one)}; adapters: {count_of(one.adapters)} "
         f"{one.adapter_dtype} ({one.adapters / one.total:.2%}){on_experts}{saved}{chosen}"

@@ -78,6 +78,7 @@ def reasons_of(
         *_batch_words(job, candidates, chosen),
         _row_words(job, chosen),
         *_loading_words(job, chosen),
+        *([job.config.learning_rate_by_rule[1]] if job.config.train.learning_rate == "auto" else []),
         *([_sharded_checkpoint_words(chosen)] if chosen.memory.checkpoint == "sharded" else []),
         *([REPEATED_KEYS] if repeats_kv else []),
         *([CUDNN] if chosen.step.cudnn else []),

@@ -119,8 +119,9 @@ def _require_adapter(loaded: LoadedConfig, plan: Plan) -> None:
     from sft_play.training.prepare.origin import origin_of
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(loaded.config).tokenizer
-    origin_of(loaded.config, build_model_spec(loaded.config, plan.precision, tokenizer_size=len(tokenizer)))
+    config, found = loaded.config, load_tokenizer(loaded.config)
+    size = len(found.tokenizer)
+    origin_of(config, build_model_spec(config, plan.precision, tokenizer_size=size, new_rows=found.new_rows))
 
 
 def _run_with_nodes(loaded: LoadedConfig, hardware: Hardware, options: LaunchOptions, launch: Launch) -> int:

@@ -68,6 +68,8 @@ def shape_for(config: RunConfig) -> ModelShape:
         shape = replace(shape, meter=meter_of(fields, code=own_code))
     published = published_words(model.name, model.revision, shape.params)
     stored = stored_words(fields, config.tuning.mode)
+    if config.model.add_tokens:  # some models have spare rows, which the tokenizer alone knows
+        shape = replace(shape, vocab_size=shape.vocab_size + len(config.model.add_tokens))
     return replace(shape, text_only=text_only(fields), stored=stored, published=published)
 
 

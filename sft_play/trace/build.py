@@ -22,6 +22,7 @@ from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailabl
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import language_config
 from sft_play.training.prepare.experts import meant_experts, stacked_experts
+from sft_play.training.prepare.lora_config import trained_rows
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 """What TRL's SFTTrainer asks of the chunked head (its metrics)."""
@@ -175,6 +176,7 @@ def config_of(settings: StepSettings) -> Any:
     config = language_config(CONFIG_MAPPING[kind].from_dict(plain), plain)
     # a cache would keep the keys and values of every layer
     config.use_cache = False
+    config.vocab_size += settings.new_tokens
     return config
 
 
@@ -227,13 +229,17 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     model.quantization_method = "bitsandbytes"
 
 
+_ADDED = ("lora_", "modules_to_save", "trainable_tokens_")
+"""How the parts of a path begin that PEFT adds."""
+
+
 def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
     """Storages for what is on the meta device: one per tensor, in module order, ties kept (`replaced`: by old tensor).
 
     The base model's, or those that PEFT added; a PEFT layer's own tensors are the ones outside its `base_layer`.
     """
     for path, module in model.named_modules():
-        is_adapter = any(part.startswith("lora_") or part == "modules_to_save" for part in path.split("."))
+        is_adapter = any(part.startswith(_ADDED) for part in path.split("."))
         if is_adapter != adapters:
             continue
         for name, old in list(module._parameters.items()):
@@ -297,6 +303,9 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
     config = peft_config_of(settings.peft)
     if getattr(config, "target_parameters", None):
         config.target_parameters = meant_experts(model, config.target_parameters)
+    size = model.config.vocab_size
+    new_rows = range(size - settings.new_tokens, size)
+    config.trainable_token_indices = trained_rows(model, new_rows, whole=config.modules_to_save or ())
     try:
         model = importlib.import_module("peft").get_peft_model(model, config)
     except ValueError as error:  # no run with these adapters starts

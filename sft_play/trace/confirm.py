@@ -31,7 +31,7 @@ from sft_play.trace.settings import Device, StepSettings, TracedPeak, TraceUnava
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 15
+TRACE_VERSION = 16
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
 SHAPE_VERSION = 6
 """The same for shapes."""
@@ -42,6 +42,10 @@ OPTIMIZERS = {
     "adamw_torch_fused": "adamw_fused",
     "adamw_torch": "adamw_foreach",
     "paged_adamw_8bit": "paged_adamw_8bit",
+    "adamw_8bit": "adamw_8bit_wide_embeddings",
+    "lion_32bit": "lion_32bit_bnb",
+    "lion_8bit": "lion_8bit_wide_embeddings",
+    "muon": "muon",
     "adafactor": "adafactor",
 }
 
@@ -84,6 +88,7 @@ def settings_of(
         model=model,
         mode=mode,
         peft=None if mode == "full" else _adapter(config, shape),
+        new_tokens=len(config.model.add_tokens),
         micro_batch=step.micro_batch,
         seq_len=step.seq_len,
         grad_accum=min(step.grad_accum, 2),  # a third pass meets the same as the second

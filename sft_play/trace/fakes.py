@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -220,8 +220,14 @@ class StateOptimizer:
     """bitsandbytes' optimizers, whose states are created in C++: their bytes at the first step, no values."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], states: Callable[[int], tuple[int, ...]], log: StorageLog
+        self,
+        parameters: Iterable[nn.Parameter],
+        states: Callable[[int], tuple[int, ...]],
+        log: StorageLog,
+        wide: Mapping[int, int] | None = None,
     ) -> None:
+        """`wide`: how many fp32 states a parameter has instead, by its `id`."""
+        self._wide = wide or {}
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._states, self._log, self._has_states = states, log, False
 
@@ -230,7 +236,8 @@ class StateOptimizer:
         if not self._has_states:
             for parameter in self._parameters:
                 local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                for nbytes in self._states(int(local.numel())):
+                elements, count = int(local.numel()), self._wide.get(id(parameter))
+                for nbytes in self._states(elements) if count is None else (4 * elements,) * count:
                     self._log.born(nbytes)
             self._has_states = True
 

@@ -44,6 +44,8 @@ class StepSettings:
     mode: Literal["full", "lora", "qlora"] = "qlora"
     peft: Mapping[str, Any] | None = None
     """PEFT's config as plain data (`peft_type`, `r`, `target_modules`, ...); None in full mode."""
+    new_tokens: int = 0
+    """Tokens that the vocabulary gets; with adapters their rows train."""
     micro_batch: int = 1
     seq_len: int = 2048
     lengths: tuple[int, ...] = ()
@@ -95,7 +97,8 @@ class StepSettings:
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
     evaluation."""
     optimizer: str = "adamw_fused"
-    """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, adafactor, sgd, lora_fa, none.
+    """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, lion_32bit_bnb, lion_8bit, muon,
+    adafactor, sgd, lora_fa, none. 8-bit ones with `_wide_embeddings` keep the states of embeddings in fp32.
 
     lora_fa: AdamW, one tensor at a time, with every LoRA A frozen once the optimizer is created.
     """

@@ -261,6 +261,10 @@ def _elements(parameter: Any) -> int:
     return int(parameter.numel())
 
 
+_WIDE = "_wide_embeddings"
+"""In an optimizer's name: transformers' Trainer keeps its states of embeddings in fp32."""
+
+
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     """The optimizer of that name: PyTorch's and transformers' own, or a fake with bitsandbytes' states.
 
@@ -275,11 +279,21 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     states: dict[str, Callable[[int], tuple[int, ...]]] = {
         "adamw_8bit": fakes.adam_8bit_states,
         "paged_adamw_8bit": fakes.paged_adam_8bit_states,
+        "lion_32bit_bnb": lambda elements: (4 * elements,),
         "adamw_32bit_bnb": lambda elements: (4 * elements, 4 * elements),
         "none": lambda elements: (),
     }
-    if settings.optimizer in states:
-        return fakes.StateOptimizer(trained, states[settings.optimizer], log)
+    name, wide = settings.optimizer.removesuffix(_WIDE), list[Any]()
+    states["lion_8bit"] = lambda elements: fakes.adam_8bit_states(elements)[::2]
+    if name != settings.optimizer:
+        wide = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    if name in states:
+        count = 1 if name.startswith("lion") else 2
+        return fakes.StateOptimizer(trained, states[name], log, wide={id(one): count for one in wide})
+    if name == "muon":
+        from sft_play.training.loop.muon import MuonWithAdamW, matrices_of
+
+        return MuonWithAdamW([{"params": trained}], matrices=matrices_of(model), lr=1e-4)
     if settings.optimizer == "adafactor":
         from transformers.optimization import Adafactor
 

@@ -10,8 +10,8 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
 - `model/`: `model_loading`, `nf4_experts` (in 4 bits), `language_model` (of an image-text class), `fsdp_loading`
   (FSDP2, unit by unit), `adapter_inputs`, `sdpa`, `varlen`, `context_parallel`, `tensor_parallel`, `fused_head`.
 - `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
-  guarded), `rows` and `collate` (from rows to micro-batches), `rounding`, `callbacks`, `finite` (steps that are not),
-  `curriculum` (stages).
+  guarded), `rows` and `collate` (from rows to micro-batches), `muon`, `loraplus`, `rounding`, `callbacks`, `finite`
+  (steps that are not), `curriculum` (stages).
 - `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `engine_check`,
   `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,

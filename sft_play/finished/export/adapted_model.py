@@ -20,6 +20,7 @@ from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_
 from sft_play.training.model.model_loading import DTYPES, quantization
 from sft_play.training.model.nf4_experts import pack, unpacked
 from sft_play.training.prepare.model_spec import build_model_spec
+from sft_play.training.prepare.tokenizer import added_rows
 
 Base = Literal["original", "dequantized"]
 """Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them."""
@@ -53,7 +54,10 @@ class AdaptedModel:
         self.precision = run.plan().precision
         trusts = run.config.model.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(run.weights, trust_remote_code=trusts)
-        self.model_spec = build_model_spec(run.config, self.precision, tokenizer_size=len(self.tokenizer))
+        self.model_spec = build_model_spec(
+            run.config, self.precision, tokenizer_size=len(self.tokenizer),
+            new_rows=added_rows(self.tokenizer, run.config),
+        )  # fmt: skip
         self.plain = self._empty()
         """The model without its adapter: its names are those of the base."""
         self.names = frozenset(self.plain.state_dict())
@@ -64,6 +68,8 @@ class AdaptedModel:
         """PEFT's LoRA layers, by the names of the weights that they adapt."""
         self.whole: dict[str, torch.Tensor] = {}
         """Tensors that were trained whole, by name."""
+        self.rows: dict[str, tuple[list[int], torch.Tensor]] = {}
+        """Of tables of embeddings of which only rows were trained: their numbers, and the rows."""
         self._fill(self._empty())
         self.untied = {name: source for name, source in tied.items() if self._are_apart(name, source)}
         """Tensors that the base ties to others and that training made different, with the name of the other."""
@@ -97,7 +103,7 @@ class AdaptedModel:
         from peft import get_peft_model
         from peft.tuners.lora import LoraLayer
         from peft.tuners.lora.layer import ParamWrapper
-        from peft.utils import ModulesToSaveWrapper
+        from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
         from safetensors.torch import load_file
 
         file = self.run.weights / ADAPTER_FILE
@@ -127,16 +133,32 @@ class AdaptedModel:
             elif isinstance(module, ModulesToSaveWrapper):
                 for name, parameter in module.modules_to_save["default"].named_parameters():
                     self.whole[f"{path}.{name}"] = parameter.detach()
+            elif isinstance(module, TrainableTokensWrapper) and module.token_adapter.tied_adapter is None:
+                adapter = module.token_adapter
+                trained = adapter.trainable_tokens_delta["default"].detach()
+                self.rows[f"{path}.weight"] = (adapter.token_indices["default"], trained)
 
     def _are_apart(self, name: str, source: str) -> bool:
         if (name in self.whole) != (source in self.whole):
             return True
         return name in self.whole and not torch.equal(self.whole[name], self.whole[source])
 
+    def shape_of(self, name: str, base: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a tensor after training, given the base's: embeddings may have more rows."""
+        if name in self.rows:
+            return (max(base[0], max(self.rows[name][0]) + 1), *base[1:])
+        return tuple(self.whole[name].shape) if name in self.whole else base
+
     def tensor(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """The tensor of this name as it is after training, given the base's; in fp32 where training changed it."""
         if name in self.whole:
             return self.whole[name]
+        if name in self.rows:
+            numbers, trained = self.rows[name]
+            table = base.new_zeros(self.shape_of(name, tuple(base.shape)), dtype=torch.float32)
+            table[: len(base)] = base
+            table[numbers] = trained
+            return table
         layer = self.layers.get(name)
         if layer is None and name not in self.quantized:
             return base

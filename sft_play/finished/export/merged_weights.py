@@ -43,7 +43,7 @@ class MergedWeights:
         there |= {target for target, stack in self._stacks.items() if stack.is_undone_by_transformers()}
         # files hold a tied tensor once, under its source's name
         trained_whole = (name for name in adapted.whole if name not in adapted.untied and name not in adapted.tied)
-        self._wanted = {*adapted.layers, *trained_whole, *adapted.quantized}
+        self._wanted = {*adapted.layers, *trained_whole, *adapted.rows, *adapted.quantized}
         self.is_streamed = self._wanted <= there and self._misfit(self._shapes()) is None
         """Whether no more than an output file was ever in RAM."""
 
@@ -61,6 +61,7 @@ class MergedWeights:
         """The most bytes that the files can have: as if everything that was trained whole came on top."""
         numbers = sum(math.prod(shape) for _, shape, _ in self._tensors.values())
         numbers += sum(tensor.numel() for tensor in self._adapted.whole.values())
+        numbers += sum(rows.numel() for _, rows in self._adapted.rows.values())
         return int(numbers * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
@@ -115,13 +116,12 @@ class MergedWeights:
 
     def _shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         for key, (_, shape, _) in self._tensors.items():
-            name, whole = self._out_name(key), self._adapted.whole.get(self._targets[key][0])
-            if name is not None:  # training may have given embeddings more rows than the base has
-                yield name, shape if whole is None else tuple(whole.shape)
+            name = self._out_name(key)
+            if name is not None:
+                yield name, self._adapted.shape_of(self._targets[key][0], shape)
         by_target = {self._targets[key][0]: shape for key, (_, shape, _) in self._tensors.items()}
         for name, source in self._adapted.untied.items():
-            whole = self._adapted.whole.get(name)
-            yield self._in_whole(name), by_target[source] if whole is None else tuple(whole.shape)
+            yield self._in_whole(name), self._adapted.shape_of(name, by_target[source])
 
     def _merged_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         sources = {source: name for name, source in self._adapted.untied.items()}
@@ -141,7 +141,7 @@ class MergedWeights:
                 yield name, self._as_in_files(self._adapted.tensor(target, base), base)
                 if target in sources:  # what was one tensor in the base is two now
                     other = sources[target]
-                    yield self._in_whole(other), self._as_in_files(self._adapted.whole.get(other, base), base)
+                    yield self._in_whole(other), self._as_in_files(self._adapted.tensor(other, base), base)
 
     def _restacked(self, target: str) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of the files that transformers joins into one of the model, after training."""

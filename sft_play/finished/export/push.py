@@ -220,10 +220,11 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     from sft_play.finished.export.merge import MERGED, card_facts
     from sft_play.finished.load import renderer_of
     from sft_play.training.prepare.model_spec import build_model_spec
-    from sft_play.training.prepare.tokenizer import load_tokenizer
+    from sft_play.training.prepare.tokenizer import added_rows, load_tokenizer
 
     tokenizer = load_tokenizer(run.config).tokenizer
-    spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=len(tokenizer))
+    new_rows = added_rows(tokenizer, run.config)
+    spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=len(tokenizer), new_rows=new_rows)
     stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
     if folder.name == MERGED:
         dtype = str(read_json(folder / "config.json").get("dtype", ""))

@@ -132,12 +132,14 @@ def forward_peak(spec: BlockSpec, *, batch: int, length: int, width: int, traini
 # --- the tail ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Vocabulary:
-    """The output head: words, whether its weight trains, bytes of its weight, words of a tile that are touched."""
+    """The output head: words, whether its weight trains, bytes of its weight, words of a tile that are touched, whether
+    only rows of it train, in a copy of the table that autograd holds and whose gradient is gone at once."""
 
     words: int
     trains: bool
     width: int
     tile: int = WORD_TILE
+    rows: bool = False
 
 
 def head_bytes(
@@ -179,6 +181,8 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
     """
     tape, hidden = run.tape, run.spec.hidden
     low = run.spec.numbers.autocast or x.width
+    trains = words.trains or words.rows
+    table = (tape.new(words.words * hidden, words.width),) if words.rows else ()
     # in the backward pass a tile's gradient overwrites its logits, so one tile is enough both ways
     tile = min(scored, TOKEN_TILE) * words.tile * low
     # weights and rows in fp32 are cast tile by tile, with .to(compute_dtype)
@@ -190,18 +194,21 @@ def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
 
     def backward(tape: Tape, grad: Ref) -> Grads:
         wide = tape.new(scored * hidden, 4)
-        weight = tape.new(words.words * hidden, 4) if words.trains else None
+        weight = tape.new(words.words * hidden, 4) if trains else None
         tape.meter.touch(tile + casts)
         buffer = tape.new(tile, 1)
         out = tape.new(scored * hidden, e)
         if weight is not None:
-            run.keep_gradient(weight if words.width == 4 else tape.new(words.words * hidden, words.width))
+            gradient = weight if words.width == 4 else tape.new(words.words * hidden, words.width)
+            if words.trains:
+                run.keep_gradient(gradient)
+            del gradient
         del wide, weight, buffer
         return (out,)
 
     tape.meter.touch(4 * STATISTICS * scored + tile + casts)
     statistics = tape.new(3 * scored, 4)
-    return tape.op((rows,), scored, 4, saved=(rows, statistics), backward=backward, trains=words.trains)
+    return tape.op((rows,), scored, 4, saved=(rows, statistics, *table), backward=backward, trains=trains)
 
 
 def _whole(run: Pass, x: Ref, words: Vocabulary) -> Ref:

@@ -145,7 +145,7 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
     # not a share: what other processes take does not grow with the run
     free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
     desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
-    paged = paged_bytes(config.train.optim, walk.trained)
+    paged = paged_bytes(config.train.optim, walk.shape, walk.trained)
     # layouts of two dimensions have a communicator for each
     communicators = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
     saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)

@@ -39,17 +39,20 @@ def loading_terms(walk: Walk) -> Terms:
         whole = resident(walk.config, walk.shape, walk.loaded, replace(layout, shard=1))
         cut = parts.weights + parts.adapters
         return {"weights": whole.weights, "adapters": whole.adapters, "gather_buffers": cut}
+    # embeddings that grow are copied
+    grown = walk.loaded.weights * walk.shape.table_params if walk.config.model.add_tokens else 0
     if not walk.nf4:
         passing = walk.loaded.weights * largest_tensor(walk.shape) if layout.shards_params else 0
         if not layout.shards_params:  # parts of a stack, beside all that is loaded
             passing = (STACKING - 1) * walk.loaded.weights * max((one.weights for one in _stacked(walk)), default=0)
+            passing = max(passing, grown - parts.adapters)  # which are not there yet
         return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
     sizes = [linear.weights for linear, _ in walk.shape.linears]
     sizes += [STACKING * one.weights for one in _stacked(walk)]
     adapters = 4 * walk.trained.params  # not there yet while the last matrices are quantised
     cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
     weights = weight_bytes(walk.shape, width=walk.loaded.weights, nf4=True)
-    beside = max(cut, walk.loaded.weights * max(sizes, default=0) - adapters)
+    beside = max(cut, grown - adapters, walk.loaded.weights * max(sizes, default=0) - adapters)
     return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
 
 
@@ -139,7 +142,7 @@ def saving_of(walk: Walk) -> Saving:
     process."""
     layout, parameters = walk.step.layout, walk.trained
     alone = min(parameters.params * parameters.width, SAVE_SHARD_BYTES)
-    paged = paged_bytes(walk.config.train.optim, parameters)
+    paged = paged_bytes(walk.config.train.optim, walk.shape, parameters)
     if layout.is_zero:
         return Saving("deepspeed", 4 * parameters.params + (paged or 8 * parameters.params), alone, 0, alone)
     parts = (layout.shard if layout.is_fsdp else 1) * layout.tensor_parallel

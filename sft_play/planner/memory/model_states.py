@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from sft_play.config.schema import LoraConfig, RunConfig
+from sft_play.config.schema import BITSANDBYTES, LoraConfig, RunConfig
 from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.structure import ROW_ROLES, Numbers, is_target, part_of_linear, roles, stacked_adapter
@@ -102,6 +102,8 @@ class Trained:
     embedding: bool
     head: bool
     states: int
+    rows: int = 0
+    """Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of the whole table."""
 
     @property
     def rounded(self) -> bool:
@@ -117,38 +119,53 @@ def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     lora = config.tuning.lora
     names = {name.rpartition(".")[2] for name in lora.modules_to_save}
     embedding, head = bool(names & EMBEDDING_NAMES), bool(names & HEAD_NAMES)
-    params = adapter_params(shape, lora)
-    return Trained(params + shape.table_params * (embedding + head), widths.adapters, embedding, head, widths.adapters)
+    whole = adapter_params(shape, lora) + shape.table_params * (embedding + head)
+    tables = 1 if shape.tied and not (embedding or head) else 2 - embedding - head
+    rows = len(config.model.add_tokens) * tables * (shape.table_params // shape.vocab_size)
+    return Trained(whole + rows, widths.adapters, embedding, head, widths.adapters, rows)
 
 
 def optimizer_bytes(optim: str, shape: ModelShape, parameters: Trained, *, full: bool) -> int:
-    """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it);
-    8-bit paged AdamW: none, its states are managed memory (`paged_bytes`); Adafactor: a row and a column of fp32 for
+    """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it), Muon one;
+    bitsandbytes' own: `bitsandbytes_states`, but none where they are paged; Adafactor: a row and a column of fp32 for
     each matrix."""
-    if optim == "paged_adamw_8bit":
-        return 0
+    if optim in BITSANDBYTES:
+        return 0 if optim.startswith("paged") else bitsandbytes_states(optim, shape, parameters)
     if optim == "adafactor":
         linears = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
         tables = (1 if shape.tied else 2) * (shape.vocab_size + shape.hidden_size)
         rows_and_columns = linears + tables + shape.other_params
         return 4 * rows_and_columns if full else int(0.02 * parameters.params * 4)
     rests = _rests(shape, parameters.states) if full and parameters.params == shape.params else 0
-    return 2 * (parameters.states * parameters.params + rests)
+    second = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
+    return 2 * (parameters.states * parameters.params + rests) - parameters.states * second
 
 
-def paged_bytes(optim: str, parameters: Trained) -> int:
-    """States of paged 8-bit AdamW: two bytes and two fp32 absmax per 256 for each parameter (optim/adamw.py)."""
-    return int(parameters.params * (2 + 8 / STATE_BLOCK)) if optim == "paged_adamw_8bit" else 0
+def bitsandbytes_states(optim: str, shape: ModelShape, parameters: Trained) -> int:
+    """States of bitsandbytes' optimizers, two of AdamW and one of Lion: fp32, or a byte and a 256th of an fp32 absmax.
+    Those of whole embeddings are fp32 always (transformers' `create_optimizer`)."""
+    states = 1 if "lion" in optim else 2
+    wide = parameters.params if "32bit" in optim else shape.embedding_params if parameters.embedding else 0
+    return int(states * (4 * wide + (parameters.params - wide) * (1 + 4 / STATE_BLOCK)))
+
+
+def paged_bytes(optim: str, shape: ModelShape, parameters: Trained) -> int:
+    """States that are managed memory, outside the allocator."""
+    return bitsandbytes_states(optim, shape, parameters) if optim.startswith("paged") else 0
 
 
 def optimizer_transient(optim: str, shape: ModelShape, parameters: Trained, *, full: bool) -> int:
     """Temporary bytes of the optimizer's step. Fused AdamW: none; foreach AdamW (`adamw_torch`): the list of square
-    roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor. Stochastic rounding steps an
+    roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor; Muon: a matrix's update, two
+    iterates of it in bf16 and two products of its shorter sides (torch/optim/_muon.py). Stochastic rounding steps an
     fp32 copy of one tensor and of its gradient."""
     largest = largest_tensor(shape) if full else parameters.params
     copies = 8 * largest if parameters.rounded else 0
     if optim == "adamw_torch":
         return copies + (4 * largest if parameters.rounded else parameters.width * parameters.params)
+    if optim == "muon":
+        sides = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
+        return copies + max((parameters.states + 4) * size + 4 * short**2 for size, short in sides)
     return copies + (8 * largest if optim == "adafactor" else 0)
 
 
@@ -185,7 +202,7 @@ def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layo
     held = own.params * own.width + rests
     return Resident(
         weights=held if full else frozen,
-        adapters=0 if full else held,
+        adapters=0 if full else held + own.rows * widths.weights,  # PEFT keeps the rows that were there, too
         gradients=held,
         optimizer=optimizer_bytes(config.train.optim, shape, own, full=full),
         # DDP reduces copies in flat buckets (gradient_as_bucket_view is False by default), which stay allocated

@@ -212,7 +212,7 @@ class Walk:
                 batch=self.step.micro_batch,
                 length=self.step.length,
                 width=widths[-1],
-                input_has_grad=layer > 0 or self.trained.embedding or self.recomputed > 0,
+                input_has_grad=layer > 0 or self.trained.embedding or self._rows("inputs") or self.recomputed > 0,
                 accumulating=self._accumulating(),
             )
             blocks.append(block)
@@ -244,6 +244,14 @@ class Walk:
         forward = self._forward_alone(layer, rows, specs, training=False)
         return LayerBytes(forward, cast=self.blocks[layer].layer.cast)
 
+    def _rows(self, end: Literal["inputs", "head"]) -> bool:
+        """Whether only rows of the embedding, or of the head, train."""
+        return self.trained.rows > 0 and not (self.trained.embedding if end == "inputs" else self.trained.head)
+
+    def _table(self) -> int:
+        """Bytes of the copy of a whole table that its rows are put into, of which only some train; else 0."""
+        return self.shape.table_params * self.width if self._rows("inputs") else 0
+
     def _head(self, batch: int, *, grad: bool) -> LayerBytes:
         words = self.shape.vocab_size
         # the allocator takes a full tile however small the vocabulary; of it a CPU process has the pages it touches
@@ -251,7 +259,9 @@ class Walk:
         copied = self.trained.head and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         return head_bytes(
             self.specs[self.shape.layer_order[-1]],
-            Vocabulary(words, self.trained.head, self.numbers.adapters if copied else self.width, tile),
+            Vocabulary(
+                words, self.trained.head, self.numbers.adapters if copied else self.width, tile, self._rows("head")
+            ),
             batch=batch,
             length=self.step.length,
             width=self.widths[-1],
@@ -369,6 +379,8 @@ class Walk:
         """
         gathering, batch = self.gathering, self.step.micro_batch
         older, cast = self._older_gradients(), 0
+        if self._table():
+            yield self._at("forward", older, held[-1] + self._table() + self._hidden(batch, 0))
         for layer, block in enumerate(self.layers):
             cast += block.cast
             # where blocks are checkpointed, the first one's checkpoint is the same tensor
@@ -410,7 +422,7 @@ class Walk:
         """The embedding's gradient is dense (V*h); where it is also the head's, or an older one exists, or it is
         sharded only then, it is live in addition."""
         width = self.numbers.weights if self.full else self.numbers.adapters
-        dense = self.shape.table_params * width if self.trained.embedding else 0
+        dense = self.shape.table_params * width if self.trained.embedding else self._table()
         done = max(self.resident.gradients, self.whole_gradients)
         if self.gathering:
             before = done - (0 if self.adds_up else self._kept_of(dense))
@@ -418,7 +430,7 @@ class Walk:
                 yield self._at("backward", before, live, gather_buffers=gathered)
             return
         # `done` counts the embedding's gradient once, or its shard: `dense` is beside it
-        beside = self.shape.tied or self._accumulating() or self.step.layout.shards_grads
+        beside = self._table() or self.shape.tied or self._accumulating() or self.step.layout.shards_grads
         yield self._at("backward", done, live + (dense if beside else 0))
 
     def evaluation(self, rows: int) -> Iterator[tuple[Moment, Terms]]:

@@ -32,6 +32,7 @@ from sft_play.training.checkpoints.model_saving import save_model, whole_shapes
 from sft_play.training.checkpoints.tensor_files import base_files
 from sft_play.training.prepare.model_spec import build_model_spec, empty_model, grown
 from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.training.prepare.tokenizer import added_rows
 from sft_play.units import GIB, MIB
 
 logger = logging.getLogger(__name__)
@@ -79,7 +80,8 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
-    model_spec = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer))
+    size, new_rows, precision = len(tokenizer), added_rows(tokenizer, config), Precision("float32", "float32", "")
+    model_spec = build_model_spec(config, precision, tokenizer_size=size, new_rows=new_rows)
     if model_spec.peft_config is not None:
         model_spec.peft_config.base_model_name_or_path = config.model.name
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)

@@ -147,6 +147,8 @@ def load_adapter(model: Any, folder: Path) -> Any:
         return PeftModel.from_pretrained(model, str(folder)).eval()
     config = PeftConfig.from_pretrained(str(folder))
     config.target_parameters = [tower.in_tower(name) for name in config.target_parameters or ()] or None
+    rows: Any = config.trainable_token_indices or {}
+    config.trainable_token_indices = {tower.in_tower(name): numbers for name, numbers in rows.items()} or None
     experts = {name.rpartition(".")[0] for name in config.target_parameters or ()}
     names = map(tower.in_tower, load_file(folder / ADAPTER_FILE))
     layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_A.")[0] for name in names if ".lora_A." in name}

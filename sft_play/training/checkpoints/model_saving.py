@@ -85,7 +85,7 @@ def write_weights(
     native_names = tower is not None and not is_adapter(model)
     options: dict[str, Any] = {"save_original_format": False} if native_names else {}
     if is_adapter(model):
-        options["save_embedding_layers"] = _saves_embeddings(model)
+        options["save_embedding_layers"] = saves_embeddings(model)
     dtype_of = saved_dtypes(model, dtype)
     shapes = whole_shapes(model)
     given = tensors if tensors is not None or state_dict is None else state_dict.items()
@@ -119,6 +119,8 @@ def _name_as_in_whole(model: Any, tower: Tower, folder: Path) -> None:
     ends = "|".join(re.escape(target) for target in sorted(config["target_modules"]))
     config["target_modules"] = rf"{re.escape(tower.places[0][1])}(?:.+\.)?(?:{ends})"
     config["target_parameters"] = [tower.in_whole(name) for name in config.get("target_parameters") or ()] or None
+    rows = config.get("trainable_token_indices") or {}
+    config["trainable_token_indices"] = {tower.in_whole(name): numbers for name, numbers in rows.items()} or None
     fields.write_text(json.dumps(config, indent=2, sort_keys=True), encoding="utf-8")
 
 
@@ -197,18 +199,18 @@ def set_stop_tokens(folder: Path, stop: Sequence[int], pad: int | None, *, of: P
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
-def _saves_embeddings(model: Any) -> bool | str:
+def saves_embeddings(model: Any) -> bool | str:
     """Whether PEFT should save a model's embeddings beside its adapter; "auto" where it has to find out itself.
 
-    Not if all of them are in `modules_to_save`: a resized one would be saved once more, as the wrapper's
-    `original_module` and `modules_to_save` (0.21). Always if one trains without being there.
+    Not if all of them are in `modules_to_save`, or have rows that train: a resized one would be saved once more, as the
+    wrapper's `original_module` and `modules_to_save` (0.21). Always if one trains without being there.
     """
-    from peft.utils import ModulesToSaveWrapper
+    from peft.utils.other import AuxiliaryTrainingWrapper
 
     layers = embeddings_of(model)
-    if all(isinstance(layer, ModulesToSaveWrapper) for layer in layers):
+    if all(isinstance(layer, AuxiliaryTrainingWrapper) for layer in layers):
         return False
-    own = [layer for layer in layers if not isinstance(layer, ModulesToSaveWrapper)]
+    own = [layer for layer in layers if not isinstance(layer, AuxiliaryTrainingWrapper)]
     trains = any(weight.requires_grad for layer in own for weight in layer.parameters(recurse=False))
     return True if trains else "auto"
 

@@ -33,6 +33,7 @@ from sft_play.process.endings import leave_with
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.loop.collate import COUNTS, Collator
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
+from sft_play.training.loop.loraplus import faster_by_name, split_by_rate
 from sft_play.training.loop.rows import (
     EpochOrder,
     StepBatches,
@@ -104,13 +105,15 @@ class PlannedLoop(CheckpointedLoop):
         layout: Layout = SINGLE,
         row_tokens: int = 0,
         evaluates_blocks: bool = False,
+        loraplus_lr_ratio: float = 1.0,
         **options: Any,
     ) -> None:
         """`packs`: chats that share a training row; `micro_batches`: how the `step_rows` rows of an optimizer step,
         sorted by length if `grouped`, are divided (None: by the arguments' own numbers); `by_source`: report the loss
         of each of the monitor's sources; `masks`: padded rows get a mask; `mix`: what an epoch has of each; `layout`:
         which ranks share rows; `row_tokens`: tokens that packs are padded to at least; `evaluates_blocks`: held-out
-        rows have one length. The other options are those of `CheckpointedLoop` and the Trainer."""
+        rows have one length; `loraplus_lr_ratio`: lora_B's learning rate over the others'. The other options are those
+        of `CheckpointedLoop` and the Trainer."""
         self._questions, self._stop_ids = list(questions), list(stop_ids)
         self._max_new_tokens, self._answer_tokens = max_new_tokens, answer_tokens
         self._patience = patience
@@ -119,6 +122,7 @@ class PlannedLoop(CheckpointedLoop):
         self._logged_step = 0
         self._ops_of_a_place: int | None = None
         self._layout, self._evaluates_blocks = layout, evaluates_blocks
+        self._loraplus_lr_ratio = loraplus_lr_ratio
         self._eval_head: torch.Tensor | None = None
         self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
@@ -235,7 +239,11 @@ class PlannedLoop(CheckpointedLoop):
         (https://github.com/OpenRLHF/OpenRLHF/issues/1225).
         """
         optimizer = super().create_optimizer(model)
-        optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
+        groups = optimizer.param_groups
+        if self._loraplus_lr_ratio != 1:
+            fast = faster_by_name(self.model if model is None else model)
+            groups = [part for group in groups for part in split_by_rate(group, fast, ratio=self._loraplus_lr_ratio)]
+        optimizer.param_groups = [group for group in groups if group["params"]]
         return optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:

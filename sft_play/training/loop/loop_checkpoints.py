@@ -29,6 +29,7 @@ from sft_play.training.checkpoints import (
     gathered_weights,
     sharded_checkpoints,
 )
+from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.ranks import distributed, engines
@@ -183,12 +184,16 @@ class CheckpointedLoop(Trainer):
         """While open, the weights of a checkpoint are written under the names that the model has in memory.
 
         The Trainer resumes by plain `load_state_dict`, which silently skips names it does not know. The hub's names
-        differ for models that transformers converts while loading (experts, text towers).
+        differ for models that transformers converts while loading (experts, text towers). Beside an adapter PEFT would
+        write whole embeddings wherever they were resized.
         """
-        if self._staging is None or is_peft_model(self.model):
+        if self._staging is None:
             yield
             return
-        self.model.save_pretrained = functools.partial(self.model.save_pretrained, save_original_format=False)
+        options: dict[str, Any] = {"save_original_format": False}
+        if is_peft_model(self.model):
+            options = {"save_embedding_layers": saves_embeddings(self.model)}
+        self.model.save_pretrained = functools.partial(self.model.save_pretrained, **options)
         try:
             yield
         finally:

@@ -30,12 +30,14 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.collate import COUNTS, SOURCE
 from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.muon import MuonWithAdamW, matrices_of
 from sft_play.training.loop.rounding import rounding
 from sft_play.training.loop.rows import lengths_of, to_dataset
 from sft_play.training.measure.board import Board, hparams_of
 from sft_play.training.measure.monitor import Monitor, head_sums, source_sums
 from sft_play.training.measure.profile import window_of
 from sft_play.training.model.adapter_inputs import cast_outside_autocast
+from sft_play.training.model.fused_head import name_backbone
 from sft_play.training.prepare.model_spec import blocks_of
 from sft_play.training.ranks import distributed, engines
 from sft_play.units import MIB
@@ -76,7 +78,8 @@ def training_arguments(
         gradient_accumulation_steps=plan.counted_batch.grad_accum,
         num_train_epochs=train.epochs,
         max_steps=train.max_steps or -1,  # -1: num_train_epochs decides
-        **{option.elsewhere.trainer: option.value(config) for option in training_options()},
+        **{option.elsewhere.trainer: option.value(config) for option in training_options()}
+        | _OF_OPTIMIZERS.get(train.optim, {}),
         bf16=plan.precision.compute == "bfloat16",
         fp16=plan.precision.compute == "float16",
         **_checkpointing(plan.choice.checkpointed > 0, offload=plan.choice.step.offloads),
@@ -97,6 +100,15 @@ def training_arguments(
         **trl_only,
         **{"use_cpu": plan.hardware.device == "cpu", **(engine or {})},
     )
+
+
+_OF_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "muon": {"optim": "adamw_torch_fused"},  # `_optimizer` makes it; transformers does not know the name
+    # Lion's own, under the name of AdamW's
+    "lion_32bit": {"adam_beta2": 0.99},
+    "lion_8bit": {"adam_beta2": 0.99},
+}
+"""Arguments of optimizers that differ from the options."""
 
 
 def _schedule(config: RunConfig, *, has_eval: bool) -> dict[str, Any]:
@@ -268,24 +280,32 @@ def build_trainer(
         row_tokens=plan.choice.step.seq_len if plan.choice.step.cudnn and packs is not None else 0,
         evaluates_blocks=config.task_mode == "cpt",
         on_nan=config.train.on_nan,
-        **_optimizer(plan, arguments, model),
+        loraplus_lr_ratio=1.0 if config.tuning.mode == "full" else config.tuning.lora.loraplus_lr_ratio,
+        **_optimizer(config, plan, arguments, model),
         **options,
     )
     if peft_config is not None:
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
+        name_backbone(trainer.model.get_base_model())
     engines.tell_accumulation(trainer, plan)
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
 
 
-def _optimizer(plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
-    """The optimizer of weights that are updated in bf16 with stochastic rounding; else transformers makes it."""
-    if plan.precision.updates != "stochastic":
+def _optimizer(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
+    """Muon, and the optimizer of weights that are updated in bf16 with stochastic rounding; else transformers makes
+    it."""
+    is_muon, rounds = config.train.optim == "muon", plan.precision.updates == "stochastic"
+    if not is_muon and not rounds:
         return {}
     optimizer, settings = Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-    return {"optimizer_cls_and_kwargs": (rounding(optimizer), settings | {"rounding_seed": arguments.seed})}
+    if is_muon:
+        optimizer, settings = MuonWithAdamW, settings | {"matrices": matrices_of(model)}
+    if rounds:
+        optimizer, settings = rounding(optimizer), settings | {"rounding_seed": arguments.seed}
+    return {"optimizer_cls_and_kwargs": (optimizer, settings)}
 
 
 def plan_callbacks(

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from peft.utils import TrainableTokensWrapper
 
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.prepare.experts import fit_balance_loss
@@ -15,9 +16,13 @@ from sft_play.training.prepare.experts import fit_balance_loss
 
 def name_backbone(model: Any) -> None:
     """Let `base_model` be the model without its head, which TRL's loss calls: the text class of Llama 4 names a part
-    that it does not have (transformers 5.23)."""
+    that it does not have (transformers 5.23). Of a head of which rows train it asks the bias too, which PEFT's wrapper
+    does not pass on (0.21)."""
     if model.base_model is model and isinstance(getattr(model, "model", None), torch.nn.Module):
         model.base_model_prefix = "model"
+    head = model.get_output_embeddings()
+    if isinstance(head, TrainableTokensWrapper):
+        head.bias = None  # `prepare.lora_config` refuses one
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
-from sft_play.training.checkpoints.full_state_dict import tied_names
+from sft_play.training.checkpoints.full_state_dict import embeddings_of, gathered_by_zero3, tied_names
 from sft_play.training.checkpoints.tensor_files import base_files, broken_connection, tensors_in
 from sft_play.training.model import nf4_experts, sdpa
 from sft_play.training.prepare.model_spec import ModelSpec, location
@@ -118,8 +118,25 @@ def read_model(
     if unused:
         logger.warning("Model: %d tensors of the weights are not used, such as %s", len(unused), unused[0])
     if model_spec.resize_to is not None:
-        model.resize_token_embeddings(model_spec.resize_to)
+        # new rows from the mean and covariance of the old ones (the default), where they have none of their own
+        others = model_spec.resize_to - model_spec.vocab_size > len(model_spec.new_rows)
+        model.resize_token_embeddings(model_spec.resize_to, mean_resizing=others)
+    begin_rows(model, model_spec.new_rows)
     return model
+
+
+@torch.no_grad()
+def begin_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
+    """Let the rows of added tokens begin as the mean of their pieces', in each table of embeddings.
+
+    So a model begins near what the text meant to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html
+    compares it with random rows, which take over the next token's distribution).
+    """
+    tables = {id(one.weight): one.weight for one in embeddings_of(model)}.values()
+    for table in tables if any(new_rows.values()) else ():
+        with gathered_by_zero3(table, writer=0):
+            for row, pieces in new_rows.items() if table.numel() else ():
+                table[row] = table[list(pieces)].float().mean(dim=0)
 
 
 def dequantised(config: RunConfig, *, whole: bool) -> dict[str, Any]:

@@ -42,7 +42,7 @@ option is silently ignored."""
 _UNSUPPORTED = frozenset(
     {
         *("curriculum", "data.sources", "data.packing", "tuning.lora.dtype", "model.experts_implementation"),
-        "distributed.profile_communication",
+        *("distributed.profile_communication", "model.add_tokens"),
     }
 )
 """Options that matter during training, whoever owns them."""
@@ -144,6 +144,7 @@ def unsupported(config: RunConfig) -> list[str]:
         "data.packing": "Unsloth's attention does not know where the chats of a row begin",
         "tuning.lora.use_dora": "its kernels compute plain LoRA",
         "tuning.lora.modules_to_save": "Unsloth stores and ties such modules in a way of its own",
+        "model.add_tokens": "Unsloth resizes and trains embeddings in a way of its own",
         "model.adapter": "it starts a new adapter",
         "model.attn_implementation": "Unsloth chooses the attention",
         "model.experts_implementation": "Unsloth runs experts by its own code",

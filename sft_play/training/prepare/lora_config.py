@@ -31,9 +31,11 @@ _WORDS = {"lora": "lora_*", "norm": "*norm*"}
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
-def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, list[str]]:
+def peft_config_of(
+    config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
+) -> tuple[PeftLoraConfig, list[str]]:
     """PEFT's config for a model of this class, whose weights may be on the meta device, with notes on where adapters
-    are, and where they are not.
+    are, and where they are not. `new_rows`: those of added tokens.
 
     Raises:
         ModelError: a target or a module to save matches nothing, or a module gets both.
@@ -61,10 +63,33 @@ def peft_config_of(config: RunConfig, skeleton: Any) -> tuple[PeftLoraConfig, li
         target_modules=targets,
         target_parameters=stacked or None,
         modules_to_save=list(lora.modules_to_save) or None,
+        trainable_token_indices=trained_rows(skeleton, new_rows, whole=lora.modules_to_save),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
     ), notes
+
+
+def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> dict[str, list[int]] | None:
+    """The rows of added tokens that train in each table of embeddings, tied ones once; `whole`: names of modules that
+    train whole. None: no rows.
+
+    Raises:
+        ModelError: the head has a bias, which PEFT's rows leave out.
+    """
+    if not rows:
+        return None
+    inputs, head = model.get_input_embeddings(), output_head(model)
+    if getattr(head, "bias", None) is not None:
+        raise ModelError(
+            f"model.add_tokens: the output head of {type(model).__name__} has a bias, which PEFT's trained rows leave "
+            "out; use tuning.mode=full"
+        )
+    names = {module: name for name, module in model.named_modules() if module in (inputs, head)}
+    own = [part for part in names if not any(_matches(saved, names[part]) for saved in whole)]
+    if model.config.tie_word_embeddings and len(own) == len(names):
+        own = [inputs]
+    return {names[part]: list(rows) for part in own} or None
 
 
 def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: AdapterPlaces, model: Any) -> None:

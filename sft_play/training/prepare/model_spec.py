@@ -86,6 +86,8 @@ class ModelSpec:
     """How experts are multiplied; None where there are none."""
     untrained: frozenset[str] = frozenset()
     """Of full training: parameters that get no gradient by their class, with * for numbers."""
+    new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """Rows of the embeddings that added tokens have, and the rows whose mean each begins as; empty: left as read."""
     is_dequantised: bool = False
     """The base's files hold quantised weights, which are dequantised while they are read."""
 
@@ -93,10 +95,10 @@ class ModelSpec:
 def grown(model_spec: ModelSpec) -> ModelSpec:
     """The spec of a model whose embeddings are resized already, such as one that an earlier stage has saved."""
     if model_spec.resize_to is None:
-        return model_spec
+        return replace(model_spec, new_rows={})
     hf_config = copy.deepcopy(model_spec.hf_config)
     hf_config.vocab_size = model_spec.resize_to
-    return replace(model_spec, hf_config=hf_config, resize_to=None)
+    return replace(model_spec, hf_config=hf_config, resize_to=None, new_rows={})
 
 
 def build_model_spec(
@@ -104,6 +106,7 @@ def build_model_spec(
     precision: Precision,
     *,
     tokenizer_size: int,
+    new_rows: Mapping[int, tuple[int, ...]] | None = None,
     layout: Layout = SINGLE,
     repeats_kv: bool = False,
     masks: bool = True,
@@ -112,6 +115,7 @@ def build_model_spec(
     """Everything about the model that can be checked without its weights, on the meta device.
 
     Args:
+        new_rows: rows of added tokens, as `LoadedTokenizer` has them.
         repeats_kv: whether sdpa repeats keys and values (`Plan.repeats_kv`).
         masks: whether padded rows come with a mask (`Step.masks`); False is measured, and refused where it matters.
         by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
@@ -142,10 +146,11 @@ def build_model_spec(
     skeleton = _skeleton(hf_config, config)
     chosen = _experts(config, hf_config, skeleton, precision)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
-    resize_to = _resize(config, vocab_size, tokenizer_size)
+    new_rows = new_rows or {}
+    resize_to = _resize(config, vocab_size, tokenizer_size, added=set(new_rows))
     peft_config, untrained = None, frozenset[str]()
     if config.tuning.mode != "full":
-        peft_config, on_adapters = peft_config_of(config, skeleton)
+        peft_config, on_adapters = peft_config_of(config, skeleton, new_rows=list(new_rows))
         notes += on_adapters
     else:
         untrained = without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
@@ -166,6 +171,7 @@ def build_model_spec(
         hf_config.dtype or whole.dtype,  # an image-text model's config may have it outside the text config only
         chosen,
         untrained,
+        new_rows,
         is_dequantised,
     )  # fmt: skip
 
@@ -302,7 +308,7 @@ def _model_class(hf_config: Any, config: RunConfig) -> Any:
     )
 
 
-def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int) -> int | None:
+def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
     """The embedding's new size where the tokenizer is larger than the model, else None: embeddings never shrink.
 
     Raises:
@@ -311,8 +317,9 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int) -> int | No
     if tokenizer_size <= vocab_size:
         return None
     saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
+    untrained = config.tuning.mode != "full" and not added >= set(range(vocab_size, tokenizer_size))
     # wte: GPT-2's embedding, which is its head too
-    if config.tuning.mode != "full" and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
+    if untrained and not {"embed_tokens", "lm_head"} <= saved and "wte" not in saved:
         raise ModelError(
             f"the tokenizer has {tokenizer_size} tokens and the model {vocab_size} embeddings; adapters would leave "
             "the new ones untrained and unsaved: set tuning.lora.modules_to_save=[embed_tokens, lm_head], use "

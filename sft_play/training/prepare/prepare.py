@@ -109,7 +109,8 @@ def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
     config, plan = job.loaded.config, job.plan
     step = plan.choice.step
     model_spec = build_model_spec(
-        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), layout=plan.choice.layout,
+        config, plan.precision, tokenizer_size=len(tokenizer.tokenizer), new_rows=tokenizer.new_rows,
+        layout=plan.choice.layout,
         repeats_kv=plan.repeats_kv, masks=step.masks, by_boundaries=step.varlen,
     )  # fmt: skip
     keeps_mask = step.varlen and model_spec.attention.name == "sdpa"

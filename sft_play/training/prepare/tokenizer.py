@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -60,21 +61,25 @@ class LoadedTokenizer:
     notes: tuple[str, ...]
     sha256: str
     own_template: str | None = None
+    new_rows: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    """The tokens of `model.add_tokens` by their ids, and the pieces that each was split into before."""
 
 
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
     """The tokenizer of the run's model, with a pad token and, for chats, a chat template.
 
     Raises:
-        TokenizerError: it cannot be loaded, or the run trains chats and there is no template.
+        TokenizerError: it cannot be loaded, has a token that should be added, or has no template for chats.
     """
     tokenizer = _load(config)
+    differing = _compare_with_file(tokenizer, config)
+    new_rows = _add_tokens(tokenizer, config)
     own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
-    notes = [*_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
+    added = [f"Tokens: {len(new_rows)} added, {min(new_rows)} to {max(new_rows)}"] if new_rows else []
+    notes = [*added, *_set_pad_token(tokenizer), *_set_template(tokenizer, config), *differing]
     # for training, and saved with the weights; generated answers are padded on the left by hand (`exact_match`)
     tokenizer.padding_side = "right"
-    notes += _compare_with_file(tokenizer, config)
-    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer), own)
+    return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer), own, new_rows)
 
 
 def _load(config: RunConfig) -> Any:
@@ -111,6 +116,40 @@ def _check_files(folder: Path) -> None:
                     f"the tokenizer in {folder} is a SentencePiece tokenizer.model, which needs the package {name}: "
                     f"pip install {name}"
                 ) from None
+
+
+def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
+    """Add the tokens of `model.add_tokens`; returns their ids, each with the pieces that it was split into before.
+
+    They are no special tokens: a text that spells one has it, and decoding shows it.
+
+    Raises:
+        TokenizerError: the tokenizer has one already, reads one as nothing, or cannot take it.
+    """
+    tokens, vocabulary = config.model.add_tokens, tokenizer.get_vocab()
+    pieces = [tuple(tokenizer(token, add_special_tokens=False)["input_ids"]) for token in tokens]
+    problems = [f"{one_line(token)} is listed twice" for token in sorted(set(tokens)) if tokens.count(token) > 1]
+    for token, ids in zip(tokens, pieces, strict=True):
+        if token in vocabulary or (len(ids) == 1 and ids[0] != tokenizer.unk_token_id):
+            problems.append(f"{one_line(token)} is one token already (id {ids[0] if ids else vocabulary[token]})")
+        elif not ids:
+            problems.append(f"{one_line(repr(token))} is no text to the tokenizer")
+    if problems:
+        raise TokenizerError(f"model.add_tokens: {'; '.join(problems)}; list only tokens that are new to it")
+    if tokens:
+        from transformers import AddedToken
+
+        tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
+    new = list(added_rows(tokenizer, config))
+    lost = [token for token, row in zip(tokens, new, strict=True) if tokenizer.decode([row]) != token]
+    if lost:
+        raise TokenizerError(f"model.add_tokens: the tokenizer of {config.model.name} cannot take {one_line(lost[0])}")
+    return dict(zip(new, pieces, strict=True))
+
+
+def added_rows(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
+    """The ids of `model.add_tokens` in a tokenizer that has them; what they began as is not known."""
+    return dict.fromkeys(tokenizer.convert_tokens_to_ids(list(config.model.add_tokens)), ())
 
 
 def _set_pad_token(tokenizer: Any) -> list[str]:

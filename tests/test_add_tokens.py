@@ -1,0 +1,244 @@
+"""`model.add_tokens`: new rows begin at their pieces, alone train, are saved small and merged right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from sft_play.config.load import config_from_text
+from sft_play.finished.export.merge import merge_run
+from sft_play.finished.load import load_as_trained, load_base, load_folder
+from sft_play.finished.run import find_finished
+from sft_play.planner.precision import Precision
+from tests.bundled import model_config
+from tests.conftest import chat
+from tests.finished_runs import finished_run, make_base
+from tests.models import uneven_run
+from tests.test_distributed import needs_deepspeed, shapes, start
+from tests.test_merge import gemma3_with_images, gpt2, llama
+from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.build
+
+TOKENS = ("<call_7>", " kitchen lamp", "日本")
+BASES = {
+    "untied": lambda: llama(),
+    "tied": lambda: llama(tie_word_embeddings=True),
+    "larger": lambda: llama(vocab_size=500),
+    "transposed": gpt2,
+    "text tower": gemma3_with_images,
+}
+
+
+def ids_of(run) -> list[int]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(run.weights)
+    ids = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    assert [tokenizer(f"on{token}off", add_special_tokens=False)["input_ids"].count(one) for token, one in
+            zip(TOKENS, ids, strict=True)] == [1, 1, 1]  # fmt: skip
+    return ids
+
+
+@torch.no_grad()
+def on_new(model, ids: list[int]) -> torch.Tensor:
+    """Logits where rows hold the new tokens."""
+    drawn = torch.randint(3, 300, (2, 24), generator=torch.Generator().manual_seed(3))
+    drawn[:, 5::6] = torch.tensor([ids[0], ids[-1], ids[1], ids[0]])
+    return model(input_ids=drawn, use_cache=False).logits.float()
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_the_merged_model_has_the_trained_rows(tmp_path, base):
+    folder = make_base(tmp_path / "base", BASES[base](), max_shard_size="100KB")
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
+    ids = ids_of(run)
+    merged = merge_run(run)
+    assert merged.streamed
+    trained, whole = load_as_trained(run), load_folder(merged.path)
+    expected = on_new(trained, ids)
+    torch.testing.assert_close(on_new(whole, ids), expected, rtol=1e-4, atol=1e-4)
+    with trained.disable_adapter():
+        untrained = on_new(trained, ids)
+    torch.testing.assert_close(untrained, on_new(load_base(run), ids))
+    assert (expected - untrained)[..., ids].abs().max() > 0.01
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_rows_begin_as_the_mean_of_their_pieces_and_are_all_that_is_saved(tmp_path, base):
+    from transformers import AutoTokenizer
+
+    folder = make_base(tmp_path / "base", BASES[base]())
+    run = find_finished(tmp_path, str(finished_run(tmp_path / "run", folder, tokens=TOKENS)))
+    plain, model = AutoTokenizer.from_pretrained(folder), load_base(run)
+    inputs, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    tables = [inputs] if inputs is head else [inputs, head]
+    for token, row in zip(TOKENS, ids_of(run), strict=True):
+        pieces = plain(token, add_special_tokens=False)["input_ids"]
+        for table in tables:
+            torch.testing.assert_close(table[row], table[pieces].mean(dim=0))
+    sizes = {name: tuple(one.shape) for name, one in load_file(run.weights / "adapter_model.safetensors").items()}
+    rows = {name: shape for name, shape in sizes.items() if "lora_" not in name}
+    assert list(rows.values()) == [(len(TOKENS), inputs.shape[1])] * len(tables), rows
+
+
+@pytest.fixture
+def said(tmp_path) -> str:
+    """Rows whose answers hold the first of the tokens."""
+    draw = random.Random(0)
+    rows = [chat(f"lamp {n}?", f"<call_7>{n + draw.randint(0, 9)}") for n in range(24)]
+    path = tmp_path / "said.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"data.train_path={path}"
+
+
+ADDED = f"model.add_tokens={json.dumps(TOKENS)}"
+
+
+@pytest.mark.parametrize("bf16", ["true", "false"])
+@pytest.mark.parametrize(("mode", "tied"), [("qlora", True), ("lora", False), ("lora", True), ("full", False)])
+def test_a_run_trains_the_rows_and_resumes_to_the_same_bits(train, said, tmp_path, mode, tied, bf16):  # noqa: F811
+    from tests.models import make_llama
+
+    base = make_llama(tmp_path / "base", tie_word_embeddings=tied)
+    given = (said, ADDED, f"model.name={base}", f"tuning.mode={mode}", f"train.bf16={bf16}", "train.max_steps=4",
+             "train.save_steps=2", "train.learning_rate=5e-3")  # fmt: skip
+    code, printed, whole = train("whole", *given)
+    assert code == 0, printed
+    assert "Tokens: 3 added" in printed
+    code, printed, parts = train("parts", *given, "train.stop_after_steps=2")
+    assert code == 0, printed
+    checkpoint = {path.name: path.stat().st_size for path in (parts / "checkpoints").glob("*/adapter_model*")}
+    code, printed, parts = train("parts", *given, verb="resume")
+    assert code == 0, printed
+    assert losses(parts) == losses(whole)
+    assert_same_bits(weights(parts), weights(whole))
+    if mode == "full":
+        return
+    trained = find_finished(tmp_path / "outputs", str(whole))
+    rows = {name: one for name, one in weights(whole).items() if "trainable_tokens" in name}
+    assert len(rows) == (1 if tied else 2)
+    assert all(size < 1.3 * (whole / "adapter" / name).stat().st_size for name, size in checkpoint.items())
+    begun = load_base(trained)
+    ids = ids_of(trained)
+    for name, one in rows.items():
+        table = begun.lm_head.weight if "lm_head" in name else begun.model.embed_tokens.weight
+        moved = (one - table[ids]).abs().amax(dim=1)
+        assert moved[0] > 1e-4, name
+        # the input rows of tokens that occur nowhere stay; output rows are pushed down by every softmax
+        assert bool(moved[1] > 0) == (tied or "lm_head" in name), name
+
+
+def test_what_cannot_be_added_is_refused_by_name(train, tiny_llama):  # noqa: F811
+    for tokens, what in {
+        '["<|im_end|>"]': "<|im_end|> is one token already",
+        '["<a>", "<b>", "<a>"]': "<a> is listed twice",
+        '["a"]': "a is one token already",
+    }.items():
+        code, printed, folder = train("one", f"model.add_tokens={tokens}")
+        assert code == 2
+        assert what in printed
+        assert "list only tokens that are new" in printed
+        assert not folder.exists()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, tiny_llama):
+    """A folder with a run YAML for one process and for two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    uneven_run(folder, tiny_llama)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mode"),
+    [
+        ("ddp", "lora"),
+        pytest.param("fsdp", "full", marks=pytest.mark.slow),
+        pytest.param("zero3", "full", marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_ranks_lose_and_save_what_one_process_does(ranks, strategy, mode):
+    words = ("--config", f"{ranks}/run.yaml", f"tuning.mode={mode}", ADDED)
+    alone = start(ranks, "train", *words, f"output.name=one-{strategy}")
+    assert alone.returncode == 0, alone.stdout + alone.stderr
+    answer = start(ranks, "train-distributed", *words, f"output.name={strategy}", STRATEGY=strategy, NPROC="2")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    one, other = (ranks / "outputs" / name for name in (f"one-{strategy}", strategy))
+    assert losses(other) == pytest.approx(losses(one), rel=1e-5)
+    assert shapes(other / ("model" if mode == "full" else "adapter")) == shapes(
+        one / ("model" if mode == "full" else "adapter")
+    )
+    for name, tensor in weights(one).items():
+        torch.testing.assert_close(weights(other)[name], tensor, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("verb", ["plan", "check"])
+@pytest.mark.parametrize(
+    "divided", ["STRATEGY=fsdp", "STRATEGY=zero1", "STRATEGY=zero3", "model.mesh_shape=[[2],[fsdp]]"]
+)
+def test_layouts_that_divide_embeddings_are_refused_for_rows(command, ranks, monkeypatch, verb, divided):
+    name, _, value = divided.partition("=")
+    if verb == "check" and name == "STRATEGY":
+        return  # check asks for no layout: it takes the plan's
+    monkeypatch.setenv("STRATEGY", value if name == "STRATEGY" else "")
+    mesh = [divided] if name != "STRATEGY" else []
+    code, printed = command(
+        verb, "--config", f"{ranks}/run.yaml", "--hardware", "2xH100", "tuning.mode=lora", ADDED, *mesh
+    )
+    assert code == 2, printed
+    assert "model.add_tokens: PEFT trains rows of whole embeddings only" in printed
+
+
+@pytest.mark.parametrize("mode", ["qlora", "lora", "full"])
+@pytest.mark.parametrize(
+    ("name", "micro", "length", "passes", "checkpointed"),
+    [("Llama-3.2-1B", 1, 700, 1, None), ("Llama-3.2-1B", 2, 900, 3, 0), ("Llama-3.1-8B", 1, 300, 2, None)],
+)
+def test_the_plan_agrees_with_a_trace(mode, name, micro, length, passes, checkpointed):
+    """Tied and untied, with and without accumulation and checkpointing."""
+    check_trace(name, micro, length, passes, checkpointed, mode=mode, added=f"{list(TOKENS)}", within=0.01)
+
+
+def check_trace(name, micro, length, passes, checkpointed, *, mode, added="[]", more="", within, wide=False):
+    """The estimate of a step beside the trace of it, two blocks deep."""
+    from sft_play.facts.models.decoder import parse_config
+    from sft_play.planner.memory.estimate import estimate
+    from sft_play.planner.memory.step_memory import Step
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import trace_step
+
+    model = model_config(name) | {"num_hidden_layers": 2}
+    config = config_from_text(
+        f"model: {{name: x, max_seq_len: {length}, add_tokens: {added}}}\ntuning: {{mode: {mode}}}\n{more}", name="run"
+    )
+    plain = parse_config(model, name=name)
+    shape = dataclasses.replace(plain, vocab_size=plain.vocab_size + len(config.model.add_tokens))
+    precision = Precision("float32", "float32", "") if wide else Precision("bfloat16", "bfloat16", "")
+    planned = Step(micro, passes, length, checkpointed_layers=checkpointed, saves=False, masks=False)
+    found = trace_step(settings_of(config, model, shape, precision, planned))
+    assert estimate(config, shape, precision, planned).allocated == pytest.approx(found.allocated, rel=within)
+
+
+def test_a_further_run_continues_the_rows_and_takes_the_tokens_from_the_adapter(train, tmp_path, tiny_llama):  # noqa: F811
+    first = finished_run(tmp_path / "first", tiny_llama, tokens=TOKENS)
+    code, printed, more = train(
+        "more", f"model.adapter={first}", f"model.name={tiny_llama}", "train.learning_rate=1e-30"
+    )
+    assert code == 0, printed
+    assert json.loads((more / "resolved.json").read_text())["model"]["add_tokens"] == list(TOKENS)
+    before, after = load_file(first / "adapter" / "adapter_model.safetensors"), weights(more)
+    assert_same_bits(before, after)
+    code, printed, _ = train("other", f"model.adapter={first}", f"model.name={tiny_llama}", 'model.add_tokens=["<x>"]')
+    assert code == 2
+    assert "leave it out: the adapter's is taken" in printed
+    run = tmp_path / "first"
+    (run / "resolved.json").unlink()
+    code, printed, _ = train("third", f"model.adapter={run / 'adapter'}", f"model.name={tiny_llama}")
+    assert code == 2
+    assert "trainable_token_indices" in printed

@@ -1,0 +1,97 @@
+"""LoRA+: lora_B has its own learning rate in every layout, as PEFT's optimizer has it, and after a resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.models import uneven_run
+from tests.test_distributed import start
+from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.build
+
+PLUS = "tuning.lora.loraplus_lr_ratio=16"
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_groups_are_those_of_pefts_optimizer(tiny_llama, dora):
+    from peft import LoraConfig, get_peft_model
+    from peft.optimizers import create_loraplus_optimizer
+    from transformers import AutoModelForCausalLM
+
+    from sft_play.training.loop.loraplus import faster_by_name, split_by_rate
+
+    base = AutoModelForCausalLM.from_pretrained(tiny_llama)
+    model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], use_dora=dora))
+    theirs = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16)
+    wanted = {id(one): group["lr"] for group in theirs.param_groups for one in group["params"]}
+    params = [one for one in model.parameters() if one.requires_grad]
+    fast = faster_by_name(model)
+    groups = split_by_rate({"params": params, "lr": 1e-3, "weight_decay": 0.1}, fast, ratio=16)
+    ours = {id(one): group["lr"] for group in groups for one in group["params"]}
+    assert ours == wanted
+    assert set(ours.values()) == {1e-3, 16e-3}
+
+
+@pytest.mark.parametrize("bf16", ["true", "false"])
+@pytest.mark.parametrize("more", ["tuning.mode=qlora", "tuning.lora.use_dora=true", "train.optim=lion_8bit"])
+def test_a_run_resumes_to_the_same_bits(train, bf16, more):  # noqa: F811
+    given = (PLUS, "tuning.mode=lora", more, f"train.bf16={bf16}", "train.max_steps=4", "train.save_steps=2",
+             "train.learning_rate=2e-3")  # fmt: skip
+    code, printed, whole = train("whole", *given)
+    assert code == 0, printed
+    code, printed, parts = train("parts", *given, "train.stop_after_steps=2")
+    assert code == 0, printed
+    state = torch.load(parts / "checkpoints" / "checkpoint-2" / "optimizer.pt", weights_only=False)
+    slow, fast = state["param_groups"]
+    assert fast["lr"] == pytest.approx(16 * slow["lr"])
+    assert fast["initial_lr"] == pytest.approx(16 * 2e-3)
+    code, printed, parts = train("parts", *given, verb="resume")
+    assert code == 0, printed
+    assert losses(parts) == losses(whole)
+    assert_same_bits(weights(parts), weights(whole))
+
+
+def test_only_lora_b_moves_faster(train):  # noqa: F811
+    """After the first step lora_A is where it was, as B was zero; B is as far away as the rate says: Adam's first step
+    is the rate's size."""
+    for name, ratio in (("plain", 1), ("plus", 8)):
+        code, printed, folder = train(name, "tuning.mode=lora", f"tuning.lora.loraplus_lr_ratio={ratio}",
+                                      "train.max_steps=1", "train.learning_rate=1e-3")  # fmt: skip
+        assert code == 0, printed
+        moved = [one.abs().max().item() for name, one in weights(folder).items() if "lora_B" in name]
+        assert moved == pytest.approx([ratio * 1e-3] * len(moved), rel=1e-2)
+
+
+def test_the_ratio_lowers_the_automatic_rate():
+    from tests.test_learning_rate import run
+
+    plain = run()
+    plus = plain.model_copy(
+        update={"tuning": plain.tuning.model_copy(
+            update={"lora": plain.tuning.lora.model_copy(update={"loraplus_lr_ratio": 16.0})})}
+    )  # fmt: skip
+    assert plus.learning_rate == plain.learning_rate / 16
+
+
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_ranks_lose_what_one_process_does(tmp_path, tiny_llama, strategy):
+    uneven_run(tmp_path, tiny_llama)
+    words = ("--config", f"{tmp_path}/run.yaml", "tuning.mode=lora", PLUS, "tuning.lora.use_dora=false")
+    for verb, name, more in (("train", "one", {}), ("train-distributed", "many", {"STRATEGY": strategy, "NPROC": "2"})):
+        answer = start(tmp_path, verb, *words, f"output.name={name}", **more)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+    one, many = (losses(tmp_path / "outputs" / name) for name in ("one", "many"))
+    assert len(one) == 5
+    assert many == pytest.approx(one, rel=2e-5)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+def test_deepspeed_is_refused_by_name(command, run_yaml, monkeypatch, strategy):  # noqa: F811
+    monkeypatch.setenv("STRATEGY", strategy)
+    words = ("plan", "--config", str(run_yaml), "--hardware", "2xH100", "tuning.mode=lora")
+    code, printed = command(*words, PLUS)
+    assert code == 2
+    assert "tuning.lora.loraplus_lr_ratio: under DeepSpeed" in printed
+    assert command(*words)[0] == 0
