@@ -46,6 +46,10 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "launch-command": (lambda world: ["--nproc", "2"], {"launch", "plan"}),
     "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "how", "text"}),
     "plan": (lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}),
+    "sweep": (
+        lambda world: ["train.learning_rate=1e-3,1e-2", "train.max_steps=1", "output.name=cell"],
+        {"ok", "cells", "compare"},
+    ),
     "memory-model-score": (lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}),
     "verify-layouts": (lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"layout", "ok"}),
     "gpu-selftest": (lambda world: [], {"machine", "versions", "date", "parts"}),
@@ -110,7 +114,7 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
 def test_there_is_a_case_for_every_command():
-    assert len(FILES) == 44
+    assert len(FILES) == 45
     assert set(CASES) == set(FILES)
 
 

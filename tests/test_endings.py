@@ -271,6 +271,8 @@ ENDED_OTHERWISE = {
     "sft_play.runs.manifest": "git, with a time limit",
     "sft_play.commands.launching": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
+    "sft_play.process.endings": "run_beside, which sets the variable",
+    "sft_play.finished.reproduce": "git, which clones a commit; the run itself is endings.run_beside's",
     "sft_play.training.unsloth.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
 }
 
@@ -285,7 +287,7 @@ def test_every_process_that_the_package_starts_ends_with_it():
         )
     }
     careless = {name for name, source in starting.items() if "from sft_play.process.endings import" not in source}
-    whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp", "finished.reproduce")
+    whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp")
     for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)
         assert "endings.ends_with_me(" in starting[name]

@@ -16,6 +16,7 @@ _COMMANDS = {
         "run-notebook",
     ),
     "plan": ("plan",),
+    "sweep": ("sweep",),
     "diagnosing": ("check", "doctor", "gpu-info", "memory-check"),
     "preparing": ("process", "style", "dapt-docx", "full-pipeline"),
     "render": ("render",),

@@ -30,7 +30,17 @@ _DATA = ("process", "style", "dapt-docx", "render", "preview", "check", "full-pi
 _BOARDS = ("tensorboard", "tb-open", "tb-stop", "tb-clean")
 _CONFIGURED = (
     *TRAINING,
-    *("setup-accelerate", "plan", "verify-layouts", *_BOARDS, "doctor", "consolidate", "gpu-info", "memory-check"),
+    *(
+        "setup-accelerate",
+        "plan",
+        "sweep",
+        "verify-layouts",
+        *_BOARDS,
+        "doctor",
+        "consolidate",
+        "gpu-info",
+        "memory-check",
+    ),
     "bench",
     *_FINISHED,
     *_LISTING,
@@ -99,7 +109,7 @@ VARIABLES: Dict[str, Variable] = {
     ),
     "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", "switch"),
     "OUT": Variable(
-        (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS),
+        (*_ANSWERING, "consolidate", "sweep", *_FINISHED, *_LISTING, *_BENCHMARKS),
         "write the answer to this file too",
         "FILE",
         "path",
