@@ -204,7 +204,9 @@ VARIABLES: Dict[str, Variable] = {
         ("check",), "engines that are to load the result: vllm, sglang, llama.cpp", "vllm,sglang", "names"
     ),
     "FORMAT": Variable(("export",), "what to export for: gguf, ollama, vllm", "gguf"),
-    "QUANT": Variable(("export",), "how a GGUF stores weights: f32, f16, bf16, q8_0 (default: losslessly)", "q8_0"),
+    "QUANT": Variable(
+        ("export",), "how a GGUF stores weights: f32, f16, bf16, q8_0, q4_k_m and its kin (default: losslessly)", "q8_0"
+    ),
     "LLAMA_CPP": Variable(
         ("export", "export-test"), "a checkout of llama.cpp, in place of the downloaded converter", "FOLDER", "path"
     ),
