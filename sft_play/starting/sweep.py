@@ -6,6 +6,7 @@ command finds its run again: a finished one is left as it is, a stopped one is r
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -111,7 +112,13 @@ def cells_of(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...]
     if problems:
         listed = list(problems.values())
         raise ConfigError(listed[0] if len(listed) == 1 else "\n".join([f"{len(listed)} problems:", *listed]))
-    _refuse_twins(cells)
+    seen: dict[str, str] = {}
+    for own, loaded in cells:
+        settings = {key: value for key, value in resolved(loaded.config).items() if key != "output"}
+        now = one_line(" ".join(own))
+        first = seen.setdefault(json.dumps(settings, sort_keys=True, default=str), now)
+        if first != now:
+            raise ConfigError(f"two cells of the sweep are the same run: {first} and {now}; give each value once")
     return cells
 
 
@@ -138,16 +145,6 @@ def cell_name(base: str, words: Sequence[str]) -> str:
         return plain
     digest = hashlib.sha256("\0".join(words).encode()).hexdigest()[:8]
     return f"{plain.encode()[:LONGEST_NAME].decode(errors='ignore')}-{digest}"
-
-
-def _refuse_twins(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> None:
-    seen: dict[str, str] = {}
-    for words, loaded in cells:
-        settings = {key: value for key, value in resolved(loaded.config).items() if key != "output"}
-        now = one_line(" ".join(words))
-        first = seen.setdefault(json.dumps(settings, sort_keys=True, default=str), now)
-        if first != now:
-            raise ConfigError(f"two cells of the sweep are the same run: {first} and {now}; give each value once")
 
 
 # --- checked and planned ----------------------------------------------------------------------------------------------
@@ -321,11 +318,7 @@ def _trained(cell: Cell, environment: Mapping[str, str]) -> Cell:
         return dataclasses.replace(cell, state="finished")
     if ended.code in (0, Interrupted.exit_code):
         return dataclasses.replace(cell, state="stopped", error="before its end; the same command resumes it")
-    return dataclasses.replace(cell, state="failed", error=_error_of(ended))
-
-
-def _error_of(ended: endings.Beside) -> str:
-    try:
-        return str(json.loads(ended.written)["error"])
-    except (ValueError, KeyError, TypeError):
-        return f"its process ended with {f'signal {-ended.code}' if ended.code < 0 else f'exit code {ended.code}'}"
+    error = f"its process ended with {f'signal {-ended.code}' if ended.code < 0 else f'exit code {ended.code}'}"
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        error = str(json.loads(ended.written)["error"])
+    return dataclasses.replace(cell, state="failed", error=error)

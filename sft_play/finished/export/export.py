@@ -152,7 +152,8 @@ def _write_gguf(
     prompts = Prompts(run, model)
     name = run.folder.path.name
     file = building / f"{name}-{chosen}.gguf"
-    needed = sum(weights.stat().st_size for weights in weight_files(model)) * (1 if first == chosen else 2)
+    needed = sum(weights.stat().st_size for weights in weight_files(model))
+    needed += 0 if first == chosen else needed // 2  # both files are there for a moment
     require_space(building, needed, "the GGUF needs up to")
     staged = building / ".model"
     _stage(run, model, prompts.tokenizer, staged)
