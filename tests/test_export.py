@@ -256,7 +256,8 @@ def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
     assert not tested.ok
     wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
     assert names <= wrong
-    assert not wrong - names - {"answers of gguf"}
+    of_llama_cpp = {"llama.cpp", "answers of llama.cpp", "tokenizer of llama.cpp"}  # where its library is installed
+    assert not wrong - names - {"answers of gguf"} - of_llama_cpp
     assert "Verdict: the exported model answers" not in "\n".join(tested.lines())
 
 
@@ -267,7 +268,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     file = export_run(other, "gguf").file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
-    assert wrong == {"Weights", "Answers of GGUF"}
+    assert wrong - {"Answers of llama.cpp"} == {"Weights", "Answers of GGUF"}
 
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path, monkeypatch):

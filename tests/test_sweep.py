@@ -95,8 +95,9 @@ def test_what_can_be_refused_is_refused_at_once(world):
     assert "tuning.lora.r" in said
     with pytest.raises(ConfigError, match=r"the same run: .*1e-3.* and .*0\.001"):
         cells("train.learning_rate=1e-3,0.001", "tuning.lora.r=4,8")
-    with pytest.raises(ConfigError, match="the same run"):
-        cells("output.name=a,b")
+    for same in ("output.name=a,b", "train.learning_rate=1e-3,1e-3", "train.learning_rate=1e-3,1e-2,1e-3"):
+        with pytest.raises(ConfigError, match="the same run"):
+            cells(same)
     with pytest.raises(Exception, match="nowhere"):
         cells("data.train_path=rows.jsonl,nowhere.jsonl")
     assert not (world / "outputs").exists()

@@ -30,18 +30,8 @@ _DATA = ("process", "style", "dapt-docx", "render", "preview", "check", "full-pi
 _BOARDS = ("tensorboard", "tb-open", "tb-stop", "tb-clean")
 _CONFIGURED = (
     *TRAINING,
-    *(
-        "setup-accelerate",
-        "plan",
-        "sweep",
-        "verify-layouts",
-        *_BOARDS,
-        "doctor",
-        "consolidate",
-        "gpu-info",
-        "memory-check",
-    ),
-    "bench",
+    *("setup-accelerate", "plan", "verify-layouts", *_BOARDS, "doctor", "consolidate", "gpu-info", "memory-check"),
+    *("bench", "sweep"),
     *_FINISHED,
     *_LISTING,
     *_DATA,

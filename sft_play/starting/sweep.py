@@ -114,11 +114,11 @@ def cells_of(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...]
         raise ConfigError(listed[0] if len(listed) == 1 else "\n".join([f"{len(listed)} problems:", *listed]))
     seen: dict[str, str] = {}
     for own, loaded in cells:
-        settings = {key: value for key, value in resolved(loaded.config).items() if key != "output"}
+        settings = json.dumps(resolved(loaded.config) | {"output": None}, sort_keys=True, default=str)
         now = one_line(" ".join(own))
-        first = seen.setdefault(json.dumps(settings, sort_keys=True, default=str), now)
-        if first != now:
-            raise ConfigError(f"two cells of the sweep are the same run: {first} and {now}; give each value once")
+        if settings in seen:
+            raise ConfigError(f"two cells are the same run: {seen[settings]} and {now}; give each value once")
+        seen[settings] = now
     return cells
 
 

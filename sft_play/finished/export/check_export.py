@@ -222,8 +222,11 @@ def export_test(
     seen, weights, read_checks = _read_and_answer(file, model, material, types)
     checks += read_checks
     if gguf_model.has_llama_cpp():
-        own, check = _answered_by_llama_cpp(file, material)
-        seen, checks = [*seen, own], [*checks, check]
+        try:
+            own, check = _answered_by_llama_cpp(file, material)
+            seen, checks = [*seen, own], [*checks, check]
+        except gguf_model.NotReadHere as error:
+            checks.append(ExportCheck("llama.cpp", False, str(error)))
     base_divergence, answering = _beside_trained(run, material, seen, types)
     checks += [_answer_check(one) for one in answering]
     return ExportTest(

@@ -52,7 +52,7 @@ _FARTHEST = 0.5
 
 
 class NotReadHere(ModelError):
-    """transformers cannot read a GGUF of this architecture."""
+    """transformers cannot read a GGUF of this architecture, or llama.cpp cannot load it."""
 
 
 def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
@@ -252,7 +252,10 @@ class LlamaCppModel:
         from llama_cpp import Llama
 
         # logits_all: without it the scores of a prompt's own tokens are not kept
-        self._llama: Any = Llama(model_path=str(file), n_ctx=context, n_batch=512, logits_all=True, verbose=False)
+        try:
+            self._llama: Any = Llama(model_path=str(file), n_ctx=context, n_batch=512, logits_all=True, verbose=False)
+        except ValueError as error:
+            raise NotReadHere(f"llama.cpp does not load this GGUF: {one_line(str(error), limit=120)}") from None
         self._adds_bos = self._llama.metadata.get("tokenizer.ggml.add_bos_token") == "true"
 
     def prompt_ids(self, text: str) -> list[int]:
