@@ -22,6 +22,7 @@ mask-score: setup ## Score the loss masks of chat templates (TEMPLATES=FOLDER TO
 train: setup ## Fine-tune as CONFIG says (without CONFIG: configs/run_starter.yaml)
 train-tb: setup ## The same, with TensorBoard running (TB_PORT, TB_HOST, TB_KEEP=1)
 train-and-watch: train-tb ## Another name for train-tb
+sweep: setup ## Train every combination of the values that SET lists, those that fit, and compare them (SET='train.learning_rate=1e-4,2e-4 tuning.lora.r=16,64', OUT=FILE)
 resume: setup ## Continue the newest unfinished run of CONFIG (RUN=NAME: that run)
 
 ##@ Many GPUs

@@ -53,6 +53,10 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
         lambda world: ["--for", "slurm", "--hardware", "2xH100", "--out", f"{world}/job.sbatch"],
         {"path", "for", "launch", "text", "submit", "nodes", "gpus_per_node"},
     ),
+    "sweep": (
+        lambda world: ["train.learning_rate=1e-3,1e-2", "train.max_steps=1", "output.name=cell"],
+        {"ok", "cells", "compare"},
+    ),
     "memory-model-score": (lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}),
     "verify-layouts": (lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"layout", "ok"}),
     "gpu-selftest": (lambda world: [], {"machine", "versions", "date", "parts"}),
@@ -117,7 +121,7 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
 def test_there_is_a_case_and_a_schema_for_every_command():
-    assert len(FILES) == 45
+    assert len(FILES) == 46
     assert set(CASES) == set(FILES)
     assert set(schemas()) == {*FILES, "ending"}
     for schema in schemas().values():

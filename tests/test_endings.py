@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -273,6 +274,8 @@ ENDED_OTHERWISE = {
     "sft_play.runs.manifest": "git, with a time limit",
     "sft_play.commands.launching": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
+    "sft_play.process.endings": "run_beside, which sets the variable",
+    "sft_play.finished.reproduce": "git, which clones a commit; the run itself is endings.run_beside's",
     "sft_play.training.unsloth.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
 }
 
@@ -287,9 +290,39 @@ def test_every_process_that_the_package_starts_ends_with_it():
         )
     }
     careless = {name for name, source in starting.items() if "from sft_play.process.endings import" not in source}
-    whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp", "finished.reproduce")
+    whole = ("starting.launch_ranks", "training.unsloth.bridge", "finished.export.llama_cpp")
     for name in (f"sft_play.{name}" for name in whole):  # they import it as a whole
         careless.remove(name)
         assert "endings.ends_with_me(" in starting[name]
     assert careless == set(ENDED_OTHERWISE), careless ^ set(ENDED_OTHERWISE)
     assert len(starting) > 10
+
+
+SAVES = """
+import pathlib, signal, sys, time
+def save(number, frame):
+    print("saved")
+    sys.exit(130)
+signal.signal(signal.SIGTERM, save)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(float(sys.argv[2]))
+print("whole")
+"""
+
+
+@pytest.mark.parametrize(("asked", "code", "written"), [(True, 130, "saved\n"), (False, 0, "whole\n")])
+def test_a_process_beside_this_one_is_asked_to_stop_and_waited_for(tmp_path, asked, code, written):
+    (tmp_path / "saves_here.py").write_text(SAVES)
+    ready, environment = tmp_path / "ready", {**os.environ, "PYTHONPATH": str(tmp_path)}
+
+    def ask() -> None:
+        while not ready.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if asked:
+        threading.Thread(target=ask, daemon=True).start()
+    ended = endings.run_beside(
+        "saves_here", [str(ready), "300" if asked else "0"], environment=environment, stdout=subprocess.PIPE
+    )
+    assert ended == endings.Beside(code, written, was_stopped=asked)

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export import check_export
+from sft_play.finished.export import check_export, gguf_model
 from sft_play.finished.export.check_export import Answering, export_test
 from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.export import export_run
@@ -104,6 +104,81 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     assert of_file.divergence < tested.divergence_of_base / 10
 
 
+# --- fewer than 8 bits ------------------------------------------------------------------------------------------------
+
+
+def needs_llama_cpp() -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (it compiles for minutes)")
+    converter()
+
+
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 352,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("quant", "dtype", "types"),
+    [
+        ("q4_k_m", torch.bfloat16, {"F32", "Q4_K", "Q6_K"}),
+        ("q2_k", torch.float32, {"F32", "Q2_K", "Q3_K", "Q6_K"}),
+        ("q6_k", torch.bfloat16, {"F32", "Q6_K"}),
+        ("q5_0", torch.float32, {"F32", "Q5_0", "Q6_K"}),
+    ],
+)
+def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, types):
+    needs_llama_cpp()
+    run = run_of(tmp_path, model("Llama", tie_word_embeddings=False, vocab_size=TOKENS, **WIDE), dtype=dtype)
+    exported = export_run(run, "gguf", quant=quant)
+    assert exported.file.name.endswith(f"-{quant}.gguf")
+    assert [file.name for file in exported.path.iterdir() if file.suffix == ".gguf"] == [exported.file.name]
+    found = gguf_model.tensor_types(exported.file)
+    fallback = found - types  # rows of 352 weights, which llama.cpp stores in blocks of 32
+    assert types - {"Q3_K"} <= found
+    assert bool(fallback) == (quant != "q5_0")
+    said = " ".join(note for note in exported.notes if note.startswith("Types: "))
+    assert said.startswith("Types: 2 of ")  # down_proj of both layers
+    assert all(name in said for name in fallback)
+    tested = export_test(run, rows=4)
+    assert {check.name: check.ok for check in tested.checks}["Weights"], "\n".join(tested.lines())
+    assert tested.weights.equal == tested.weights.tensors
+    bits = min(bits for name in found if (bits := gguf_model.bits_of(name)))
+    assert 0.05 * 2.0**-bits < tested.weights.relative_rounding < 2.0 ** (1 - bits)
+    of_file = next(one for one in tested.answering if one.name == "GGUF")
+    assert 0 < of_file.divergence < of_file.limit == limit_of(f"q{bits}", tested.divergence_of_base)
+    assert 0 <= of_file.equal_answers <= 1
+
+
+def test_another_tensor_in_few_bits_is_seen(tmp_path):
+    """Weights that are near in size alone are not the model's."""
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(256, 256, bias=False)
+    for scale, equal in ((0.0, 1), (0.2, 1), (0.6, 0), (1.0, 0)):
+        other = torch.nn.Linear(256, 256, bias=False)
+        noise = torch.randn_like(layer.weight) * layer.weight.std()
+        other.weight.data = layer.weight.data + scale * noise
+        assert gguf_model.compare_gguf_weights(other, layer, {"F32", "Q4_K"}, rows=1).equal == equal
+    other.weight.data = layer.weight.data * 1.001
+    assert gguf_model.compare_gguf_weights(other, layer, {"F32", "Q8_0"}, rows=1).equal == 0
+
+
+def test_bits_are_read_from_the_names_of_types():
+    names = {"Q4_K": 4, "IQ4_XS": 4, "Q8_0": 8, "Q2_K": 2, "F16": None, "BF16": None, "MXFP4": None}
+    assert {name: gguf_model.bits_of(name) for name in names} == names
+
+
+def test_without_llama_cpps_library_fewer_bits_are_refused_before_the_merge(tmp_path, monkeypatch, failing):
+    monkeypatch.setattr("sft_play.finished.export.export.has_llama_cpp", lambda: False)
+    run = run_of(tmp_path, model("Llama"))
+    with pytest.raises(ConfigError, match=r"pip install llama-cpp-python==0.*QUANT=q8_0"):
+        export_run(run, "gguf", quant="q4_k_m", llama_cpp=failing)
+    assert not (run.folder.path / "merged").exists()
+
+
 # --- a file that is not what was trained ------------------------------------------------------------------------------
 
 
@@ -181,7 +256,8 @@ def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
     assert not tested.ok
     wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
     assert names <= wrong
-    assert not wrong - names - {"answers of gguf"}
+    of_llama_cpp = {"llama.cpp", "answers of llama.cpp", "tokenizer of llama.cpp"}  # where its library is installed
+    assert not wrong - names - {"answers of gguf"} - of_llama_cpp
     assert "Verdict: the exported model answers" not in "\n".join(tested.lines())
 
 
@@ -192,7 +268,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     file = export_run(other, "gguf").file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
-    assert wrong == {"Weights", "Answers of GGUF"}
+    assert wrong - {"Answers of llama.cpp"} == {"Weights", "Answers of GGUF"}
 
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path, monkeypatch):
@@ -212,13 +288,13 @@ def test_answers_may_part_only_within_what_the_divergence_allows():
 
     draw = random.Random(0)
     for _ in range(200):
-        limit = limit_of(draw.choice(["float32", "bfloat16", "q8_0"]), draw.random() / 10)
+        limit = limit_of(draw.choice(["float32", "bfloat16", "q8", "q4"]), draw.random() / 10)
         divergence, gap = limit * draw.choice([0.5, 1.0, 1.001, 3]), draw.random() * 4
         # logits that a rounding moves by a standard deviation s are s²/2 nats apart: 8 s at the limit
         expected = divergence <= limit and gap <= 8 * (2 * limit) ** 0.5
         assert answering(divergence, gap, limit).ok == expected
-    assert limit_of("q8_0", 0.0) == 2e-3
-    assert limit_of("q8_0", 10.0) == 2e-2
+    assert limit_of("q8", 0.0) == 2e-3
+    assert limit_of("q8", 10.0) == 2e-2
 
 
 # --- the tokenizer ----------------------------------------------------------------------------------------------------
@@ -635,7 +711,7 @@ def test_the_commands_answer_in_words_and_json(exported, command):
     for words, message in (
         ([], "needs FORMAT="),
         (["--format", "onnx"], "gguf, ollama, vllm"),
-        (["--format", "gguf", "--quant", "q4_k_m"], "f32, f16, bf16, q8_0"),
+        (["--format", "gguf", "--quant", "q9_k"], "f32, f16, bf16, q8_0, q6_k"),
         (["--format", "vllm", "--quant", "q8_0"], "QUANT= is for GGUFs"),
     ):
         code, printed = command("export", "--run", folder, *words)

@@ -79,6 +79,7 @@ def _write_odd_rows(folder: Path) -> None:
         "no_roles": [{"messages": ["a", "b"]}],
         "long": [chat("a", "b " * 50), chat("a", "b")],
         "double": [chat("a", "b"), chat("a", "b"), chat("c", "d")],
+        "near": [chat("c", "d"), *(chat("one two three four five six seven eight nine ten", word) for word in "xy")],
         "many": [chat(f"q {n}", f"a {n}") for n in range(60)],
     }
     for name, rows in files.items():
@@ -311,8 +312,9 @@ def processed(config: RunConfig) -> Facts:
     """What `make process` writes, and where."""
     from sft_play.data.process import process
 
-    process(config, force=True)
-    return files_of(Path(config.data.process.out_dir))
+    report = process(config, force=True)
+    counts = {"near": report.near.count, "overlaps": sum(one.count for one in report.overlaps.values())}
+    return files_of(Path(config.data.process.out_dir)) | counts
 
 
 def styled(config: RunConfig) -> Facts:
@@ -549,6 +551,13 @@ OUT = ["data.process.out_dir=WORLD/processed"]
 RAW = ["data.process.raw_path=WORLD/many.jsonl", *OUT]
 RAW_DOUBLE = ["data.process.raw_path=WORLD/double.jsonl", *OUT]
 RAW_LEAKY = ["data.process.raw_path=WORLD/leaky", *OUT]
+RAW_NEAR = [
+    "data.process.raw_path=WORLD/near.jsonl",
+    *OUT,
+    "data.process.val_fraction=0",
+    "data.process.test_fraction=0",
+]
+NEAR_AND_ONE = [*RAW_NEAR, "data.process.compare_with=[WORLD/double.jsonl]"]
 RAW_SYSTEM = ["data.process.raw_path=WORLD/system.jsonl"]
 STYLED = [*RAW, "data.style.system=be brief", "data.style.out_dir=WORLD/styled"]
 STYLED_SYSTEM = [*STYLED, *RAW_SYSTEM]
@@ -677,6 +686,11 @@ PROBES: list[tuple[str, Probe]] = [
     one(processed, "data.process.test_fraction", 0.0, "test", None, RAW),
     one(processed, "data.process.drop_duplicates", "true", "train", 2, RAW_DOUBLE),
     one(processed, "data.process.drop_leaks", "true", "train", 1, RAW_LEAKY),
+    one(processed, "data.process.near_duplicates", "count", "near", 1, RAW_NEAR),
+    one(processed, "data.process.near_duplicates", "drop", "train", 2, RAW_NEAR),
+    one(processed, "data.process.similarity", 0.9, "near", 0, [*RAW_NEAR, "data.process.near_duplicates=count"]),
+    one(processed, "data.process.compare_with", "[WORLD/double.jsonl]", "overlaps", 1, RAW_NEAR),
+    one(processed, "data.process.drop_overlaps", "true", "train", 2, NEAR_AND_ONE),
     one(styled, "data.style.system", "be loud", "system", "be loud", STYLED),
     one(styled, "data.style.how", "replace", "system", "be brief", STYLED_SYSTEM),
     one(styled, "data.style.how", "keep", "system", "brief", STYLED_SYSTEM),

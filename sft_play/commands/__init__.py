@@ -17,6 +17,7 @@ _COMMANDS = {
     ),
     "plan": ("plan",),
     "launch_file": ("launch-file",),
+    "sweep": ("sweep",),
     "diagnosing": ("check", "doctor", "gpu-info", "memory-check"),
     "preparing": ("process", "style", "dapt-docx", "full-pipeline"),
     "render": ("render",),

@@ -74,7 +74,7 @@ def _check_export(request: Request) -> None:
     if request.command == "export" and request.format not in _FORMATS:
         given = f"FORMAT={one_line(request.format)} is not" if request.format else "make export needs FORMAT=,"
         raise ConfigError(f"{given} one of {', '.join(_FORMATS)}")
-    if request.quant is not None and request.quant not in _QUANTS:
+    if request.quant is not None and request.quant.lower() not in _QUANTS:
         raise ConfigError(f"QUANT={one_line(request.quant)} is not one of {', '.join(_QUANTS)}")
     if request.quant is not None and request.format == "vllm":
         raise ConfigError("QUANT= is for GGUFs, and FORMAT=vllm writes none (make merge DTYPE= sets its dtype)")
@@ -87,7 +87,7 @@ def _export(request: Request, finished: FinishedRun) -> Answer:
         exported = export_run(
             finished,
             cast("Format", request.format),
-            quant=cast("Quant | None", request.quant),
+            quant=cast("Quant | None", request.quant and request.quant.lower()),
             out=request.out,
             replace=request.force,
             llama_cpp=request.llama_cpp,

@@ -70,7 +70,7 @@ def _run_models(request: Request) -> Answer:
 
 
 def _show(request: Request) -> Answer:
-    """The page is written; the curves go to the terminal itself, since what is logged keeps no colours."""
+    """The page is written; the curves are not logged, which would keep no colours."""
     output, screen = output_dir_of(request), screen_of(sys.stdout)
     written: RunReport | Comparison
     if request.command == "report":
@@ -80,10 +80,15 @@ def _show(request: Request) -> Answer:
     else:
         folders = [find_any(output, name) for name in request.runs]
         written = compare(folders, path=request.out or folders[0].path / PAGE, screen=screen)
+    draw(request, written)
+    return answer_of(written, to_out=False)
+
+
+def draw(request: Request, written: RunReport | Comparison) -> None:
+    """The curves of a page on the terminal itself."""
     if written.plot and not request.json:
         sys.stdout.write("\n".join(written.plot) + "\n")
         sys.stdout.flush()
-    return answer_of(written, to_out=False)
 
 
 def _prune(request: Request) -> Answer:

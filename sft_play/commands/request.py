@@ -282,14 +282,17 @@ def _asked(given: argparse.Namespace, environment: Mapping[str, str]) -> tuple[d
 
 
 def _refuse_no_config(request: Request, environment: Mapping[str, str]) -> None:
-    """Without a config the starter runs, with its own model and data only; raises ConfigError for others."""
     if request.config_given or request.command not in flag_commands("CONFIG"):
         return
     if "CONFIG" in environment:
         raise ConfigError("CONFIG is set and empty (an unset shell variable?): name the run YAML, or unset it")
-    if not request.overrides or request.command not in (*TRAINING, *DESCRIBING):
-        return
-    if not request.config.is_file():
+    if request.command in (*TRAINING, *DESCRIBING):
+        refuse_own_model(request)
+
+
+def refuse_own_model(request: Request) -> None:
+    """Without a config the starter runs, with its own model and data only; raises ConfigError for others."""
+    if request.config_given or not request.overrides or not request.config.is_file():
         return
     starter = load_config(request.config).config
     asked = load_config(request.config, overrides=request.overrides).config

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from sft_play.config.schema import ProcessConfig, RunConfig
 from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.data.masks.render import is_trained_turn
+from sft_play.data.near import Similar, compared_texts, texts_to_compare_with
 from sft_play.data.process_report import (
     SHOWN,
     FileReport,
@@ -87,6 +88,8 @@ class _Process:
             config.model.max_seq_len,
             duplicates_dropped=self._options.drop_duplicates,
             leaks_dropped=self._options.drop_leaks,
+            near_dropped=None if self._options.near_duplicates == "ignore" else self._options.near_duplicates == "drop",
+            overlaps_dropped=self._options.drop_overlaps,
         )
         self._faults: list[str] = []
         self._has_bad_rows = False
@@ -96,11 +99,19 @@ class _Process:
         """The first file with chats, and the first with plain text: they are not processed together."""
         self._files: dict[str, TextIO] = {}
         self._lengths: RowLengths | None = None
+        self._near = None if self._options.near_duplicates == "ignore" else Similar(self._options.similarity)
+        self._others: dict[str, Similar] = {}
+        """The rows of each file of compare_with."""
 
     def run(self, *, force: bool) -> ProcessReport:
         """Read, check, write."""
         report = self._report
         parts = self._parts()
+        for value in self._options.compare_with:
+            other = self._others[one_line(value)] = Similar(self._options.similarity)
+            for text, where in texts_to_compare_with(value, self._config.data):
+                other.add(text, where)
+            report.overlaps[one_line(value)] = Places()
         out = OutputFolder(
             Path(self._options.out_dir).expanduser(),
             (*(f"{name}.jsonl" for name in SPLITS), "report.json"),
@@ -238,7 +249,8 @@ class _Process:
         place = split or split_by_digest(digest, val_fraction=options.val_fraction, test_fraction=options.test_fraction)
         for note in example.notes:
             report.notes.setdefault(note, Places()).add(example.where)
-        if self._is_double(digest[:16], place, example.where):
+        is_new = not any(digest[:16] in seen for seen in self._seen.values())
+        if self._is_double(digest[:16], place, example.where) or self._is_similar(example, place, is_new=is_new):
             return None
         self._kinds.setdefault("text" if isinstance(example, Text) else "chats", file.name)
         if self._faults:
@@ -272,6 +284,31 @@ class _Process:
                 report.dropped.setdefault("stands in val or test too", Places()).add(where)
                 dropped = True
         return dropped
+
+    def _is_similar(self, example: Example, place: str, *, is_new: bool) -> bool:
+        """Whether a row is left out because it is nearly one of a file of compare_with, or an earlier one; counts it
+        either way."""
+        report, dropped = self._report, False
+        if self._near is None and not self._others:
+            return False
+        texts = compared_texts(example)
+        for name, other in self._others.items() if place == "train" else ():
+            found = max((one for text in texts if (one := other.nearest(text))), default=None)
+            if found is not None:
+                report.overlaps[name].add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
+                if self._options.drop_overlaps and not dropped:
+                    report.dropped.setdefault("nearly a row of compare_with", Places()).add(example.where)
+                    dropped = True
+        if self._near is None or dropped or not is_new:
+            return dropped
+        found = self._near.nearest(texts[0])
+        if found is not None:
+            report.near.add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
+            if self._options.near_duplicates == "drop":
+                report.dropped.setdefault("nearly an earlier row", Places()).add(example.where)
+                return True
+        self._near.add(texts[0], example.where)
+        return False
 
     def _judge(self) -> None:
         """Raises DataError for faults, files that do not belong together, and nothing left."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.data.build.size import CHARACTERS_PER_TOKEN
 from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.data.sources.formats import Example, Text
-from sft_play.data.sources.messages import TEXT_KEYS
+from sft_play.data.sources.messages import TEXT_KEYS, Message
 from sft_play.data.sources.raw import piece_end
 from sft_play.log import one_line
 
@@ -125,6 +125,13 @@ class ProcessReport:
     leaks: Places = field(default_factory=Places)
     duplicates_dropped: bool = False
     leaks_dropped: bool = False
+    near: Places = field(default_factory=Places)
+    """Rows that are nearly an earlier one, each with that and their similarity."""
+    near_dropped: bool | None = None
+    """None where none were looked for."""
+    overlaps: dict[str, Places] = field(default_factory=dict)
+    """By each file of compare_with: the training rows that are nearly one of its rows."""
+    overlaps_dropped: bool = False
     own_splits: bool = False
     skipped_files: list[str] = field(default_factory=list)
     lengths_by: str = ""
@@ -153,6 +160,11 @@ class ProcessReport:
             "notes": {note: dataclasses.asdict(places) for note, places in self.notes.items()},
             "duplicates": {**dataclasses.asdict(self.duplicates), "dropped": self.duplicates_dropped},
             "leaks": {**dataclasses.asdict(self.leaks), "dropped": self.leaks_dropped},
+            "near_duplicates": {**dataclasses.asdict(self.near), "dropped": self.near_dropped},
+            "overlaps": {
+                name: {**dataclasses.asdict(places), "dropped": self.overlaps_dropped}
+                for name, places in self.overlaps.items()
+            },
             "own_splits": self.own_splits,
             "splits": {name: split.as_json() for name, split in self.splits.items()},
             # one pass over train; the chat template's own tokens come on top
@@ -176,11 +188,16 @@ class ProcessReport:
             lines.append(f"  … and {len(self.files) - SHOWN} more files")
         lines += [f"Left out: {_counted(reason, places)}" for reason, places in by_count(self.dropped)]
         lines += [f"Note: {_counted(note, places)}" for note, places in by_count(self.notes)]
-        for name, places, dropped, option in (
-            ("Duplicates", self.duplicates, self.duplicates_dropped, "drop_duplicates"),
-            ("Leaks (rows that are in another split too)", self.leaks, self.leaks_dropped, "drop_leaks"),
-        ):
-            done = "left out" if dropped else f"kept; data.process.{option}=true leaves them out"
+        looked_for = [
+            ("Duplicates", self.duplicates, self.duplicates_dropped, "drop_duplicates=true"),
+            ("Leaks (rows that are in another split too)", self.leaks, self.leaks_dropped, "drop_leaks=true"),
+        ]
+        if self.near_dropped is not None:
+            looked_for.append(("Near-duplicates", self.near, self.near_dropped, "near_duplicates=drop"))
+        for file, places in self.overlaps.items():
+            looked_for.append((f"Training rows nearly in {file}", places, self.overlaps_dropped, "drop_overlaps=true"))
+        for name, places, dropped, option in looked_for:
+            done = "left out" if dropped else f"kept; data.process.{option} leaves them out"
             lines.append(f"{name}: {places.count:,}" + (f", {done}: {places.words()}" if places.count else ""))
         lines += self.remarks
         if self.skipped_files:
@@ -238,8 +255,14 @@ TokenCounter = Callable[[list[str]], list[int]]
 def _texts_of(example: Example) -> str:
     if isinstance(example, Text):
         return example.text
-    parts = [json.dumps(example.tools, ensure_ascii=False)] if example.tools else []
-    for message in example.messages:
+    tools = [json.dumps(example.tools, ensure_ascii=False)] if example.tools else []
+    return "\n".join([*tools, text_of(example.messages)])
+
+
+def text_of(messages: Iterable[Message]) -> str:
+    """All that messages say, calls of tools among it."""
+    parts: list[str] = []
+    for message in messages:
         parts += [str(message[key]) for key in TEXT_KEYS if message.get(key)]
         if message.get("tool_calls"):
             parts.append(json.dumps(message["tool_calls"], ensure_ascii=False))

@@ -14,9 +14,7 @@ import logging
 import math
 import os
 import shlex
-import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,11 +24,11 @@ from typing import Any
 from sft_play.config.adapter import WEIGHTS_FILE, adapter_folder
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import RunConfig
-from sft_play.data.sources.files import content_digest_of, data_paths
+from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
-from sft_play.finished.run import FinishedRun, base_folder, next_line
+from sft_play.finished.run import FinishedRun, base_folder, changed_data, next_line
 from sft_play.log import one_line
 from sft_play.process import endings
 from sft_play.process.environment import THREADS_VARIABLE, for_another_run
@@ -155,15 +153,7 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
     """Raises DataError or ModelError where a file that training read is not the one of the manifest's digest."""
     base_folder(run)
     recorded = run.manifest.get("data") or {}
-    parts = [(f"stage {stage.name} ", stage.config) for stage in loaded.stages] or [("", loaded.config)]
-    wrong = []
-    for prefix, config in parts:
-        for name, path in data_paths(config.data).files():
-            was = (recorded.get(f"{prefix}{name}") or {}).get("sha256")
-            if was is None:
-                wrong.append(f"data {prefix}{name}: the manifest does not record what {path} was")
-            elif content_digest_of(path) != was:
-                wrong.append(f"data {prefix}{name}: the content of {path} has changed since the run")
+    wrong = changed_data(run.manifest, loaded)
     was = (recorded.get("tokenizer") or {}).get("sha256")
     if was not in (None, load_tokenizer(loaded.config).sha256):
         wrong.append(f"tokenizer: that of {loaded.config.model.name}, or its template, has changed")
@@ -279,16 +269,11 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
 
 def _train(words: Sequence[str], package: Path, place: Path, manifest: Mapping[str, Any]) -> int:
     """Run `sft-play` with these words as a process of its own; returns its exit code."""
-    # safe path: `-m` would put the working folder first, whose sft_play may be another one
-    environment = for_another_run(os.environ) | {"PYTHONPATH": str(package), "PYTHONSAFEPATH": "1"}
+    environment = for_another_run(os.environ) | {"PYTHONPATH": str(package)}
     threads = (manifest.get("cpu") or {}).get("threads")
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
-    environment = endings.ends_with_me(environment, number=signal.SIGTERM)
-    process = subprocess.Popen([sys.executable, "-m", "sft_play", *words], cwd=place, env=environment,
-                               start_new_session=True)  # fmt: skip
-    with endings.StopSignals(lambda number: process.send_signal(signal.SIGTERM), lambda number: process.kill()):
-        return process.wait()
+    return endings.run_beside("sft_play", words, environment=environment, cwd=place).code
 
 
 def first_other_loss(one: Path, other: Path) -> tuple[str | None, int, float, float] | None:

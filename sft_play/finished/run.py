@@ -8,7 +8,7 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from typing import Any
 from safetensors import SafetensorError
 
 from sft_play.config.adapter import LAST
+from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
+from sft_play.data.sources.files import content_digest_of, data_paths
 from sft_play.errors import ConfigError, ModelError, RunFolderError, SftPlayError
 from sft_play.facts.models.architecture import config_json, local_folder, text_only
 from sft_play.files import atomic
@@ -169,6 +171,20 @@ def _require_same_base(run: FinishedRun, recorded: dict[str, Any]) -> None:
     if recorded.get("sha256") not in (None, now):
         weights = f"the weights in {run.config.model.name}"
         raise ModelError(f"{weights} are not those that {run.folder.path} was trained on: put the base back")
+
+
+def changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]:
+    """The data of a run that are no longer those of its manifest, each in words."""
+    recorded, wrong = manifest.get("data") or {}, []
+    for part in loaded.parts:
+        prefix = f"stage {part.stage} " if part.stage else ""
+        for name, path in data_paths(part.config.data).files():
+            was = (recorded.get(f"{prefix}{name}") or {}).get("sha256")
+            if was is None:
+                wrong.append(f"data {prefix}{name}: the manifest does not record what {path} was")
+            elif content_digest_of(path) != was:
+                wrong.append(f"data {prefix}{name}: the content of {path} has changed since the run")
+    return wrong
 
 
 def text_only_of(run: FinishedRun) -> tuple[str, ...]:

@@ -514,6 +514,11 @@ def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> Non
     train = config.train
     if plan.fits or is_fixed or train.batch_size != "auto" or train.grad_accum != "auto":
         return
+    raise DoesNotFit(f"{misfit_words(plan, config)}, or set train.batch_size=1 to start anyway", plan=plan.as_json())
+
+
+def misfit_words(plan: Plan, config: RunConfig) -> str:
+    """What does not fit, with what it needs, and the changes that would make it fit."""
     micro, needs = plan.batch.micro_batch, needs_words(plan.choice, terms=3)
     rows = f"{micro} sequence{'s' if micro > 1 else ''} of {plan.choice.step.seq_len} tokens"
     where = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
@@ -523,11 +528,9 @@ def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> Non
         advice = f"try {listed}"
     else:
         advice = f"not even {listed} would be enough" if ways else "try a smaller model"
-    raise DoesNotFit(
+    return (
         f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {where}: {rows} at a time in "
-        f"layout {plan.layout} need{'' if micro > 1 else 's'} {needs}; {advice}, or set train.batch_size=1 "
-        "to start anyway",
-        plan=plan.as_json(),
+        f"layout {plan.layout} need{'' if micro > 1 else 's'} {needs}; {advice}"
     )
 
 

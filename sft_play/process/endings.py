@@ -9,12 +9,13 @@ import ctypes
 import os
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 PARENT_VARIABLE = "SFT_PLAY_PARENT"
 """In a helper process: `PID:SIGNAL`, the process that it ends with, and the signal."""
@@ -189,6 +190,34 @@ class StopSignals:
 def interrupt(number: int) -> None:
     """The stop request where there is nothing to save: unwinds as Ctrl-C does."""
     raise KeyboardInterrupt
+
+
+class Beside(NamedTuple):
+    """How a process that ran beside this one ended."""
+
+    code: int
+    written: str
+    """What it wrote to the pipe that was its standard output; empty without one."""
+    was_stopped: bool
+    """Whether this process was asked to stop meanwhile, and passed it on."""
+
+
+def run_beside(module: str, words: Sequence[str], *, environment: Mapping[str, str], **of_popen: Any) -> Beside:
+    """Run `python -m MODULE WORDS...` in a session of its own until it ends: a request to stop is passed on as SIGTERM,
+    so that it can save, and another one kills it. `of_popen`: further arguments of Popen."""
+    # safe path: `-m` would put the working folder first, whose package of that name may be another one
+    environment = ends_with_me({**environment, "PYTHONSAFEPATH": "1"}, number=signal.SIGTERM)
+    process = subprocess.Popen([sys.executable, "-m", module, *words], env=environment, start_new_session=True,
+                               text=True, **of_popen)  # fmt: skip
+    asked: list[int] = []
+
+    def stop(number: int) -> None:
+        asked.append(number)
+        process.send_signal(signal.SIGTERM)
+
+    with StopSignals(stop, lambda number: process.kill()):
+        written, _ = process.communicate()
+    return Beside(process.returncode, written or "", bool(asked))
 
 
 def leave_dead_terminal() -> None:

@@ -30,18 +30,8 @@ _DATA = ("process", "style", "dapt-docx", "render", "preview", "check", "full-pi
 _BOARDS = ("tensorboard", "tb-open", "tb-stop", "tb-clean")
 _CONFIGURED = (
     *TRAINING,
-    *(
-        "setup-accelerate",
-        "plan",
-        "launch-file",
-        "verify-layouts",
-        *_BOARDS,
-        "doctor",
-        "consolidate",
-        "gpu-info",
-        "memory-check",
-    ),
-    "bench",
+    *("setup-accelerate", "plan", "launch-file", "verify-layouts", *_BOARDS, "doctor", "consolidate", "gpu-info"),
+    *("memory-check", "bench", "sweep"),
     *_FINISHED,
     *_LISTING,
     *_DATA,
@@ -111,7 +101,7 @@ VARIABLES: Dict[str, Variable] = {
     ),
     "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", "switch"),
     "OUT": Variable(
-        (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS, "fuzz"),
+        (*_ANSWERING, "consolidate", "sweep", *_FINISHED, *_LISTING, *_BENCHMARKS, "fuzz"),
         "write the answer to this file too",
         "FILE",
         "path",
@@ -207,7 +197,9 @@ VARIABLES: Dict[str, Variable] = {
         ("check",), "engines that are to load the result: vllm, sglang, llama.cpp", "vllm,sglang", "names"
     ),
     "FORMAT": Variable(("export",), "what to export for: gguf, ollama, vllm", "gguf"),
-    "QUANT": Variable(("export",), "how a GGUF stores weights: f32, f16, bf16, q8_0 (default: losslessly)", "q8_0"),
+    "QUANT": Variable(
+        ("export",), "how a GGUF stores weights: f32, f16, bf16, q8_0, q4_k_m and its kin (default: losslessly)", "q8_0"
+    ),
     "LLAMA_CPP": Variable(
         ("export", "export-test"), "a checkout of llama.cpp, in place of the downloaded converter", "FOLDER", "path"
     ),

@@ -103,9 +103,13 @@ def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
         RunFolderError: the name could leave `output.dir`.
     """
     if output.name is None:
-        stem = re.sub(r"[^\w.-]+", "-", config_path.stem).strip(".-") or "run"
-        return f"{stem}-{now.strftime('%Y%m%dT%H%M%SZ')}"
+        return f"{name_of_config(config_path)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
     return checked_name(output.name, key="output.name")
+
+
+def name_of_config(path: Path) -> str:
+    """What the names of a config's runs begin with where it names none."""
+    return re.sub(r"[^\w.-]+", "-", path.stem).strip(".-") or "run"
 
 
 def checked_name(name: str, *, key: str) -> str:

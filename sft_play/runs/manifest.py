@@ -10,7 +10,7 @@ import json
 import math
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from sft_play._version import __version__
 from sft_play.config.leaves import leaves
 from sft_play.config.load import LoadedConfig, differing_keys, follows, resolved
+from sft_play.config.schema import RunConfig
 from sft_play.errors import RunFolderError
 from sft_play.facts.installed import version_of
 from sft_play.files import ROOT
@@ -146,22 +147,8 @@ def check_same_run(
 
     The batch may be split differently over other ranks: what matters is the effective batch.
     """
-    try:
-        old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
-    # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are stars.
-    new = json.loads(json.dumps(scrub(resolved(loaded.config, effective_batch=math.prod(batch.values())))))
-    if not isinstance(old, dict):
-        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
-    differing = {
-        key: pair
-        for key, pair in differing_keys(old, new).items()
-        if key not in FREE_TO_CHANGE
-        and not _came_later(old, key, pair[1])
-        and not (follows(loaded.config, key) and pair[0] == functools.reduce(getattr, key.split("."), loaded.config))
-    }
-    lines = [f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}" for key, (was, now) in differing.items()]
+    differing = other_settings(folder, loaded.config, effective_batch=math.prod(batch.values()))
+    lines = list(differing.values())
     manifest = folder.manifest()
     recorded = manifest.get("data")
     for name, facts in data.items():
@@ -176,6 +163,34 @@ def check_same_run(
     before = manifest.get("batch")
     if before and math.prod(before.values()) != math.prod(batch.values()):
         lines.append(f"batch: the run has {json.dumps(before)}, now {json.dumps(batch)}")
+    refuse_mixing(folder, lines)
+
+
+def other_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int) -> dict[str, str]:
+    """The settings that change a run's numbers and are not those it was started with, each in words.
+
+    Raises:
+        RunFolderError: the run's own cannot be read.
+    """
+    try:
+        old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json cannot be read ({error})") from None
+    # Through JSON and redacted, as the old one was written: tuples are lists there, and secrets are stars.
+    new = json.loads(json.dumps(scrub(resolved(config, effective_batch=effective_batch))))
+    if not isinstance(old, dict):
+        raise RunFolderError(f"{folder.path} cannot be resumed: its resolved.json is damaged")
+    return {
+        key: f"{key}: the run has {json.dumps(was)}, now {json.dumps(now)}"
+        for key, (was, now) in differing_keys(old, new).items()
+        if key not in FREE_TO_CHANGE
+        and not _came_later(old, key, now)
+        and not (follows(config, key) and was == functools.reduce(getattr, key.split("."), config))
+    }
+
+
+def refuse_mixing(folder: RunFolder, lines: Sequence[str]) -> None:
+    """Raises RunFolderError where `lines` say what is not as it was when a run was started."""
     if lines:
         listed = "\n".join(f"  {one_line(line, limit=300)}" for line in lines)
         raise RunFolderError(

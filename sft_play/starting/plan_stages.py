@@ -176,7 +176,7 @@ def plan_ranks(
     if raw is not None:
         config = as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
-    kept = kept_of(config, stopped, _batches(config, stopped, hardware))
+    kept = kept_of(config, stopped, batches_of(config, stopped, hardware))
     log_kept(kept, stopped)
     refuse_strategy(config, hardware, strategy)
     only = _layouts(strategy, hardware)
@@ -238,7 +238,7 @@ def as_deepspeed_says(config: RunConfig, raw: dict[str, Any], *, ranks: int, nam
     return config.model_copy(update={"train": train, "distributed": distributed})
 
 
-def _batches(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:
+def batches_of(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -> int:
     """Data-parallel ranks of a resumed run: those of its mesh, those that it had over as many processes, or all."""
     mesh = mesh_of(config.model.mesh_shape)
     if mesh is not None:

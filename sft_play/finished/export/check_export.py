@@ -39,7 +39,7 @@ ROWS = 200
 _SCORED_ROWS = 32
 """Rows at whose trained places the distributions are compared."""
 _DEVIATIONS = 8.0
-_TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
+_TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -222,8 +222,11 @@ def export_test(
     seen, weights, read_checks = _read_and_answer(file, model, material, types)
     checks += read_checks
     if gguf_model.has_llama_cpp():
-        own, check = _answered_by_llama_cpp(file, material)
-        seen, checks = [*seen, own], [*checks, check]
+        try:
+            own, check = _answered_by_llama_cpp(file, material)
+            seen, checks = [*seen, own], [*checks, check]
+        except gguf_model.NotReadHere as error:
+            checks.append(ExportCheck("llama.cpp", False, str(error)))
     base_divergence, answering = _beside_trained(run, material, seen, types)
     checks += [_answer_check(one) for one in answering]
     return ExportTest(
@@ -278,7 +281,8 @@ def _read_and_answer(
     seen.append(material.seen_by(read, "GGUF", is_file=True))
     del read
     free_memory()
-    words = f"{weights.equal} of {weights.tensors} tensors are the merged model's, bit for bit"
+    is_exact = all((gguf_model.bits_of(name) or 8) >= 8 for name in types)
+    words = f"{weights.equal} of {weights.tensors} tensors are the merged model's{', bit for bit' if is_exact else ''}"
     if weights.rounded:
         words += f" after rounding ({weights.rounded} rounded, by {weights.relative_rounding:.2%} of their size)"
     if weights.first:
@@ -307,8 +311,8 @@ def _beside_trained(
     if run.is_adapter:
         with model.disable_adapter():
             base_divergence = compared(trained.scored, log_probs(model, material.rows))[0]
-    # the coarsest rounding decides the limit; the converter writes none that is coarser than Q8_0
-    of_file = {_TYPE_DTYPES.get(name, "q8_0") for name in types}
+    # the coarsest rounding decides the limit
+    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, gguf_model.bits_of(name) or 8)}" for name in types}
     answering = []
     for other in others:
         divergence, same, _ = compared(trained.scored, other.scored)

@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace as with_changes
@@ -22,8 +23,9 @@ from sft_play.diagnose import engines
 from sft_play.errors import ConfigError, DataError, ModelError, RunFolderError, TokenizerError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.finished.export import gguf_tokenizer
-from sft_play.finished.export.exported import EXPORT, EXPORT_FILE, Exported, Format, Quant, shell_word
-from sft_play.finished.export.llama_cpp import Converter, convert, find_converter
+from sft_play.finished.export.exported import CONVERTED, EXPORT, EXPORT_FILE, Exported, Format, Quant, shell_word
+from sft_play.finished.export.gguf_model import has_llama_cpp, stored_otherwise
+from sft_play.finished.export.llama_cpp import PACKAGE, VERSION, Converter, convert, find_converter, quantize
 from sft_play.finished.export.merge import merge_record, merge_words, whole_model
 from sft_play.finished.export.ollama import modelfile_of
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
@@ -70,6 +72,9 @@ def export_run(
     _require_target(target, replace=replace)
     quiet_libraries()
     # before the merge: a converter that cannot be fetched is known in seconds, a merge takes minutes
+    if quant not in (None, *CONVERTED) and not has_llama_cpp():
+        install = f"{sys.executable} -m pip install {PACKAGE}=={VERSION} (it compiles for minutes)"
+        raise ConfigError(f"QUANT={quant} needs llama.cpp's library, which is not here: {install}; or take QUANT=q8_0")
     converter = None if format == "vllm" else find_converter(llama_cpp)
     model = whole_model(run, is_locked=True)
     with built_folder(target) as building:
@@ -143,10 +148,12 @@ def _write_gguf(
 ) -> Exported:
     """Convert the folder `model` into `building`, which becomes `target`; with a Modelfile for Ollama."""
     chosen = _quant(model, quant)
+    first = chosen if chosen in CONVERTED else _lossless(model) or "bf16"
     prompts = Prompts(run, model)
     name = run.folder.path.name
     file = building / f"{name}-{chosen}.gguf"
     needed = sum(weights.stat().st_size for weights in weight_files(model))
+    needed += 0 if first == chosen else needed // 2  # both files are there for a moment
     require_space(building, needed, "the GGUF needs up to")
     staged = building / ".model"
     _stage(run, model, prompts.tokenizer, staged)
@@ -155,7 +162,11 @@ def _write_gguf(
     if format == "ollama":
         text, told = modelfile_of(run, prompts, file.name, adds_bos=bool(vocabulary["add_bos"]))
         (building / "Modelfile").write_text(text, encoding="utf-8")
-    convert(converter, staged, file, quant=chosen, name=name, vocabulary=json.dumps(vocabulary))
+    written = file if first == chosen else staged / "whole.gguf"
+    convert(converter, staged, written, quant=first, name=name, vocabulary=json.dumps(vocabulary))
+    if first != chosen:
+        quantize(written, file, chosen)
+        told = (*told, *stored_otherwise(file))
     shutil.rmtree(staged)
     checked, notes = _check_file(run, file, prompts, converter, vocabulary)
     notes = (*notes, *_engine_notes(prompts))
@@ -174,18 +185,27 @@ def _write_gguf(
 
 def _quant(model: Path, given: Quant | None) -> Quant:
     """How the file stores weights; raises ConfigError where f16 would make them infinite."""
-    counts: dict[str, int] = {}
-    for _, shape, dtype in tensor_shapes(model).values():
-        counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
-    own = max(counts, key=lambda dtype: counts[dtype])
-    quant = given or _LOSSLESS.get(own)
+    quant = given or _lossless(model)
     if quant is None:
+        own = _dtype(model)
         raise ConfigError(f"the weights in {model} are {own}, which no GGUF holds as they are; give QUANT=bf16 or q8_0")
-    if quant == "f16" and own != "F16":
+    if quant == "f16" and _lossless(model) != "f16":
         name = _beyond_f16(model)
         if name is not None:
             raise ConfigError(f"QUANT=f16 cannot hold {name}, which has values above 65,504; take QUANT=bf16")
     return quant
+
+
+def _dtype(model: Path) -> str:
+    """The dtype of most weights, as safetensors names it."""
+    counts: dict[str, int] = {}
+    for _, shape, dtype in tensor_shapes(model).values():
+        counts[dtype] = counts.get(dtype, 0) + math.prod(shape)
+    return max(counts, key=lambda dtype: counts[dtype])
+
+
+def _lossless(model: Path) -> Quant | None:
+    return _LOSSLESS.get(_dtype(model))
 
 
 def _beyond_f16(model: Path) -> str | None:

@@ -11,7 +11,13 @@ from sft_play.finished.run import Outcome, next_line
 from sft_play.units import gib
 
 Format = Literal["gguf", "ollama", "vllm"]
-Quant = Literal["f32", "f16", "bf16", "q8_0"]
+Quant = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0",
+    "iq4_nl", "iq4_xs", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
+]  # fmt: skip
+"""How a GGUF stores weights, the coarsest last: those that need no importance matrix."""
+CONVERTED: tuple[Quant, ...] = ("f32", "f16", "bf16", "q8_0")
+"""Those that the converter writes by itself."""
 EXPORT = "export"
 """The folder in a run folder under which each format has its own."""
 EXPORT_FILE = "export.json"

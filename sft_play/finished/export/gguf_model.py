@@ -7,6 +7,8 @@ Shape letters: T tokens, P trained places, V the vocabulary.
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,10 +42,17 @@ _SETTINGS = {
 }
 """Keys of a GGUF, after its architecture, and the config's names for the same."""
 _FP32_STEP = 1.2e-7
+_BLOCK = 256
+"""Weights of a row that a K type stores together."""
+_ROUNDED_HERE = ("F16", "BF16", "Q8_0")
+"""Types that are rounded here as the converter rounds; llama.cpp's library searches the scales of those below."""
+_FARTHEST = 0.5
+"""Of a tensor in fewer than 8 bits, the largest distance from the model's relative to its size (Frobenius norms), or
+2^(2 - bits) where that is less: weights of a normal distribution are at a third of that, another tensor at 1.4."""
 
 
 class NotReadHere(ModelError):
-    """transformers cannot read a GGUF of this architecture."""
+    """transformers cannot read a GGUF of this architecture, or llama.cpp cannot load it."""
 
 
 def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
@@ -97,12 +106,14 @@ class Weights:
 def compare_gguf_weights(read: Any, model: Any, types: set[str], *, rows: int) -> Weights:
     """The tensors of a GGUF that was read back with those of the model, both in the model's dtype.
 
-    `types`: names of gguf's types that the file has. `rows`: of its embeddings, which may lack those that
-    are no token's. A tensor counts as equal where it is, bit for bit, the model's, or
-    the model's after rounding to one of the types. Vectors may differ by fp32's last place: llama.cpp stores Gemma's
-    norms plus one.
+    `types`: names of gguf's types that the file has. `rows`: of its embeddings, which may lack those that are no
+    token's. A tensor counts as equal where it is, bit for bit, the model's, or the model's after rounding to one of the
+    types; where one of these has fewer than 8 bits, where it is near (`_FARTHEST`). Vectors may differ by fp32's last
+    place: llama.cpp stores Gemma's norms plus one.
     """
     there, wanted = read.state_dict(), model.state_dict()  # both by transformers' names
+    bits = min((count for kind in types if (count := bits_of(kind)) and kind not in _ROUNDED_HERE), default=None)
+    nearest = 0.0 if bits is None else min(_FARTHEST, 2.0 ** (2 - bits))
     equal = rounded = 0
     first, error, size = None, 0.0, 0.0
     for name in sorted(set(there) | set(wanted)):
@@ -117,7 +128,9 @@ def compare_gguf_weights(read: Any, model: Any, types: set[str], *, rows: int) -
         error, size = error + difference, size + float(other.double().square().sum())
         if difference == 0 or (other.ndim < 2 and _differs_by_last_place(one, other)):
             equal += 1
-        elif any(torch.equal(one, candidate) for candidate in _rounded(other, types)):
+        elif any(torch.equal(one, candidate) for candidate in _rounded(other, types)) or (
+            other.ndim > 1 and difference <= nearest**2 * float(other.double().square().sum())
+        ):
             equal, rounded = equal + 1, rounded + 1
         else:
             first = first or name
@@ -140,7 +153,7 @@ def _rounded(tensor: torch.Tensor, types: set[str]) -> list[torch.Tensor]:
     for turned in (False, True) if tensor.ndim == 2 else (False,):
         values = tensor.detach().float().cpu()
         values = (values.T if turned else values).contiguous().numpy()
-        for name in sorted(types - {"F32"}):
+        for name in sorted(types & {*_ROUNDED_HERE}):
             kind = GGMLQuantizationType[name]
             if name == "Q8_0" and values.shape[-1] % 32:
                 continue  # no whole blocks: the converter stores such a tensor in F16
@@ -154,6 +167,23 @@ def tensor_types(file: Path) -> set[str]:
     from gguf import GGUFReader
 
     return {tensor.tensor_type.name for tensor in GGUFReader(str(file)).tensors}
+
+
+def stored_otherwise(file: Path) -> list[str]:
+    """A line on the matrices whose rows no block of 256 weights divides, which llama.cpp stores in another type."""
+    from gguf import GGUFReader
+
+    matrices = [one for one in GGUFReader(str(file)).tensors if len(one.shape) > 1]
+    odd = Counter(one.tensor_type.name for one in matrices if int(one.shape[0]) % _BLOCK)
+    types = ", ".join(f"{count} in {name}" for name, count in odd.most_common())
+    why = f"have rows that are no multiple of {_BLOCK} weights, and are stored otherwise where the type needs that"
+    return [f"Types: {odd.total()} of {len(matrices)} matrices {why}: {types}"] if odd else []
+
+
+def bits_of(kind: str) -> int | None:
+    """Bits of a weight in a type of a GGUF, such as 4 of Q4_K and IQ4_XS; None for floats."""
+    found = re.match(r"I?Q(\d)_", kind)
+    return int(found[1]) if found else None
 
 
 def embedding_rows(file: Path) -> int:
@@ -222,7 +252,10 @@ class LlamaCppModel:
         from llama_cpp import Llama
 
         # logits_all: without it the scores of a prompt's own tokens are not kept
-        self._llama: Any = Llama(model_path=str(file), n_ctx=context, n_batch=512, logits_all=True, verbose=False)
+        try:
+            self._llama: Any = Llama(model_path=str(file), n_ctx=context, n_batch=512, logits_all=True, verbose=False)
+        except ValueError as error:
+            raise NotReadHere(f"llama.cpp does not load this GGUF: {one_line(str(error), limit=120)}") from None
         self._adds_bos = self._llama.metadata.get("tokenizer.ggml.add_bos_token") == "true"
 
     def prompt_ids(self, text: str) -> list[int]:

@@ -173,6 +173,20 @@ def convert(converter: Converter, model: Path, target: Path, *, quant: str, name
         raise BackendError(f"llama.cpp's converter ({converter.version}) failed{reason}:\n{end}")
 
 
+def quantize(source: Path, target: Path, quant: str) -> None:
+    """Write the GGUF `source` with weights in fewer bits, by llama.cpp's library in a process of its own.
+
+    Raises:
+        BackendError: it failed; its last lines say why.
+    """
+    runner = Path(__file__).with_name("run_quantizer.py")
+    done = run_python([str(runner), str(source), str(target), quant], environment={})
+    if done.returncode or not target.is_file():
+        raise BackendError(
+            f"llama.cpp's library could not write {quant} ({done.returncode}):\n{last_lines(done.stdout)}"
+        )
+
+
 def _known_reason(output: str) -> str:
     """What the failures that users meet mean, put before the converter's own words."""
     if "BPE pre-tokenizer was not recognized" in output:

@@ -42,8 +42,8 @@ class Largest:
     limited_by: str
 
 
-def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """The overrides of each cell of `key=v1,v2 other=a,b`: every combination.
+def grid(words: Sequence[str], *, of: str = "WHATIF") -> list[tuple[str, ...]]:
+    """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `of` is the variable that has them.
 
     Raises:
         ConfigError: a word is not `key=value,value`, or there are too many combinations.
@@ -54,25 +54,26 @@ def grid(words: Sequence[str]) -> list[tuple[str, ...]]:
         values = _values(text)
         if not key or not equals or not all(values):
             raise ConfigError(
-                f"WHATIF: {one_line(word)!r} is not key=value,value; for example WHATIF='model.max_seq_len=2048,4096'"
+                f"{of}: {one_line(word)!r} is not key=value,value; for example {of}='model.max_seq_len=2048,4096'"
             )
         if any(axis[0].startswith(f"{key}=") for axis in axes):
-            raise ConfigError(
-                f"WHATIF names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2"
-            )
+            raise ConfigError(f"{of} names {one_line(key)} twice; give all of its values at once: {one_line(key)}=1,2")
         axes.append([f"{key}={value}" for value in values])
     count = math.prod(map(len, axes))
     if count > MOST_CELLS:
-        raise ConfigError(f"WHATIF asks for {count} plans; ask for at most {MOST_CELLS}")
+        raise ConfigError(f"{of} asks for {count} plans; ask for at most {MOST_CELLS}")
     return [tuple(cell) for cell in itertools.product(*axes)]
 
 
 def _values(text: str) -> list[str]:
-    """The text split at commas outside brackets."""
-    values, depth = [""], 0
+    """The text split at commas outside brackets, and outside quotes where a value begins with one."""
+    values, depth, quote = [""], 0, ""
     for letter in text:
-        depth += (letter in "[{") - (letter in "]}")
-        if letter == "," and depth == 0:
+        if quote or (letter in "'\"" and not values[-1].strip()):
+            quote = "" if letter == quote else quote or letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0 and not quote:
             values.append("")
         else:
             values[-1] += letter
