@@ -15,6 +15,7 @@ _COMMANDS = {
         *("train", "resume", "train-distributed", "train-deepspeed", "launch-command", "setup-accelerate"),
         "run-notebook",
     ),
+    "new": ("new",),
     "plan": ("plan",),
     "diagnosing": ("check", "doctor", "gpu-info", "memory-check"),
     "preparing": ("process", "style", "dapt-docx", "full-pipeline"),

@@ -103,12 +103,14 @@ class Request:
     replay: Path | None = None
     tolerance: float | None = None
     serve: tuple[str, ...] = ()
+    model: str | None = None
+    from_: Path | None = None
 
 
 OF_VARIABLES = {
-    field.name: field.name.upper()
+    field.name: name
     for field in dataclasses.fields(Request)
-    if field.name.upper() in VARIABLES and field.name != "config"
+    if (name := field.name.rstrip("_").upper()) in VARIABLES and name != "CONFIG"  # `from` is a word of Python
 }
 """The fields that hold just a variable of make."""
 

@@ -124,7 +124,9 @@ def _complete(result: Translation, names: set[str]) -> None:
     if "tuning.mode" not in settings:
         is_adapter = any(path.startswith("tuning.lora.") for path in settings) or not names.isdisjoint(_OF_ADAPTERS)
         settings["tuning.mode"] = "lora" if is_adapter else "full"
-        what = "adapters, since the file has options of them" if is_adapter else "all weights, since it names no adapter"
+        what = (
+            "adapters, since the file has options of them" if is_adapter else "all weights, since it names no adapter"
+        )
         result.left_out.append((f"tuning.mode: {settings['tuning.mode']}", f"{what}; qlora needs least memory"))
     if settings["tuning.mode"] == "full":
         for path in [path for path in settings if path.startswith("tuning.lora.")]:

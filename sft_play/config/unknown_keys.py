@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 
 from sft_play.config import other_tools
-from sft_play.config.together import Foreign
 from sft_play.config.leaves import accepts, homes, leaves, sections, yaml_value
+from sft_play.config.together import Foreign
 from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show
 from sft_play.errors import ConfigError
 from sft_play.spelling import nearest

@@ -36,7 +36,7 @@ _CONFIGURED = (
     *_LISTING,
     *_DATA,
 )
-COMMANDS = (*_CONFIGURED, "memory-model-score", "gpu-selftest", "mask-score", "run-notebook", "generate")
+COMMANDS = ("new", *_CONFIGURED, "memory-model-score", "gpu-selftest", "mask-score", "run-notebook", "generate")
 """Every command of `sft-play`."""
 _BENCHMARKS = (
     *("benchmark", "benchmark-engines", "benchmark-logging", "benchmark-threads", "benchmark-starter"),
@@ -90,7 +90,9 @@ VARIABLES: Dict[str, Variable] = {
         ranks=("rank",),
     ),
     "HARDWARE": Variable(
-        ("plan", "gpu-info", "check", "full-pipeline"), "plan for this machine instead of the present one", "2xH200"
+        ("plan", "gpu-info", "check", "full-pipeline", "new"),
+        "plan for this machine instead of the present one",
+        "2xH200",
     ),
     "RUN": Variable(
         ("resume", "consolidate", "memory-check", *_BOARDS, *_FINISHED),
@@ -98,9 +100,11 @@ VARIABLES: Dict[str, Variable] = {
         "NAME",
     ),
     "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", "switch"),
+    "MODEL": Variable(("new",), "the model of the run YAML: hub id or local folder", "owner/name"),
+    "FROM": Variable(("new",), "a file of axolotl, LLaMA-Factory, TRL or Unsloth, in our terms", "their.yaml", "path"),
     "OUT": Variable(
-        (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS),
-        "write the answer to this file too",
+        (*_ANSWERING, "consolidate", *_FINISHED, *_LISTING, *_BENCHMARKS, "new"),
+        "write the answer to this file too (new: the run YAML)",
         "FILE",
         "path",
     ),
@@ -177,7 +181,9 @@ VARIABLES: Dict[str, Variable] = {
         ("eval", "export-test", "merge-test", "ship"), "how many rows, evenly spaced", "16", "count", of="rows"
     ),
     "SPLIT": Variable(("eval",), "which held-out rows: val, test", "val"),
-    "DATA": Variable(("eval",), "rows of this file instead, in any format that training reads", "FILE"),
+    "DATA": Variable(
+        ("eval", "new"), "rows in any format that training reads (new: to train on; eval: to evaluate on)", "FILE"
+    ),
     "METRICS": Variable(
         ("eval",), "metrics of answers: exact_match, rouge_l, chrf, your module:function, or none", "rouge_l", "names"
     ),
@@ -395,6 +401,7 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
 SETTINGS = {
     "BASE": "model.name",
     "DATA": "data.train_path",
+    "MODEL": "model.name",
     "OUTPUT": "output.dir",
     "SEED": "train.seed",
     "STEPS": "train.max_steps",
