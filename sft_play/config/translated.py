@@ -102,16 +102,17 @@ def _take(key: Foreign, document: YamlDocument, result: Translation) -> None:
         result.settings.setdefault(path, value)
     raw = document.raw.get(key.path)
     words = _REMOVE.sub("", words.replace("{value}", show(key.value, raw=raw).strip('"')))
-    if not taken and (key.value in (None, "", False, [], {}) or "no effect" in words or not words.strip(" :")):
+    is_off = key.value is False or key.value in (None, "", [], {}) or "no effect" in words
+    if not taken and (is_off or (key.meaning is not None and not words)):
         result.idle.append(dotted(key.path))
     elif not taken or _LESS.search(words):
         here = f"here {' and '.join(f'{path}: {show(value)}' for path, value in taken.items())}" if taken else ""
         why = "; ".join(filter(None, [here, words])) or "there is no such option here"
         result.left_out.append((f"{dotted(key.path)} ({shown_value(key, raw)})", why))
     for number, entry in enumerate(key.value if taken and isinstance(key.value, list) else []):
-        more = [one for one in entry if one not in _READ_OF_AN_ENTRY] if isinstance(entry, dict) else []
-        if more:
-            values = ", ".join(f"{one}: {show(entry[one])}" for one in more)
+        more = entry if isinstance(entry, dict) else {}
+        values = ", ".join(f"{one}: {show(value)}" for one, value in more.items() if one not in _READ_OF_AN_ENTRY)
+        if values:
             result.left_out.append((f"{dotted((*key.path, number))} ({values})", _BY_ROWS))
 
 

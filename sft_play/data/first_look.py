@@ -65,8 +65,8 @@ def first_look(given: str, *, count: Count = by_characters, positions: int | Non
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", text_wanted=is_text)
     examples, bad = _sample(reader)
     if not examples:
-        rows = bad_row_lines(f"the first {len(bad):,} rows of {one_line(given)}", _counted(bad), bad[:3])
-        raise DataError("\n".join([*rows, FIX_OR_SKIP]))
+        lines = bad_row_lines(f"the first {len(bad):,} rows of {one_line(given)}", _counted(bad), bad[:3])
+        raise DataError("\n".join([*lines, FIX_OR_SKIP]))
     is_cpt = isinstance(examples[0], Text) and not looks_rendered(examples[0].text)
     size = rough_size(DataConfig(train_path=paths["data.train_path"]), text_wanted=is_cpt)
     rows = max(size.rows if size else 0, len(examples))
