@@ -16,7 +16,18 @@ from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections, tr
 from sft_play.config.schema import RunConfig
 from sft_play.config.together import Foreign, together
 from sft_play.config.unknown_keys import answer_words, foreign_keys, unknown_problem
-from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, show, value_at, walk
+from sft_play.config.yaml_io import (
+    OVERRIDE,
+    TYPOGRAPHIC,
+    Path_,
+    Plain,
+    Problem,
+    YamlDocument,
+    dotted,
+    show,
+    value_at,
+    walk,
+)
 from sft_play.spelling import LIKE_A_TYPO, did_you_mean
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -31,6 +42,9 @@ def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     problems = [*(unknown_problem(document, key) for key in foreign), *misplaced.values()]
     broken = [path for path, value in walk(document.data) if isinstance(value, str) and _SURROGATE.search(value)]
     problems += [document.problem(path, "the text has half of a surrogate pair") for path in broken]
+    quoted = "is in typographic quotes, which YAML takes for letters of the text; write \" or '"
+    texts = [(path, value) for path, value in walk(document.data) if isinstance(value, str) and len(value) > 1]
+    problems += [document.problem(path, quoted) for path, value in texts if {value[0], value[-1]} <= {*TYPOGRAPHIC}]
     if broken:
         return None, problems
     # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
@@ -218,6 +232,10 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
         add("train.early_stopping_patience", "needs train.load_best_model_at_end: true")
     if train.metric_for_best_model == "exact_match" and config.eval.generate_rows == 0:
         add("train.metric_for_best_model", "exact_match needs eval.generate_rows above 0")
+    if config.learning_rate > 1:
+        mantissa, _, power = f"{config.learning_rate:e}".partition("e+")
+        meant = f"{float(mantissa):g}e-{int(power) or 4}"
+        add("train.learning_rate", f"{config.learning_rate:,g} is above 1, where nothing learns; did you mean {meant}?")
     for option in training_options():
         value = option.value(config)
         if not option.is_read_by(train.optim) and value != option.default:

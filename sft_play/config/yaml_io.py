@@ -19,6 +19,8 @@ import yaml
 
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
+from sft_play.process.variables import DATA_SUFFIXES
+from sft_play.spelling import did_you_mean
 
 Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
 """What a YAML value becomes: JSON's types only."""
@@ -31,6 +33,9 @@ OVERRIDE = "SET"
 
 MAX_VALUES = 100_000
 """More values than any run YAML has; stops aliases that expand endlessly ("billion laughs")."""
+
+TYPOGRAPHIC = "“”„‟‘’‚‛«»"
+"""Quotes that word processors write; to YAML, and to a shell, they are letters."""
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -104,6 +109,11 @@ def read_text(path: Path) -> str:
     Raises:
         ConfigError: the file is missing, a folder, or not UTF-8.
     """
+    if path.suffix.lower() in DATA_SUFFIXES:
+        raise ConfigError(
+            f"CONFIG={one_line(str(path))} is a data file; CONFIG names a run YAML, which names the data: make new "
+            f"MODEL=owner/name DATA={one_line(str(path))} writes one"
+        )
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -124,6 +134,11 @@ def read_text(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
+    here = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
+    alike = did_you_mean(str(path), [name for name in here if name.endswith((".yaml", ".yml"))])
+    same = next((name for name in here if Path(name).stem in (path.stem, path.name)), None)
+    if same or alike:
+        return f"; did you mean {same}?" if same else f"; {alike}"
     for folder in (path.parent, Path("configs")):
         names = sorted(str(other) for other in folder.glob("*.y*ml") if not other.name.startswith("."))
         if names:

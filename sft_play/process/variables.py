@@ -271,8 +271,11 @@ OTHER_WORDS = {
     "GPUIDS": "GPUS",
     "DEVICES": "GPUS",
     "LAYOUT": "STRATEGY",
+    **dict.fromkeys(("GPU", "CARD", "MACHINE", "GPUTYPE", "GPUNAME"), "HARDWARE"),
 }
-"""Other launchers' names for the same, in capitals without underscores."""
+"""Other names for the same, in capitals without underscores: launchers' and people's."""
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+"""Endings of names that are no run YAML's."""
 
 OF_OTHERS = (
     *("ACCELERATE_", "AMD_", "AWS_", "BITSANDBYTES_", "BLIS_", "BNB_", "CLEARML_", "COMET_", "CONDA_", "CUBLAS_"),
@@ -370,6 +373,8 @@ def _no_target(goal: str) -> str:
     hint = f"did you mean {spoken(near)}?" if near else "make alone lists them"
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
+    elif goal.lower().endswith(DATA_SUFFIXES):
+        hint = f"data are named by a run YAML: make new MODEL=owner/name DATA={goal} writes one"
     return f"make {goal}: there is no such target; {hint}"
 
 
@@ -386,7 +391,9 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
     own = [one for one in VARIABLES if any(is_taken(one, goal) for goal in asked)]
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     alike = 0.85 if name.startswith(OF_OTHERS) else None
-    near = OTHER_WORDS.get(plain(name)) or nearest(name, own, list(VARIABLES), alike=alike)
+    near = OTHER_WORDS.get(plain(name))
+    if near not in own:  # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
+        near = nearest(name, own, alike=alike) or near or nearest(name, list(VARIABLES), alike=alike)
     if near is not None:
         whose = "" if near in own else f" It belongs to {_takers(near)}"
         return f"{name}= is not a variable of {words}; did you mean {near}=?{whose}"
