@@ -137,7 +137,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     config = _text(given, environment, "CONFIG")
     request = Request(
         command=given.command,
-        config=_config_path(config) if config else CONFIG,
+        config=_config_path(config or CONFIG),
         overrides=overrides,
         config_given=config is not None,
         options=launch_options_of(

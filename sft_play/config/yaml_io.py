@@ -20,7 +20,7 @@ import yaml
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
 from sft_play.process.variables import DATA_SUFFIXES
-from sft_play.spelling import did_you_mean
+from sft_play.spelling import nearest
 
 Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
 """What a YAML value becomes: JSON's types only."""
@@ -134,11 +134,11 @@ def read_text(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
-    here = [str(other) for other in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
-    alike = did_you_mean(str(path), [name for name in here if name.endswith((".yaml", ".yml"))])
-    same = next((name for name in here if Path(name).stem in (path.stem, path.name)), None)
-    if same or alike:
-        return f"; did you mean {same}?" if same else f"; {alike}"
+    here = [other.name for other in path.parent.glob("*.y*ml") if not other.name.startswith(".")]
+    same = next((name for name in here if name.rpartition(".")[0] in (path.stem, path.name)), None)
+    meant = same or nearest(path.name, here)
+    if meant is not None:
+        return f"; did you mean {path.with_name(meant)}?"
     for folder in (path.parent, Path("configs")):
         names = sorted(str(other) for other in folder.glob("*.y*ml") if not other.name.startswith("."))
         if names:
