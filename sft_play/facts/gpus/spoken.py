@@ -30,7 +30,8 @@ def grammatical(text: str) -> tuple[str, str]:
     """
     head, comma, options = text.partition(",")
     match = re.fullmatch(_COUNTS + r"(.+)", head.strip())
-    if match is None or find(match[2].strip()) or find(head) or "mem" in options:
+    is_name = match is not None and not re.search(r"[*×:]", match[2]) and (find(match[2].strip()) or find(head))
+    if match is None or is_name or "mem" in options:
         return text, ""
     counts, name = match[1], match[2].strip()
     read = _machine(name)
