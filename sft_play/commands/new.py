@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from sft_play.config.translated import translate
 from sft_play.config.written import run_yaml
 from sft_play.config.yaml_io import Plain, read_text
 from sft_play.data.first_look import Count, by_characters, first_look
-from sft_play.errors import ConfigError, ModelError, SftPlayError
+from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.files import atomic
-from sft_play.log import one_line
+from sft_play.log import one_line, redact
 from sft_play.starting.plan_run import plan_for, shape_for
 
 HELP = {"new": "write the run YAML of MODEL= and DATA=, or of another tool's file (FROM=), and name the next command"}
@@ -35,20 +36,16 @@ def run(request: Request) -> Answer:
         raise ConfigError(_missing(request))
     out = _out(request)
     head, settings, comments = _translated(request, request.from_) if request.from_ else _fresh(request)
-    text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *_apart(comments)]) + "\n"
+    text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
     config_from_text(text, name=str(out))  # what is written loads
     try:
         atomic.write(out, text)
     except OSError as error:
         raise ConfigError(f"OUT={one_line(str(out))} cannot be written: {error.strerror}") from None
-    machine = f" HARDWARE={request.hardware}" if request.hardware else ""
-    following = f"make plan CONFIG={out}{machine}"
+    machine = [f"HARDWARE={request.hardware}"] if request.hardware else []
+    following = shlex.join(["make", "plan", f"CONFIG={out}", *machine])
     lines = [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {following}"]
     return Answer({"ok": True, "path": str(out), "settings": settings, "next": following}, lines, to_out=False)
-
-
-def _apart(comments: list[str]) -> list[str]:
-    return ["", "# Not taken from the other file, or taken in another way:", *comments] if comments else []
 
 
 def _missing(request: Request) -> str:
@@ -87,7 +84,8 @@ def _translated(request: Request, file: Path) -> _Written:
         given |= {path: value for path, value in seen.items() if path.endswith("_path") or path == "data.columns"}
     result = translate(read_text(file), name=str(file), given=given)
     head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
-    return [head], result.settings, result.comments()
+    comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
+    return [head], result.settings, comments if comments[1:] else []
 
 
 def _fresh(request: Request) -> _Written:
@@ -96,26 +94,14 @@ def _fresh(request: Request) -> _Written:
     assert request.data is not None
     folder = local_folder(request.model)
     base: dict[str, Plain] = {"model.name": request.model}
-    shape = _shape(base)
-    look = first_look(request.data, count=_counting(folder), positions=shape)
+    asked = config_from_text(run_yaml({**base, "tuning.mode": _MODES[-1]}), name="the run YAML")
+    look = first_look(request.data, count=_counting(folder), positions=shape_for(asked).max_positions)
     settings = {**base, **look.settings}
     if look.is_chat and folder is not None and not _has_template(folder):
         settings["data.chat_template"] = "chatml"
     mode, why = _mode(request, settings)
     settings["tuning.mode"] = mode
     return [f"{one_line(request.data)}: {look.words}", f"tuning.mode: {why}"], settings, []
-
-
-def _shape(settings: Mapping[str, Plain]) -> int | None:
-    """The longest row that the model takes; raises ModelError where neither mode trains it."""
-    for mode in _MODES:
-        config = config_from_text(run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
-        try:
-            return shape_for(config).max_positions
-        except ModelError:
-            if mode == _MODES[-1]:
-                raise
-    return None
 
 
 def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
@@ -151,5 +137,6 @@ def _has_template(folder: Path) -> bool:
     if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
         return True
     with contextlib.suppress(OSError):
-        return '"chat_template"' in (folder / "tokenizer_config.json").read_text(encoding="utf-8", errors="replace")
+        settings = (folder / "tokenizer_config.json").read_text(encoding="utf-8", errors="replace")
+        return re.search(r'"chat_template":\s*[^n\s]', settings) is not None
     return False

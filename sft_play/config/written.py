@@ -2,48 +2,46 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from typing import Any
 
-from sft_play.config.leaves import leaves, sections
-from sft_play.config.unknown_keys import written
-from sft_play.config.yaml_io import Plain
+import yaml
+
+from sft_play.config.leaves import leaves
+from sft_play.config.yaml_io import Plain, plain_scalar
 
 _WIDTH = 112
 
 
 def run_yaml(settings: Mapping[str, Plain]) -> str:
     """The text for settings by their dotted paths, in the order of the schema."""
-    tree: dict[str, Plain] = {}
+    tree: dict[str, Any] = {}
     for path in (one for one in leaves() if one in settings):
         *holders, name = path.split(".")
         section = tree
         for holder in holders:
-            inner = section.setdefault(holder, {})
-            assert isinstance(inner, dict)
-            section = inner
+            section = section.setdefault(holder, {})
         section[name] = settings[path]
-    return "\n".join(_lines(tree, ()))
+    return "".join(_section({name: value}) for name, value in tree.items())
 
 
-def _lines(section: Mapping[str, Plain], path: tuple[str, ...]) -> list[str]:
-    indent, lines = "  " * len(path), []
-    for name, value in section.items():
-        line = f"{indent}{name}: {_flow(value, (*path, name))}"
-        if isinstance(value, dict) and _is_section((*path, name)) and len(line) > _WIDTH:
-            lines += [f"{indent}{name}:", *_lines(value, (*path, name))]
-        else:
-            lines.append(line)
-    return lines
+def _section(section: dict[str, Any]) -> str:
+    short, long = (
+        yaml.dump(section, Dumper=_Dumper, default_flow_style=flow, width=10_000, sort_keys=False, allow_unicode=True)
+        for flow in (None, False)
+    )
+    is_short = not short.startswith("{") and max(map(len, short.splitlines())) <= _WIDTH
+    return short if is_short else long
 
 
-def _flow(value: Plain, path: tuple[str, ...]) -> str:
-    if isinstance(value, dict) and _is_section(path):
-        return "{" + ", ".join(f"{name}: {_flow(inner, (*path, name))}" for name, inner in value.items()) + "}"
-    if isinstance(value, str):
-        return written(value, None) if ":" not in value else json.dumps(value, ensure_ascii=False)
-    return json.dumps(value, ensure_ascii=False)
+class _Dumper(yaml.SafeDumper):
+    """Without anchors; a text that is a number to YAML 1.2 alone (1e-4) is quoted."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain_scalar(data) == data else '"')
 
 
-def _is_section(path: tuple[str, ...]) -> bool:
-    return ".".join(path) in sections()
+_Dumper.add_representer(str, _Dumper.represent_str)

@@ -273,7 +273,7 @@ class _Builder:
         self._document.lines.setdefault(path, _line(node))
         self._document.raw[path] = text
         is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
-        return text if is_quoted else _plain_scalar(text)
+        return text if is_quoted else plain_scalar(text)
 
     def _key(self, node: yaml.Node, path: Path_) -> str | None:
         if isinstance(node, yaml.ScalarNode):
@@ -285,7 +285,7 @@ class _Builder:
         self._document.problems.append(Problem(dotted(path), f"{self._document.name}:{_line(node)}", message))
 
 
-def _plain_scalar(text: str) -> Plain:
+def plain_scalar(text: str) -> Plain:
     """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays a string."""
     if text in _NULLS:
         return None
