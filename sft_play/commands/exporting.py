@@ -126,6 +126,7 @@ def _consolidate(request: Request) -> Answer:
         given = output_dir_of(request) / checked_name(request.run, key="RUN")
     checkpoint = given if given.name.startswith("checkpoint-") else None
     folder = RunFolder(given.parents[1] if checkpoint else given)
+    folder.manifest()  # what is no run is refused before torch is imported
     from sft_play.training.checkpoints.consolidate import consolidate
 
     with stdout_to_stderr(wanted=request.json):
