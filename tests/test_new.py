@@ -511,3 +511,10 @@ def test_the_settings_of_a_translation_are_options():
     }
     assert len(paths) > 20
     assert paths <= set(leaves())
+
+
+def test_a_secret_is_in_no_comment_wherever_it_stands():
+    text = "hub: {token: hf_0, api_key: zzz}\nsecrets: {HF_TOKEN: hf_1}\nhub_token: hf_2\nwandb: {wandb_token: w_3}\n"
+    said = "\n".join(translate(text, name="x.yaml", given={"model.name": "a/b"}).comments())
+    assert not any(secret in said for secret in ("hf_0", "zzz", "hf_1", "hf_2", "w_3")), said
+    assert said.count("not shown") >= 4

@@ -19,6 +19,7 @@ from sft_play.data.first_look import Count, by_characters, first_look
 from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.files import atomic
+from sft_play.launch.machine import offline_without_hub
 from sft_play.log import one_line, redact
 from sft_play.starting.plan_run import plan_for, shape_for
 
@@ -35,6 +36,8 @@ def run(request: Request) -> Answer:
     if request.from_ is None and (request.model is None or request.data is None):
         raise ConfigError(_missing(request))
     out = _out(request)
+    if request.data and request.data.startswith("hub:"):
+        offline_without_hub(request.data)
     head, settings, comments = _translated(request, request.from_) if request.from_ else _fresh(request)
     text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
     config_from_text(text, name=str(out))  # what is written loads
@@ -82,7 +85,11 @@ def _translated(request: Request, file: Path) -> _Written:
     if request.data:
         seen = first_look(request.data).settings
         given |= {path: value for path, value in seen.items() if path.endswith("_path") or path == "data.columns"}
-    result = translate(read_text(file), name=str(file), given=given)
+    try:
+        text = read_text(file)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("CONFIG", "FROM")) from None
+    result = translate(text, name=str(file), given=given)
     head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
     return [head], result.settings, comments if comments[1:] else []

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from sft_play.config import other_tools
-from sft_play.config.leaves import accepts, leaves, sections
+from sft_play.config.leaves import accepts, homes, leaves, sections
 from sft_play.config.together import Foreign, together
 from sft_play.config.unknown_keys import shown_value
 from sft_play.config.validation import cross_problems, unknown_keys, validate
@@ -107,7 +107,9 @@ def _take(key: Foreign, document: YamlDocument, result: Translation) -> None:
         result.idle.append(dotted(key.path))
     elif not taken or _LESS.search(words):
         here = f"here {' and '.join(f'{path}: {show(value)}' for path, value in taken.items())}" if taken else ""
-        why = "; ".join(filter(None, [here, words])) or "there is no such option here"
+        at = [path for path in homes(key.name) if path in leaves()]
+        none = f"{at[0]} takes {leaves()[at[0]].expects}" if len(at) == 1 else "there is no such option here"
+        why = "; ".join(filter(None, [here, words])) or none
         result.left_out.append((f"{dotted(key.path)} ({shown_value(key, raw)})", why))
     for number, entry in enumerate(key.value if taken and isinstance(key.value, list) else []):
         more = entry if isinstance(entry, dict) else {}

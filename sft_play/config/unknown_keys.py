@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from sft_play.config import other_tools
 from sft_play.config.leaves import accepts, homes, leaves, sections, yaml_value
 from sft_play.config.together import Foreign
-from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show
+from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show, walk
 from sft_play.errors import ConfigError
 from sft_play.spelling import nearest
 
 # Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
-_SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|api_key|secret|password", re.IGNORECASE)
+_SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE)
 _VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
 """Names that mean something else in every section: those of another tool's section are not looked up in ours."""
 _ALIKE = 0.87
@@ -83,7 +83,8 @@ def unknown_problem(document: YamlDocument, key: Foreign) -> Problem:
 
 def shown_value(key: Foreign, raw: str | None) -> str:
     """`value 4`, or that it is a secret."""
-    is_secret = _SECRET.search(str(key.path[-1])) and isinstance(key.value, str)
+    inside = [str(part) for path, value in walk(key.value, key.path[-1:]) if isinstance(value, str) for part in path]
+    is_secret = any(map(_SECRET.search, inside))
     return "not shown" if is_secret else f"value {show(key.value, raw=raw)}"
 
 
