@@ -8,6 +8,9 @@ help: ## Show this help
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
 setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, which has pins of its own
 
+##@ Start
+new: setup ## Write the run YAML of a model and data, or of another tool's file (MODEL=owner/name DATA=FILE, FROM=their.yaml, OUT=FILE)
+
 ##@ Data
 process: setup ## Raw files (data/raw) to checked conversations in data/processed, split, with a report
 style: setup ## Give processed conversations a system prompt (STYLE="…"), into data/processed_with_style
@@ -83,7 +86,9 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: HARDWARE=2xH200          plan for this machine instead of the present one
 #: RUN=NAME                 name or folder of a run (resume, consolidate and whatever works on runs); last: the newest finished one
 #: JSON=1                   print one JSON object on standard output, and nothing else there
-#: OUT=FILE                 write the answer to this file too
+#: MODEL=owner/name         new: the model of the run YAML: hub id or local folder
+#: FROM=their.yaml          new: a file of axolotl, LLaMA-Factory, TRL or Unsloth, in our terms
+#: OUT=FILE                 write the answer to this file too (new: the run YAML)
 #: FOR=slurm                launch-file: what schedules the job: slurm, skypilot, kubeflow
 #: TRACE=1                  plan: confirm the choice by tracing the step (no GPU needed)
 #: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination
@@ -124,7 +129,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: BASE=original            merge: for a QLoRA run, the weights to merge into: dequantized, original
 #: LIMIT=16                 eval, export-test, merge-test, ship: how many rows, evenly spaced
 #: SPLIT=val                eval: which held-out rows: val, test
-#: DATA=FILE                eval: rows of this file instead, in any format that training reads
+#: DATA=FILE                eval, new: rows in any format that training reads (new: to train on; eval: to evaluate on)
 #: METRICS=rouge_l          eval: metrics of answers: exact_match, rouge_l, chrf, your module:function, or none
 #: TASKS=gsm8k,mmlu         eval: tasks of lm-evaluation-harness, in addition
 #: TOLERANCE=0.3            ship: nats per token by which the loss on general text and chats may rise

@@ -121,7 +121,7 @@ def test_a_variable_of_another_target_is_refused_and_its_targets_are_named(targe
 
 def test_a_section_of_the_run_yaml_that_has_a_variables_name_is_still_a_setting():
     both = {name.partition(".")[0].upper() for name in leaves()} & set(variables.VARIABLES)
-    assert both == {"DATA", "OUTPUT"}
+    assert both == {"DATA", "MODEL", "OUTPUT"}
     refuse_variables(["output={dir: elsewhere}"])
     with pytest.raises(ConfigError, match="variable of make"):
         refuse_variables(["OUTPUT=answers.jsonl"])
@@ -156,7 +156,7 @@ def test_an_empty_value_is_refused_where_it_would_mean_the_default():
         (["-C", "benchmarks", "benchdata"], "did you mean make -C benchmarks bench-data?"),
         (["-C", "benchmarks", "bench-data", "MUTANTS=2"], "MUTANTS= is not used by make bench-data; it belongs to"),
         (["train", "ROW=5"], "ROW= is not used by make train; it belongs to make preview"),
-        (["train", "DATA=x"], "it belongs to make eval (the setting: SET='data.train_path=...')"),
+        (["train", "DATA=x"], "it belongs to make eval, make new (the setting: SET='data.train_path=...')"),
         (["CONFIG=my.yaml"], "CONFIG= is not used by make without a target"),
         (["setup", "PYTHN=python3"], "did you mean PYTHON=?"),
         (["-n", "train", "quo'te=1"], "quo'te= is not a variable"),

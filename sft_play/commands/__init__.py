@@ -15,6 +15,7 @@ _COMMANDS = {
         *("train", "resume", "train-distributed", "train-deepspeed", "launch-command", "setup-accelerate"),
         "run-notebook",
     ),
+    "new": ("new",),
     "plan": ("plan",),
     "launch_file": ("launch-file",),
     "sweep": ("sweep",),

@@ -7,7 +7,7 @@ import os
 import sys
 
 from sft_play.commands.answer import Answer, answer_of, give, stdout_to_stderr
-from sft_play.commands.machine import finished_run
+from sft_play.commands.machine import finished_run, require_source
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.finished.run import FinishedRun, next_line
@@ -33,6 +33,7 @@ def run(request: Request) -> Answer | int:
         examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
         missing = [example for example, given in examples.items() if given is None]
         raise ConfigError(f"make infer needs {' and '.join(missing)}")
+    require_source(request.input, "INPUT")
     finished = finished_run(request)
     quiet_libraries()
     from sft_play.finished.answer.infer import infer

@@ -14,6 +14,7 @@ from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.finished.export.exported import Format, Quant
+from sft_play.finished.export.push import checked_repo, push, upload_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
 from sft_play.process.environment import deepspeed_on_cpu
@@ -47,6 +48,8 @@ def run(request: Request) -> Answer:
                 raise ConfigError(f"{name}={given} is not one of {', '.join(there)}")
     elif request.command.startswith("export"):
         _check_export(request)
+    else:
+        checked_repo(request.repo)
     finished = finished_run(request)
     command = {
         "merge": _merge, "merge-test": _merge_test, "export": _export, "export-test": _export_test, "push": _push,
@@ -103,8 +106,6 @@ def _export_test(request: Request, finished: FinishedRun) -> Answer:
 
 
 def _push(request: Request, finished: FinishedRun) -> Answer:
-    from sft_play.finished.export.push import push, upload_of
-
     upload = upload_of(finished, request.repo, is_merged=request.merged, is_public=request.public, yes=request.yes)
     listed = "\n".join(upload.lines())  # shown before it is agreed to: an upload cannot be taken back
     refusal = f"{listed}\nand there is no terminal to ask on: YES=1 uploads them"
@@ -125,6 +126,7 @@ def _consolidate(request: Request) -> Answer:
         given = output_dir_of(request) / checked_name(request.run, key="RUN")
     checkpoint = given if given.name.startswith("checkpoint-") else None
     folder = RunFolder(given.parents[1] if checkpoint else given)
+    folder.manifest()  # what is no run is refused before torch is imported
     from sft_play.training.checkpoints.consolidate import consolidate
 
     with stdout_to_stderr(wanted=request.json):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import finished_run, output_dir_of
+from sft_play.commands.machine import finished_run, output_dir_of, require_source
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.finished.listing import What, list_runs, prune, to_prune
@@ -45,6 +45,8 @@ def run(request: Request) -> Answer:
 
 
 def _run_models(request: Request) -> Answer:
+    if request.data is not None:
+        require_source(request.data, "DATA")
     finished = finished_run(request)
     if request.command == "reproduce":
         from sft_play.finished.reproduce import reproduce

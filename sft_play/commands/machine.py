@@ -10,7 +10,8 @@ from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.config.schema import ModelConfig, OutputConfig
 from sft_play.config.yaml_io import parse_value
-from sft_play.errors import ConfigError
+from sft_play.data.sources.files import find_source
+from sft_play.errors import ConfigError, DataError
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.finished.run import FinishedRun, find_finished
 from sft_play.log import escape_control
@@ -42,6 +43,14 @@ def output_dir_of(request: Request) -> Path:
 def finished_run(request: Request) -> FinishedRun:
     """The finished run that RUN names, or the newest; raises as `find_finished` does."""
     return find_finished(output_dir_of(request), request.run, trusts=functools.partial(trusts_code, request))
+
+
+def require_source(given: Path | str, name: str) -> None:
+    """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
+    try:
+        find_source(str(given))
+    except DataError as error:
+        raise DataError(f"{name}={error}") from None
 
 
 def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:

@@ -3,7 +3,10 @@ and `full-pipeline`: these, render and check, each on what the one before wrote.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,14 +44,43 @@ def run(request: Request) -> Answer:
     if request.command == "process":
         from sft_play.data.process import process
 
-        return answer_of(process(config, force=request.force))
+        return _and_next(answer_of(process(config, force=request.force)), request, config.data)
     if request.command == "style":
         from sft_play.data.style import style
 
-        return answer_of(style(config, request.style, force=request.force))
+        return _and_next(answer_of(style(config, request.style, force=request.force)), request, config.data)
     from sft_play.documents.documents import documents
 
     return answer_of(documents(config, force=request.force))
+
+
+def _and_next(answer: Answer, request: Request, data: DataConfig) -> Answer:
+    """The answer with the next command, which reads what was just written, whatever the config trains on."""
+    folder = Path(data.process.out_dir if request.command == "process" else data.style.out_dir)
+    reads = _which_files(data, folder)
+    lines, settings = [], [*request.overrides]
+    if reads.verdict != "PASS":
+        lines = [f"Not read yet: {reads.found.partition('; ')[0]}, not {folder / 'train.jsonl'}"]
+        settings += _reading(folder, data)
+    config = [f"CONFIG={request.config}"] if request.config_given else []
+    following = shlex.join(["make", "check", *config, *([f"SET={shlex.join(settings)}"] if settings else [])])
+    return dataclasses.replace(answer, lines=[*answer.lines, *lines, f"Next: {following}"])
+
+
+def _reading(folder: Path, data: DataConfig) -> list[str]:
+    """The settings with which a run reads the splits in a folder."""
+    settings = ["data.sources=[]"] if data.sources else []
+    settings.append(f"data.train_path={_plain(folder / 'train.jsonl')}")
+    for split in ("val", "test"):
+        path = folder.expanduser() / f"{split}.jsonl"
+        has_rows = path.is_file() and path.stat().st_size > 0
+        settings.append(f"data.{split}_path={_plain(folder / path.name) if has_rows else 'null'}")
+    return settings
+
+
+def _plain(path: Path) -> str:
+    """A path as a value of YAML, in quotes where it needs them."""
+    return str(path) if re.fullmatch(r"[\w./~-]+", str(path)) else json.dumps(str(path))
 
 
 @dataclass(frozen=True)
@@ -118,13 +150,7 @@ def _steps(
 
         yield "style", lambda: restyle(config, style, force=force)
         folder = Path(wanted.out_dir)
-    # what follows reads what was just written, whatever the config trains on
-    overrides = [*loaded.overrides, *(["data.sources=[]"] if config.data.sources else [])]
-    overrides.append(f"data.train_path={json.dumps(str(folder / 'train.jsonl'))}")
-    for split in ("val", "test"):
-        path = folder.expanduser() / f"{split}.jsonl"
-        has_rows = path.is_file() and path.stat().st_size > 0
-        overrides.append(f"data.{split}_path={json.dumps(str(folder / path.name)) if has_rows else 'null'}")
+    overrides = [*loaded.overrides, *_reading(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
     yield "check", lambda: check(loaded.path, overrides, hardware, also=[_which_files(config.data, folder)])
 

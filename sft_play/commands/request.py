@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 
 from sft_play.commands import FILES, INTERNAL, help_line
 from sft_play.config.leaves import sections
-from sft_play.config.load import load_config, split_overrides
+from sft_play.config.load import load_config, refuse_typographic, split_overrides
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.errors import ConfigError
 from sft_play.launch.exported import node_variables, rank_variables
@@ -104,14 +104,16 @@ class Request:
     tolerance: float | None = None
     serve: tuple[str, ...] = ()
     for_: str | None = None
+    model: str | None = None
+    from_: Path | None = None
 
 
 OF_VARIABLES = {
-    field.name: field.name.upper().rstrip("_")  # `for_`: a word of Python
+    field.name: name
     for field in dataclasses.fields(Request)
-    if field.name.upper().rstrip("_") in VARIABLES and field.name != "config"
+    if (name := field.name.rstrip("_").upper()) in VARIABLES and name != "CONFIG"
 }
-"""The fields that hold just a variable of make."""
+"""The fields that hold just a variable of make; `from` and `for` are words of Python."""
 
 
 def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Request:
@@ -136,7 +138,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     config = _text(given, environment, "CONFIG")
     request = Request(
         command=given.command,
-        config=Path(os.path.expanduser(config or CONFIG)),  # noqa: PTH111  (no error for ~nobody)
+        config=_config_path(config or CONFIG),
         overrides=overrides,
         config_given=config is not None,
         options=launch_options_of(
@@ -151,12 +153,31 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     return request
 
 
+_CONFIGS = Path("configs")
+
+
+def _config_path(text: str) -> Path:
+    """The run YAML that CONFIG names: a path, or the name of one in configs/, with or without its ending."""
+    path = Path(os.path.expanduser(text))  # noqa: PTH111  (no error for ~nobody)
+    if path.is_file() or path.name != text or path.with_suffix(".yaml").is_file():
+        return path
+    shipped = _CONFIGS / (text if path.suffix in (".yaml", ".yml") else f"{text}.yaml")
+    return shipped if shipped.is_file() else path
+
+
+_FREE = frozenset({"STYLE", "SYSTEM"})
+"""Variables whose text may begin with any quote."""
+
+
 def _text(given: argparse.Namespace, environment: Mapping[str, str], name: str) -> str | None:
     """A variable as given: by its flag, else by the environment; None where it is in neither."""
     flag = getattr(given, name.lower()) if VARIABLES[name].has_flag else None
     if flag is None:
-        return environment.get(name) or None
-    return "1" if flag is True else str(flag)
+        flag = environment.get(name) or None
+    text = "1" if flag is True else flag
+    if text is not None and name not in _FREE:
+        refuse_typographic(text, name)
+    return text
 
 
 def _value(name: str, text: str | None) -> Any:
@@ -175,8 +196,11 @@ def _value(name: str, text: str | None) -> Any:
             raise ConfigError(f"{name}={one_line(text)} is not a number of {variable.of}, such as {name}=4")
         return int(text)
     if variable.kind == "number":
+        amount = re.sub(r"^\$|(\$| ?usd)$", "", text.strip(), flags=re.IGNORECASE) if "money" in variable.of else text
+        if name == "BUDGET" and amount == "0":
+            raise ConfigError("BUDGET=0 pays for nothing; a shell reads $20 as $2 and 0: write BUDGET=20")
         try:
-            number = float(text) if text.isascii() else -1.0
+            number = float(amount) if text.isascii() else -1.0
         except ValueError:
             number = -1.0
         if not 0 <= number < float("inf"):

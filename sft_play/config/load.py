@@ -6,6 +6,7 @@ Overrides apply to the plain data before validation, so they go through the same
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.adapter import put_adapter
-from sft_play.config.leaves import sections
+from sft_play.config.leaves import leaves, sections
 from sft_play.config.schema import RunConfig, Section
 from sft_play.config.stages import Stage, overlays, set_in_vain, what_trains
 from sft_play.config.validation import cross_problems, validate
 from sft_play.config.yaml_io import (
     OVERRIDE,
+    TYPOGRAPHIC,
     Path_,
     Plain,
     Problem,
@@ -141,6 +143,12 @@ def _line_of(problem: Problem) -> int:
     return int(line) if line.isdigit() else 1_000_000
 
 
+def refuse_typographic(text: str, name: str) -> None:
+    """Raises ConfigError for a text that begins with a quote which only people read."""
+    if text and text[0] in TYPOGRAPHIC:
+        raise ConfigError(f"{name}={show(text)}: {text[0]} is a typographic quote, which nothing reads; write ' or \"")
+
+
 def split_overrides(text: str) -> list[str]:
     """`SET` split as a shell splits words, without running anything.
 
@@ -156,6 +164,8 @@ def split_overrides(text: str) -> list[str]:
         raise ConfigError(f"{OVERRIDE}={show(text)}: {str(error).lower()}; close the quote") from None
     joined: list[str] = []
     for word in words:
+        refuse_typographic(word, OVERRIDE)
+        refuse_typographic(word.partition("=")[2], OVERRIDE)
         value = joined[-1].partition("=")[2] if joined else ""  # that of the word before
         is_open = sum(map(value.count, "[{")) > sum(map(value.count, "]}"))
         if value.startswith(("[", "{")) and is_open:
@@ -174,6 +184,11 @@ def apply_overrides(document: YamlDocument, overrides: Iterable[str]) -> list[Pr
         if not equals or not key:
             shown = show(override)
             problems.append(Problem("", OVERRIDE, f"{shown} is not key=value, such as train.epochs=1"))
+            continue
+        more = re.search(r",\s*([a-z_.]+)=", text)
+        if more and more[1] in leaves():
+            apart = f"{key}={text[: more.start()]} {text[more.start() + 1 :].strip()}"
+            problems.append(Problem(key, OVERRIDE, f"settings stand apart by spaces, not commas: SET='{apart}'"))
             continue
         try:
             value = parse_value(text, name=f"{OVERRIDE} {key}")

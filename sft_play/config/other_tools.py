@@ -153,10 +153,12 @@ def _percentage(value: Any, path: str) -> Meaning | None:
 def _data_files(value: Any, path: str) -> Meaning | None:
     """The name of a data set: a file, a hub id, a name in a registry, or a list of `{path: …}`."""
     if isinstance(value, list) and value:
-        names = [item.get("path", item.get("name")) if isinstance(item, dict) else item for item in value]
+        names = [_entry_name(item) if isinstance(item, dict) else item for item in value]
         if len(names) == 1:
-            return _data_files(names[0], path)
+            return _with_task(_data_files(names[0], path), value)
         named = [(item, name) for item, name in zip(value, names, strict=True) if isinstance(name, str)]
+        if any(_in_a_registry(name) for _, name in named):
+            return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
         if path == "data.train_path" and named:
             sources: list[Plain] = [_source_of(item, name) for item, name in named]
             return to("data.sources", sources, "a weight in each sets its share of an epoch")
@@ -171,11 +173,39 @@ def _data_files(value: Any, path: str) -> Meaning | None:
             "several data sets are joined: data.process.raw_path takes a list of files and hub:owner/name, and make "
             f"process writes what {path} reads"
         )
-    source = _source(value)
-    is_path = value.startswith((".", "/", "~", "hub:")) or "/" in value or _DATA_FILE.search(value) is not None
-    if source == value and not is_path:
+    if _in_a_registry(value):
         return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
-    return to(path, source, "the format is detected, see make preview")
+    return to(path, _source(value), "the format is detected, see make preview")
+
+
+def _in_a_registry(value: str) -> bool:
+    """Whether a name is neither a path nor an id of the hub."""
+    is_path = value.startswith((".", "/", "~", "hub:")) or "/" in value or _DATA_FILE.search(value) is not None
+    return _source(value) == value and not is_path
+
+
+def _documents(value: Any, path: str) -> Meaning | None:
+    """axolotl's `pretraining_dataset`: its name says the task too."""
+    meaning = _data_files(value, path)
+    return Meaning((*meaning.settings, ("task_mode", "cpt")), "") if meaning and meaning.settings else meaning
+
+
+_BUILDERS = ("json", "csv", "parquet", "arrow", "text")
+"""Names that `datasets` reads files by: the files are in `data_files`."""
+
+
+def _entry_name(entry: Mapping[str, Any]) -> Any:
+    """The file or data set that an entry of a list names."""
+    name = next((entry[key] for key in ("path", "name", "id") if key in entry), None)
+    files = entry.get("data_files")
+    files = files[0] if isinstance(files, list) and len(files) == 1 else files
+    return files if name in _BUILDERS and isinstance(files, str) else name
+
+
+def _with_task(meaning: Meaning | None, entries: list[Any]) -> Meaning | None:
+    """With axolotl's word for plain text, the task that trains it."""
+    is_text = isinstance(entries[0], dict) and entries[0].get("type") in ("completion", "pretrain")
+    return Meaning((*meaning.settings, ("task_mode", "cpt")), meaning.words) if meaning and is_text else meaning
 
 
 def _source(value: str) -> str:
@@ -262,6 +292,7 @@ _READERS: Mapping[str, Reader] = {
     "cp_axis": lambda value, _: _axis(value, "cp"),
     "data_files": _data_files,
     "deepspeed": _deepspeed,
+    "documents": _documents,
     "held_out_share": _held_out_share,
     "modules": _modules,
     "percentage": _percentage,

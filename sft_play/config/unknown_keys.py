@@ -7,20 +7,21 @@ from collections.abc import Iterator
 
 from sft_play.config import other_tools
 from sft_play.config.leaves import accepts, homes, leaves, sections, yaml_value
-from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show
+from sft_play.config.together import Foreign
+from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, parse_value, show, walk
 from sft_play.errors import ConfigError
 from sft_play.spelling import nearest
 
 # Keys whose values are not repeated in a message; `pad_token` and the like name a token of the vocabulary.
-_SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|api_key|secret|password", re.IGNORECASE)
+_SECRET = re.compile(r"(?<!pad)(?<!eos)(?<!bos)(?<!unk)_token$|^token$|api_key|secret|password", re.IGNORECASE)
 _VAGUE = {"name", "path", "dir", "mode", "steps", "how", "headers", "workers", "trace"}
 """Names that mean something else in every section: those of another tool's section are not looked up in ours."""
 _ALIKE = 0.87
 """How similar names must be where nothing else connects them: `loss_fn` (0.86) is not a misspelt `loss_on`."""
 
 
-def foreign_problems(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Iterator[Problem]:
-    """The problems of an unknown key; for a section, those of every key in it, unless the table answers it as a whole.
+def foreign_keys(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Iterator[Foreign]:
+    """An unknown key; of a section every key in it, unless the table answers it as a whole.
 
     `section` is our section that holds it, or that the other tool's section corresponds to; None if unknown.
     """
@@ -28,29 +29,63 @@ def foreign_problems(document: YamlDocument, path: Path_, value: Plain, *, secti
     about = other_tools.table().sections.get(key.lower())
     is_answered_whole = row is not None and not row.path and about is None
     if not isinstance(value, dict) or not value or is_answered_whole:
-        yield _unknown(document, path, value, section=section)
+        yield _foreign(path, value, section)
         return
-    meant = None if about is not None else nearest(key, [name for name in sections() if name])
-    fields = sections()[about or meant or ""].model_fields if about or meant else {}
+    near = None if about is not None else nearest(key, [name for name in sections() if name])
+    fields = sections()[about or near or ""].model_fields if about or near else {}
     answered = [inner for inner in value if about is not None or (inner not in fields and _is_known((*path, inner)))]
     if about is None and (section is not None or not answered):
-        yield _unknown(document, path, value, section=section)
+        yield _foreign(path, value, section)
     for inner in value:
-        if inner in answered or (meant is not None and inner not in fields):
-            yield from foreign_problems(document, (*path, inner), value[inner], section=about or meant)
+        if inner in answered or (near is not None and inner not in fields):
+            yield from foreign_keys(document, (*path, inner), value[inner], section=about or near)
+
+
+def _foreign(path: Path_, value: Plain, section: str | None) -> Foreign:
+    parts = tuple(map(str, path))
+    places = _places(parts, section)
+    is_ours = len(places) == 1 and places[0] in leaves() and accepts(places[0], value)
+    return Foreign(path, value, section, meant(parts, value), places[0] if is_ours else None)
+
+
+def _places(parts: tuple[str, ...], section: str | None) -> list[str]:
+    """Where our keys of that name belong; none where the name is too vague to say."""
+    key, is_own = parts[-1], section is not None and ".".join(parts[:-1]) == section
+    at = homes(key)
+    if section and not is_own and f"{section}.{key}" in at:
+        at = [f"{section}.{key}"]
+    if ".".join(parts) in leaves():
+        at = [".".join(parts)]
+    return at if is_own or len(at) == 1 or key not in _VAGUE else []
+
+
+def meant(parts: tuple[str, ...], value: Plain) -> other_tools.Meaning | None:
+    """What the table of other tools answers; None where it lacks the key, or our own key of that name is a better
+    answer than words."""
+    row = other_tools.known(parts)
+    return None if row is None or (homes(parts[-1]) and row.only_words) else other_tools.answer(row, value)
 
 
 def _is_known(path: Path_) -> bool:
     return other_tools.known(tuple(map(str, path))) is not None or bool(homes(str(path[-1])))
 
 
-def _unknown(document: YamlDocument, path: Path_, value: Plain, *, section: str | None) -> Problem:
-    where, key = document.where(path), str(path[-1])
-    raw = document.raw.get(path)
+def unknown_problem(document: YamlDocument, key: Foreign) -> Problem:
+    """The problem of an unknown key."""
+    where, raw = document.where(key.path), document.raw.get(key.path)
     joint = "=" if where == OVERRIDE else ": "
-    hint = _suggestion(tuple(map(str, path)), value, raw=raw, section=section, joint=joint)
-    shown = "not shown" if _SECRET.search(key) and isinstance(value, str) else f"value {show(value, raw=raw)}"
-    return Problem(dotted(path), where, f"unknown key ({shown}){hint}")
+    if key.meaning is not None:
+        hint = f"; {answer_words(key.meaning, key.value, raw=raw, joint=joint)}"
+    else:
+        hint = _suggestion(tuple(map(str, key.path)), key.value, raw=raw, section=key.section, joint=joint)
+    return Problem(dotted(key.path), where, f"unknown key ({shown_value(key, raw)}){hint}")
+
+
+def shown_value(key: Foreign, raw: str | None) -> str:
+    """`value 4`, or that it is a secret."""
+    inside = [str(part) for path, value in walk(key.value, key.path[-1:]) if isinstance(value, str) for part in path]
+    is_secret = any(map(_SECRET.search, inside))
+    return "not shown" if is_secret else f"value {show(key.value, raw=raw)}"
 
 
 def flag_hint(flag: str, value: str | None) -> str | None:
@@ -62,22 +97,17 @@ def flag_hint(flag: str, value: str | None) -> str | None:
         parsed = value
     if ".".join(parts) not in leaves() and (parts[-1] in _VAGUE or not _is_known(parts)):
         return None
+    answer = meant(parts, parsed)
+    if answer is not None:
+        return answer_words(answer, parsed, raw=value, joint="=")
     return _suggestion(parts, parsed, raw=value, section=None, joint="=").removeprefix("; ")
 
 
 def _suggestion(parts: tuple[str, ...], value: Plain, *, raw: str | None, section: str | None, joint: str) -> str:
-    """What an unknown key means here: from the table of other tools, from its name elsewhere, or from a similar
-    spelling."""
-    key, is_own = parts[-1], section is not None and ".".join(parts[:-1]) == section
-    row, at = other_tools.known(parts), homes(key)
-    if row is not None and not (at and row.only_words):  # our own key of that name is a better answer than words
-        return f"; {answer_words(other_tools.answer(row, value), value, raw=raw, joint=joint)}"
-    if section and not is_own and f"{section}.{key}" in at:
-        at = [f"{section}.{key}"]
-    if ".".join(parts) in leaves():
-        at = [".".join(parts)]
-    if at and (is_own or len(at) == 1 or key not in _VAGUE):
-        shown = f"{joint}{_written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""
+    """What an unknown key means here by its name elsewhere, or by a similar spelling."""
+    key, at = parts[-1], _places(parts, section)
+    if at:
+        shown = f"{joint}{written(value, raw)}" if len(at) == 1 and at[0] in leaves() and accepts(at[0], value) else ""
         return f"; it belongs at {' or '.join(at[:3])}{shown}"
     here = list(sections()[section].model_fields) if section is not None else []
     near = nearest(key, here)
@@ -99,14 +129,14 @@ def answer_words(answer: other_tools.Meaning, value: Plain, *, raw: str | None, 
     for path, ours in answer.settings:
         is_same = ours is value or (ours == value and type(ours) is type(value))
         default = ", the default" if leaves()[path].default == ours else ""
-        settings.append(f"{path}{joint}{_written(ours, raw if is_same else None)}{default}")
+        settings.append(f"{path}{joint}{written(ours, raw if is_same else None)}{default}")
     words = answer.words.replace("{value}", show(value, raw=raw).strip('"'))
     if not settings:
         return words
     return f"here it is {' and '.join(settings)}{f' ({words})' if words else ''}"
 
 
-def _written(value: Plain, raw: str | None) -> str:
+def written(value: Plain, raw: str | None) -> str:
     """A value in the form that YAML and `SET=` read."""
     if isinstance(value, str):
         plain = re.fullmatch(r"[\w./~@+-][\w./~@:+-]*", value) and parse_value(value, name="") == value

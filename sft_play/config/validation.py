@@ -14,8 +14,20 @@ from pydantic import ValidationError
 from sft_play.config import other_tools
 from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections, training_options
 from sft_play.config.schema import RunConfig
-from sft_play.config.unknown_keys import answer_words, foreign_problems
-from sft_play.config.yaml_io import OVERRIDE, Path_, Plain, Problem, YamlDocument, dotted, show, value_at, walk
+from sft_play.config.together import Foreign, together
+from sft_play.config.unknown_keys import answer_words, foreign_keys, unknown_problem
+from sft_play.config.yaml_io import (
+    OVERRIDE,
+    TYPOGRAPHIC,
+    Path_,
+    Plain,
+    Problem,
+    YamlDocument,
+    dotted,
+    show,
+    value_at,
+    walk,
+)
 from sft_play.spelling import LIKE_A_TYPO, did_you_mean
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -24,11 +36,15 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 def validate(document: YamlDocument) -> tuple[RunConfig | None, list[Problem]]:
     """The run that a document's data describes, None where pydantic refuses it, and every problem with its keys and
     values. The config is usable only where there is no problem."""
-    unknown, misplaced = list(_unknown_keys(document)), _misplaced(document)
-    blocked = {path for path, _ in unknown} | set(misplaced)
-    problems = [*(problem for _, key_problems in unknown for problem in key_problems), *misplaced.values()]
+    unknown, misplaced = dict(unknown_keys(document)), _misplaced(document)
+    blocked = {*unknown, *misplaced}
+    foreign = together([key for keys in unknown.values() for key in keys])
+    problems = [*(unknown_problem(document, key) for key in foreign), *misplaced.values()]
     broken = [path for path, value in walk(document.data) if isinstance(value, str) and _SURROGATE.search(value)]
     problems += [document.problem(path, "the text has half of a surrogate pair") for path in broken]
+    quoted = "is in typographic quotes, which YAML takes for letters of the text; write \" or '"
+    texts = [(path, value) for path, value in walk(document.data) if isinstance(value, str) and len(value) > 1]
+    problems += [document.problem(path, quoted) for path, value in texts if {value[0], value[-1]} <= {*TYPOGRAPHIC}]
     if broken:
         return None, problems
     # Without the keys that are reported already, pydantic finds what else is wrong: all problems are shown at once.
@@ -83,8 +99,8 @@ def _in_other_tools(document: YamlDocument, path: Path_, value: Plain) -> str:
     return f"; as other tools mean it, {answer_words(answer, value, raw=None, joint=joint)}" if answer.settings else ""
 
 
-def _unknown_keys(document: YamlDocument) -> Iterator[tuple[Path_, list[Problem]]]:
-    """Each key that our sections do not have, with its problems: one, or one for every key in a foreign section."""
+def unknown_keys(document: YamlDocument) -> Iterator[tuple[Path_, list[Foreign]]]:
+    """Each key that our sections do not have, with itself, or with every key in it where it is a foreign section."""
     for name, section in sections().items():
         own: Path_ = tuple(name.split(".")) if name else ()
         holder = value_at(document.data, own)
@@ -93,7 +109,7 @@ def _unknown_keys(document: YamlDocument) -> Iterator[tuple[Path_, list[Problem]
         for key in holder:
             if key not in section.model_fields:
                 path: Path_ = (*own, key)
-                yield path, list(foreign_problems(document, path, holder[key], section=name))
+                yield path, list(foreign_keys(document, path, holder[key], section=name))
 
 
 def _leaf_problems(error: ValidationError, document: YamlDocument, blocked: set[Path_]) -> Iterator[Problem]:
@@ -216,6 +232,10 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
         add("train.early_stopping_patience", "needs train.load_best_model_at_end: true")
     if train.metric_for_best_model == "exact_match" and config.eval.generate_rows == 0:
         add("train.metric_for_best_model", "exact_match needs eval.generate_rows above 0")
+    if config.learning_rate > 1:
+        mantissa, _, power = f"{config.learning_rate:e}".partition("e+")
+        meant = f"{float(mantissa):g}e-{int(power) or 4}"
+        add("train.learning_rate", f"{config.learning_rate:,g} is above 1, where nothing learns; did you mean {meant}?")
     for option in training_options():
         value = option.value(config)
         if not option.is_read_by(train.optim) and value != option.default:

@@ -19,6 +19,8 @@ import yaml
 
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
+from sft_play.process.variables import DATA_SUFFIXES
+from sft_play.spelling import nearest
 
 Plain = Union[None, bool, int, float, str, list["Plain"], dict[str, "Plain"]]  # noqa: UP007  (recursive)
 """What a YAML value becomes: JSON's types only."""
@@ -31,6 +33,9 @@ OVERRIDE = "SET"
 
 MAX_VALUES = 100_000
 """More values than any run YAML has; stops aliases that expand endlessly ("billion laughs")."""
+
+TYPOGRAPHIC = "“”„‟‘’‚‛«»"
+"""Quotes that word processors write; to YAML, and to a shell, they are letters."""
 
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|(0|[1-9][0-9]*)(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
@@ -104,6 +109,11 @@ def read_text(path: Path) -> str:
     Raises:
         ConfigError: the file is missing, a folder, or not UTF-8.
     """
+    if path.suffix.lower() in DATA_SUFFIXES:
+        raise ConfigError(
+            f"CONFIG={one_line(str(path))} is a data file; CONFIG names a run YAML, which names the data: make new "
+            f"MODEL=owner/name DATA={one_line(str(path))} writes one"
+        )
     try:
         raw = path.read_bytes()
     except FileNotFoundError:
@@ -124,6 +134,11 @@ def read_text(path: Path) -> str:
 
 
 def _near(path: Path) -> str:
+    here = [other.name for other in path.parent.glob("*.y*ml") if not other.name.startswith(".")]
+    same = next((name for name in here if name.rpartition(".")[0] in (path.stem, path.name)), None)
+    meant = same or nearest(path.name, here)
+    if meant is not None:
+        return f"; did you mean {path.with_name(meant)}?"
     for folder in (path.parent, Path("configs")):
         names = sorted(str(other) for other in folder.glob("*.y*ml") if not other.name.startswith("."))
         if names:
@@ -258,7 +273,7 @@ class _Builder:
         self._document.lines.setdefault(path, _line(node))
         self._document.raw[path] = text
         is_quoted = node.style is not None  # a quoted "1" is text, also as a block (| or >)
-        return text if is_quoted else _plain_scalar(text)
+        return text if is_quoted else plain_scalar(text)
 
     def _key(self, node: yaml.Node, path: Path_) -> str | None:
         if isinstance(node, yaml.ScalarNode):
@@ -270,7 +285,7 @@ class _Builder:
         self._document.problems.append(Problem(dotted(path), f"{self._document.name}:{_line(node)}", message))
 
 
-def _plain_scalar(text: str) -> Plain:
+def plain_scalar(text: str) -> Plain:
     """What an unquoted scalar means in the YAML 1.2 core schema; a number with a leading zero stays a string."""
     if text in _NULLS:
         return None

@@ -15,6 +15,7 @@ from sft_play.errors import HardwareError
 from sft_play.facts import host
 from sft_play.facts.gpus.gpu import Gpu, capability_pair
 from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, key_of, nearest
+from sft_play.facts.gpus.spoken import grammatical
 from sft_play.facts.gpus.visible_gpus import Found, visible_gpus
 from sft_play.facts.machine_spec import MachineSpec, is_path, read_spec
 from sft_play.log import one_line
@@ -137,7 +138,8 @@ def named(text: str) -> Hardware:
     Raises:
         HardwareError: the text is not of that grammar, names no GPU, or one that is unknown and `mem=` is missing.
     """
-    spec = read_spec(text)
+    said, note = (text, "") if is_path(text) else grammatical(text)
+    spec = read_spec(said)
     ram_total, _ = host.memory()
     ram = spec.ram or ram_total
     machine = Hardware(
@@ -154,7 +156,7 @@ def named(text: str) -> Hardware:
         link_bytes_per_s=spec.link or (entry.link if entry else None),
         network_bytes_per_s=spec.network,
         price_per_gpu_hour=spec.price,
-        notes=(*notes, *spec.notes, *((AMD_NOTE,) if gpu.is_amd else ())),
+        notes=(*([note] if note else []), *notes, *spec.notes, *((AMD_NOTE,) if gpu.is_amd else ())),
     )
 
 
@@ -170,10 +172,14 @@ def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str
         return first, (note,) if others else ()
     if spec.mem is not None:
         return None, ()
-    how = "mem: 24GiB beside its name" if is_path(text) else f"HARDWARE=1x{name.replace(' ', '')},mem=24GiB"
+    size = 8 if key_of(name).startswith("laptop") else 24
+    short = re.sub(r"[^A-Za-z0-9_.+()/-]", "", name)
+    how = f"mem: {size}GiB beside its name" if is_path(text) else f"HARDWARE=1x{short},mem={size}GiB"
+    near = nearest(name)
+    hint = f"nearest: {', '.join(near)}" if near else "docs/gpus.md lists those that are"
     raise HardwareError(
-        f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; nearest: "
-        f"{', '.join(nearest(name))}; or give its memory: {how}"
+        f"HARDWARE={one_line(text)}: the GPU {one_line(name)} is not in the catalogue; {hint}; or give its memory, for "
+        f"one with {size} GiB {how}"
     )
 
 

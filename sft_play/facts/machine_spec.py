@@ -173,10 +173,13 @@ def is_path(text: str) -> bool:
 def _head(text: str, where: str) -> MachineSpec:
     if re.fullmatch(r"cpu", text, re.IGNORECASE):
         return MachineSpec(None)
-    match = re.fullmatch(r"((?:[0-9]{1,30}\s*[xX*×]\s*){0,2})(.+)", text)
+    # an X before T or TX is the card's: 7900 XTX
+    match = re.fullmatch(r"((?:[0-9]{1,30}\s*[xX*×]\s*(?!TX?\b)){0,2})(.+)", text)
     name = match[2].strip() if match else ""
     # neither a bare count (`2x`) nor a third one (`2x2x2xH100`) is a GPU's name
-    is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) and not re.match(r"[0-9.]+\s*[xX*×]", name)
+    is_name = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9 _.+()/-]{0,79}", name) and not re.match(
+        r"[0-9.]+\s*[xX*×](?!TX?\b)", name
+    )
     if match is None or not is_name:
         raise HardwareError(f"{where} is not COUNTxGPU, {_EXAMPLE}; or cpu, or a YAML file")
     counts = [int(number) for number in re.findall(r"[0-9]+", match[1])]  # nodes and GPUs of each, or GPUs only

@@ -36,7 +36,7 @@ _CONFIGURED = (
     *_LISTING,
     *_DATA,
 )
-COMMANDS = (*_CONFIGURED, "memory-model-score", "gpu-selftest", "mask-score", "run-notebook", "generate")
+COMMANDS = ("new", *_CONFIGURED, "memory-model-score", "gpu-selftest", "mask-score", "run-notebook", "generate")
 """Every command of `sft-play`."""
 _BENCHMARKS = (
     *("benchmark", "benchmark-engines", "benchmark-logging", "benchmark-threads", "benchmark-starter"),
@@ -90,7 +90,7 @@ VARIABLES: Dict[str, Variable] = {
         ranks=("rank",),
     ),
     "HARDWARE": Variable(
-        ("plan", "gpu-info", "check", "full-pipeline", "launch-file"),
+        ("plan", "gpu-info", "check", "full-pipeline", "launch-file", "new"),
         "plan for this machine instead of the present one",
         "2xH200",
     ),
@@ -100,9 +100,11 @@ VARIABLES: Dict[str, Variable] = {
         "NAME",
     ),
     "JSON": Variable(COMMANDS, "print one JSON object on standard output, and nothing else there", "1", "switch"),
+    "MODEL": Variable(("new",), "the model of the run YAML: hub id or local folder", "owner/name"),
+    "FROM": Variable(("new",), "a file of axolotl, LLaMA-Factory, TRL or Unsloth, in our terms", "their.yaml", "path"),
     "OUT": Variable(
-        (*_ANSWERING, "consolidate", "sweep", *_FINISHED, *_LISTING, *_BENCHMARKS, "fuzz"),
-        "write the answer to this file too",
+        (*_ANSWERING, "consolidate", "sweep", *_FINISHED, *_LISTING, *_BENCHMARKS, "fuzz", "new"),
+        "write the answer to this file too (new: the run YAML)",
         "FILE",
         "path",
     ),
@@ -180,7 +182,9 @@ VARIABLES: Dict[str, Variable] = {
         ("eval", "export-test", "merge-test", "ship"), "how many rows, evenly spaced", "16", "count", of="rows"
     ),
     "SPLIT": Variable(("eval",), "which held-out rows: val, test", "val"),
-    "DATA": Variable(("eval",), "rows of this file instead, in any format that training reads", "FILE"),
+    "DATA": Variable(
+        ("eval", "new"), "rows in any format that training reads (new: to train on; eval: to evaluate on)", "FILE"
+    ),
     "METRICS": Variable(
         ("eval",), "metrics of answers: exact_match, rouge_l, chrf, your module:function, or none", "rouge_l", "names"
     ),
@@ -272,8 +276,11 @@ OTHER_WORDS = {
     "GPUIDS": "GPUS",
     "DEVICES": "GPUS",
     "LAYOUT": "STRATEGY",
+    **dict.fromkeys(("GPU", "CARD", "MACHINE", "GPUTYPE", "GPUNAME"), "HARDWARE"),
 }
-"""Other launchers' names for the same, in capitals without underscores."""
+"""Other names for the same, in capitals without underscores: launchers' and people's."""
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
+"""Endings of names that are no run YAML's."""
 
 OF_OTHERS = (
     *("ACCELERATE_", "AMD_", "AWS_", "BITSANDBYTES_", "BLIS_", "BNB_", "CLEARML_", "COMET_", "CONDA_", "CUBLAS_"),
@@ -371,6 +378,8 @@ def _no_target(goal: str) -> str:
     hint = f"did you mean {spoken(near)}?" if near else "make alone lists them"
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
+    elif goal.lower().endswith(DATA_SUFFIXES):
+        hint = f"data are named by a run YAML: make new MODEL=owner/name DATA={goal} writes one"
     return f"make {goal}: there is no such target; {hint}"
 
 
@@ -387,7 +396,9 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
     own = [one for one in VARIABLES if any(is_taken(one, goal) for goal in asked)]
     # PYTHONPATH is no slip of PYTHON, and ACCELERATE_CONFG is one of ACCELERATE_CONFIG
     alike = 0.85 if name.startswith(OF_OTHERS) else None
-    near = OTHER_WORDS.get(plain(name)) or nearest(name, own, list(VARIABLES), alike=alike)
+    near = OTHER_WORDS.get(plain(name))
+    if near not in own:  # GPU=4090 is HARDWARE= for make plan, and a slip of GPUS= where ranks are launched
+        near = nearest(name, own, alike=alike) or near or nearest(name, list(VARIABLES), alike=alike)
     if near is not None:
         whose = "" if near in own else f" It belongs to {_takers(near)}"
         return f"{name}= is not a variable of {words}; did you mean {near}=?{whose}"
@@ -402,6 +413,7 @@ def _wrong(name: str, asked: List[str], words: str) -> Optional[str]:
 SETTINGS = {
     "BASE": "model.name",
     "DATA": "data.train_path",
+    "MODEL": "model.name",
     "OUTPUT": "output.dir",
     "SEED": "train.seed",
     "STEPS": "train.max_steps",

@@ -292,7 +292,10 @@ def _files_at(path: Path, split: str, text_wanted: bool, *, is_one_of: bool = Fa
         if item.is_dir() or suffix_of(item) in wanted
     ]
     if not parts and not is_one_of:
-        raise DataError(f"{path} holds no data files; looked for {', '.join(sorted(wanted))} and a saved dataset")
+        texts = sum(suffix_of(item) in TEXT_SUFFIXES for item in walk(path))
+        is_text = f"; it holds {texts:,} text file{'s' if texts > 1 else ''}: task_mode: cpt trains plain text"
+        looked_for = f"looked for {', '.join(sorted(wanted))} and a saved dataset"
+        raise DataError(f"{path} holds no data files; {looked_for}{is_text if texts else ''}")
     return parts
 
 

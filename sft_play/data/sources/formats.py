@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.sources.column_words import columns_setting, guessed_columns
 from sft_play.data.sources.json_rows import ROLE_KEYS
 from sft_play.data.sources.messages import (
     Message,
@@ -491,9 +492,18 @@ def unknown_format(row: RawRow) -> DataError:
     known = "; ".join(" + ".join(shape.needs) for shape in leading)
     return DataError(
         f"{row.where}: columns found: {_columns(row)}. {likely_kind(row.data)}Expected one of: {known} (docs/data.md "
-        "has the others). Map yours, such as data.columns={prompt: question_text, completion: reply}"
-        f"{_advice_if_wrapped(row)}"
+        f"has the others). {columns_hint(row.data)}{_advice_if_wrapped(row)}"
     )
+
+
+def columns_hint(names: Collection[str]) -> str:
+    """How to map columns of these names, which no format has; with two of them, as if they were question and answer."""
+    two = [one_line(str(name), limit=40) for name in names]
+    example = dict(zip(("prompt", "completion"), two if len(two) == 2 else ("question_text", "reply"), strict=True))
+    guessed = guessed_columns([name for name in two if name == one_line(name)])
+    if guessed:
+        return f"Map them: {columns_setting(guessed)}"
+    return f"Map yours, such as {columns_setting(example)}"
 
 
 def _advice_if_wrapped(row: RawRow) -> str:

@@ -10,16 +10,18 @@ import datetime
 import math
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from sft_play.data.sources.formats import columns_hint, recognise
 from sft_play.data.sources.raw import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
     BadRow,
     LongLine,
     RawRow,
+    guess_encoding,
     head,
     line_blocks,
     not_utf8,
@@ -153,6 +155,17 @@ def _never_closed(where: str) -> DataError:
     )
 
 
+def _not_utf8(path: Path, offset: int) -> DataError:
+    """The error of a byte, with what the columns will need once the table is converted: both are said at once."""
+    start = head(path)
+    with suppress(UnicodeDecodeError, LookupError, csv.Error):
+        text = start[: start.rfind(b"\n") + 1].decode(guess_encoding(start)[0])
+        names = next(csv.reader(text.splitlines(), delimiter=find_delimiter(text)), [])
+        if recognise(names) is None:
+            return DataError(f"{not_utf8(path, offset)}. Its columns are {', '.join(names)}. {columns_hint(names)}")
+    return not_utf8(path, offset)
+
+
 class _TextLines:
     """The lines of a file as the csv module takes them; DataError where one row is larger than MAX_ROW_BYTES, since an
     open quote would take the rest of the file."""
@@ -184,7 +197,7 @@ class _TextLines:
             try:
                 text = block.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise not_utf8(path, at + error.start) from None
+                raise _not_utf8(path, at + error.start) from None
             if self._ends_with_cr:
                 text = text.replace("\r", "\n")
             lines = text.split("\n")  # not splitlines(): U+2028 and others inside fields end no row

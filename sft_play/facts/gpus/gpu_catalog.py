@@ -179,7 +179,7 @@ def find(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]
     was found, which leaves at most one. A laptop's GPU is never the desktop's of the same number.
     """
     key = key_of(name)
-    entries = _BY_KEY.get(key, [])
+    entries = _BY_KEY.get(key) or (_BY_KEY.get(f"laptop{key[:-1]}", []) if key.endswith("m") else [])  # 3060m
     if not entries:  # a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`
         sized = ([one for one in _BY_KEY.get(base, []) if one.box_gb == size] for base, size in _with_size(key))
         entries = next(filter(None, sized), [])
@@ -204,15 +204,15 @@ def gpus_by_memory() -> list[CatalogEntry]:
 
 
 def nearest(name: str) -> list[str]:
-    """Catalogue names similar to `name`; the most usual ones if none is."""
+    """Catalogue names similar to `name`; none where no name is near, since a far one is another machine."""
     wanted = key_of(name)
     sizes = [entry.name for base, _ in _with_size(wanted) for entry in _BY_KEY.get(base, [])]
     if sizes:
         return list(dict.fromkeys(sizes))[:4]
     forms = {form: entry.name for entry in ENTRIES for form in (_short(key_of(entry.name)), key_of(entry.name))}
-    close = difflib.get_close_matches(wanted, list(forms), n=12, cutoff=0.5)
+    close = difflib.get_close_matches(wanted, list(forms), n=12, cutoff=0.7)
     close.sort(key=lambda form: (-difflib.SequenceMatcher(None, form, wanted).ratio(), _steps(wanted, form)))
-    return list(dict.fromkeys(forms[form] for form in close))[:4] or [*_SUGGESTED, "RTX 4090", "RTX 3090"]
+    return list(dict.fromkeys(forms[form] for form in close))[:4]
 
 
 def _steps(wanted: str, form: str) -> int:

@@ -9,9 +9,11 @@ import contextlib
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +25,15 @@ from sft_play.facts.models.config_fields import DEQUANTISED, quantisation_of, re
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
+from sft_play.spelling import did_you_mean
 
 Config = dict[str, Any]
 
-_CONNECT_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 3.0
+_SILENT_S = 60.0
+"""A hub that did not answer is not asked again for so long: one command asks several times."""
+_silent: dict[tuple[str, int], float] = {}
+"""When a hub last did not answer."""
 _PUBLISHED_TIMEOUT_S = 3.0
 
 
@@ -119,6 +126,9 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
         return _read_config(folder, str(folder))
     if name in KNOWN_MODELS and revision is None:  # another revision may have another shape
         return KNOWN_MODELS[name].config
+    owned = next((one for one in KNOWN_MODELS if one.rpartition("/")[2].lower() == name.lower()), None)
+    if owned is not None:
+        raise ModelError(f"model {one_line(name)} lacks its owner: the hub has it as {owned}")
     return _fetch_config(name, revision)
 
 
@@ -205,7 +215,7 @@ def _fetch_config(name: str, revision: str | None) -> Config:
     except LocalEntryNotFoundError:
         raise ModelError(
             f"model {one_line(name)} is not a folder here (looked from {Path.cwd()}), is not in the local cache, and "
-            "the hub cannot be reached; connect, or give a local folder"
+            f"the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}"
         ) from None
     except RepositoryNotFoundError:
         raise ModelError(
@@ -260,11 +270,14 @@ def hub_answers() -> bool:
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
         return True
     address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    if time.monotonic() - _silent.get((host, port), -math.inf) < _SILENT_S:
+        return False
     try:
-        port = address.port or (80 if address.scheme == "http" else 443)
-        with socket.create_connection((address.hostname or "", port), timeout=_CONNECT_TIMEOUT_S):
+        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S):
             return True
     except OSError:
+        _silent[host, port] = time.monotonic()
         return False
 
 

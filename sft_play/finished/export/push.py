@@ -106,13 +106,14 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     """
     from huggingface_hub import HfApi, get_token
 
-    from sft_play.finished.export.merge import merge_words
-    from sft_play.training.checkpoints.card import HERE, base_of
-
-    name = _checked_name(repo)
+    name = checked_repo(repo)
     folder = _folder(run, is_merged=is_merged)
     if get_token() is None:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
+    # after what is refused without torch, which these import
+    from sft_play.finished.export.merge import merge_words
+    from sft_play.training.checkpoints.card import HERE, base_of
+
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
@@ -153,7 +154,8 @@ def push(upload: Upload) -> Pushed:
     return Pushed(upload, str(commit.oid))
 
 
-def _checked_name(repo: str | None) -> str:
+def checked_repo(repo: str | None) -> str:
+    """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if repo is None or repo.count("/") != 1:

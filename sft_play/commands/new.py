@@ -1,0 +1,149 @@
+"""`new`: the run YAML of a model and data, or of another tool's file."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+
+from sft_play.commands.answer import Answer
+from sft_play.commands.machine import asked_machine
+from sft_play.commands.request import Request
+from sft_play.config.load import config_from_text
+from sft_play.config.translated import translate
+from sft_play.config.written import run_yaml
+from sft_play.config.yaml_io import Plain, read_text
+from sft_play.data.first_look import Count, by_characters, first_look
+from sft_play.errors import ConfigError, SftPlayError
+from sft_play.facts.models.architecture import local_folder
+from sft_play.files import atomic
+from sft_play.launch.machine import offline_without_hub
+from sft_play.log import one_line, redact
+from sft_play.starting.plan_run import plan_for, shape_for
+
+HELP = {"new": "write the run YAML of MODEL= and DATA=, or of another tool's file (FROM=), and name the next command"}
+_MODES = ("lora", "qlora")
+"""The modes that are tried, in this order: 16-bit weights where they fit, else 4 bits."""
+_SUFFIXES = (".yaml", ".yml")
+_Written = tuple[list[str], Mapping[str, Plain], list[str]]
+"""Lines for the file's head, its settings, and comments below them."""
+
+
+def run(request: Request) -> Answer:
+    """Write the file, which loads, and say what stands in it."""
+    if request.from_ is None and (request.model is None or request.data is None):
+        raise ConfigError(_missing(request))
+    out = _out(request)
+    if request.data and request.data.startswith("hub:"):
+        offline_without_hub(request.data)
+    head, settings, comments = _translated(request, request.from_) if request.from_ else _fresh(request)
+    text = "\n".join([*(f"# {line}" for line in head), run_yaml(settings), *map(redact, comments)]).rstrip() + "\n"
+    config_from_text(text, name=str(out))  # what is written loads
+    try:
+        atomic.write(out, text)
+    except OSError as error:
+        raise ConfigError(f"OUT={one_line(str(out))} cannot be written: {error.strerror}") from None
+    machine = [f"HARDWARE={request.hardware}"] if request.hardware else []
+    following = shlex.join(["make", "plan", f"CONFIG={out}", *machine])
+    lines = [*text.rstrip("\n").splitlines(), "", f"Written to {out}", f"Next: {following}"]
+    return Answer({"ok": True, "path": str(out), "settings": settings, "next": following}, lines, to_out=False)
+
+
+def _missing(request: Request) -> str:
+    wanted = {"MODEL=owner/name (or a folder)": request.model, "DATA=my.jsonl": request.data}
+    missing = " and ".join(example for example, given in wanted.items() if given is None)
+    return f"make new needs {missing}; or FROM=their.yaml, a file of axolotl, LLaMA-Factory, TRL or Unsloth"
+
+
+def _out(request: Request) -> Path:
+    """The file to write: named after the data or the other file, or as OUT says; never one that exists."""
+    out = request.out or Path(_named_after(request))
+    if out.suffix.lower() not in _SUFFIXES:
+        raise ConfigError(f"OUT={one_line(str(out))}: a run YAML's name ends with .yaml: OUT={one_line(str(out))}.yaml")
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"{one_line(str(out))} exists, and is not overwritten; OUT=another.yaml names another file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"OUT={one_line(str(out))}: the folder {one_line(str(out.parent))} does not exist")
+    return out
+
+
+def _named_after(request: Request) -> str:
+    given = request.data if request.from_ is None else f"{request.from_.stem}_sft_play"
+    assert given is not None
+    # of a glob, the folder before it; of a data set of the hub, its name
+    whole = re.split(r"[*?\[]", given.removeprefix("hub:"))[0].rstrip("/")
+    name = whole.rpartition("/")[2].partition(":")[0]
+    stem = re.sub(r"(\.(jsonl?|ndjson|csv|tsv|parquet|pq|arrow|txt|md|gz))+$", "", name, flags=re.IGNORECASE)
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '_', stem).strip('._-') or 'run'}.yaml"
+
+
+def _translated(request: Request, file: Path) -> _Written:
+    """Another tool's settings, with the model and data that are given beside it."""
+    given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
+    if request.data:
+        seen = first_look(request.data).settings
+        given |= {path: value for path, value in seen.items() if path.endswith("_path") or path == "data.columns"}
+    try:
+        text = read_text(file)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("CONFIG", "FROM")) from None
+    result = translate(text, name=str(file), given=given)
+    head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
+    comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]
+    return [head], result.settings, comments if comments[1:] else []
+
+
+def _fresh(request: Request) -> _Written:
+    """The settings for a model and data; the mode is one that fits the machine."""
+    assert request.model is not None
+    assert request.data is not None
+    folder = local_folder(request.model)
+    base: dict[str, Plain] = {"model.name": request.model}
+    asked = config_from_text(run_yaml({**base, "tuning.mode": _MODES[-1]}), name="the run YAML")
+    look = first_look(request.data, count=_counting(folder), positions=shape_for(asked).max_positions)
+    settings = {**base, **look.settings}
+    if look.is_chat and folder is not None and not _has_template(folder):
+        settings["data.chat_template"] = "chatml"
+    mode, why = _mode(request, settings)
+    settings["tuning.mode"] = mode
+    return [f"{one_line(request.data)}: {look.words}", f"tuning.mode: {why}"], settings, []
+
+
+def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
+    """The first mode whose plan fits the machine, and what it needs there; qlora where none does."""
+    hardware = asked_machine(request)
+    where = request.hardware or "this machine"
+    why = f"nothing fits {where}; make plan shows what would"
+    for mode in _MODES:
+        config = config_from_text(run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
+        try:
+            if plan_for(config, hardware, with_suggestions=False).fits:
+                return mode, f"{mode} fits {where}"
+        except SftPlayError as error:
+            why = f"no plan was made for {where}: {one_line(str(error))}"
+    return _MODES[-1], f"{_MODES[-1]}, but {why}"
+
+
+def _counting(folder: Path | None) -> Count:
+    """The tokens of a text by the model's tokenizer where its file is here, else by its characters."""
+    path = folder / "tokenizer.json" if folder is not None else None
+    if path is None or not path.is_file():
+        return by_characters
+    from tokenizers import Tokenizer
+
+    with contextlib.suppress(Exception):  # tokenizers raises plain Exception; loading it again says what is wrong
+        tokenizer = Tokenizer.from_file(str(path))
+        return lambda text: len(tokenizer.encode(text, add_special_tokens=False).ids)
+    return by_characters
+
+
+def _has_template(folder: Path) -> bool:
+    """Whether a model's folder has a chat template, in a file of its own or in the tokenizer's configuration."""
+    if any(folder.glob("chat_template*")) or (folder / "additional_chat_templates").is_dir():
+        return True
+    with contextlib.suppress(OSError):
+        settings = (folder / "tokenizer_config.json").read_text(encoding="utf-8", errors="replace")
+        return re.search(r'"chat_template":\s*[^n\s]', settings) is not None
+    return False

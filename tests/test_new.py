@@ -1,0 +1,520 @@
+"""The way in: a run YAML from a model and data or from another tool's file, and slips that are answered."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sft_play.commands import new
+from sft_play.commands.diagnosing import check
+from sft_play.commands.preparing import run as prepare
+from sft_play.commands.request import Request, read_request
+from sft_play.config import other_tools
+from sft_play.config.leaves import leaves
+from sft_play.config.load import config_from_text, load_config
+from sft_play.config.translated import translate
+from sft_play.config.written import run_yaml
+from sft_play.data.first_look import first_look
+from sft_play.data.sources.column_words import guessed_columns
+from sft_play.data.sources.examples import look_at
+from sft_play.data.sources.files import data_paths
+from sft_play.errors import ConfigError, DataError, HardwareError, ModelError
+from sft_play.facts.gpus.gpu_catalog import ENTRIES
+from sft_play.facts.hardware import detect, named
+from sft_play.facts.models.architecture import config_json
+from sft_play.starting.plan_run import plan_for
+from tests.conftest import ROOT, shared
+from tests.models import make_llama
+
+build = pytest.mark.build
+QUICK = settings(max_examples=60, deadline=None)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    return {
+        "chat": make_llama(folder / "chat", max_position_embeddings=8192),
+        "base": make_llama(folder / "base", template=None, max_position_embeddings=8192),
+    }
+
+
+def written(**variables) -> Path:
+    """The file that `make new` wrote."""
+    answer = new.run(Request(command="new", config=Path("-"), **variables))
+    assert answer.data["next"].startswith(f"make plan CONFIG={answer.data['path']}")
+    return Path(answer.data["path"])
+
+
+def data_files() -> list[Path]:
+    files = [*shared("sft").rglob("*.json*"), *shared("bad_inputs").glob("*.json*"), *shared("corpora").rglob("*.txt")]
+    return sorted(file for file in files if file.stat().st_size < 2_000_000)
+
+
+@build
+@pytest.mark.parametrize("model", ["chat", "base"])
+def test_what_is_written_for_data_loads_plans_and_checks(models, model, tmp_path, monkeypatch):
+    """Every shared file of data: refused as the data, or a run YAML whose only problems are the rows' own."""
+    monkeypatch.chdir(tmp_path)
+    refused, of_rows = [], ("rows", "masks", "length")
+    files = data_files()
+    assert len(files) > 35
+    for number, file in enumerate(random.Random(model).sample(files, 14)):
+        try:
+            out = written(model=str(models[model]), data=str(file), out=Path(f"{number}.yaml"))
+        except DataError as error:
+            refused.append(str(error))
+            assert file.name in str(error)  # noqa: PT017  (a refusal is one of two right answers)
+            continue
+        config = load_config(out).config
+        assert plan_for(config, detect(), with_suggestions=False).fits
+        problems = [one for one in check(out, (), detect()).findings if one.verdict == "FAIL"]
+        assert all(one.name.partition(":")[0] in of_rows for one in problems), (file, problems)
+    assert len(refused) < 7
+
+
+@build
+def test_rows_fit_their_length_task_and_columns(models, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"Frage": f"was ist {n}?", "Antwort": "ja " * (n % 50)} for n in range(200)]
+    Path("fragen.csv").write_text("Frage;Antwort\n" + "".join(f"{r['Frage']};{r['Antwort']}x\n" for r in rows))
+    config = load_config(written(model=str(models["base"]), data="fragen.csv")).config
+    assert Path("fragen.yaml").is_file()
+    assert (config.task_mode, config.data.val_fraction) == ("sft", 0.05)
+    assert config.data.columns == {"prompt": "Frage", "completion": "Antwort"}
+    assert config.data.chat_template == "chatml"  # the model has none
+    # bytes are tokens here: 150 of the answer, 13 of the question, and what a template writes
+    assert config.model.max_seq_len == 256
+    with pytest.raises(ConfigError, match=r"fragen\.yaml exists, and is not overwritten; OUT="):
+        written(model=str(models["base"]), data="fragen.csv")
+    Path("texts").mkdir()
+    Path("texts/a.txt").write_text("Once upon a time. " * 2_000)
+    config = load_config(written(model=str(models["chat"]), data="texts")).config
+    assert (config.task_mode, config.model.max_seq_len, config.data.columns) == ("cpt", 2048, {})
+
+
+def test_a_folder_with_splits_is_read_by_them(tmp_path):
+    for split in ("train", "validation", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps({"prompt": split, "completion": "b"}) + "\n")
+    found = first_look(str(tmp_path)).settings
+    assert found["data.train_path"] == str(tmp_path / "train.jsonl")
+    assert found["data.val_path"] == str(tmp_path / "validation.jsonl")
+    assert "data.val_fraction" not in found
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({}, "make new needs MODEL=owner/name .* and DATA=my.jsonl; or FROM=their.yaml"),
+        ({"model": "gpt2"}, "make new needs DATA=my.jsonl"),
+        ({"model": "gpt2", "data": "a.jsonl", "out": Path("my")}, "ends with .yaml: OUT=my.yaml"),
+        ({"model": "gpt2", "data": "a.jsonl", "out": Path("nowhere/my.yaml")}, "the folder nowhere does not exist"),
+        ({"model": "gpt2", "data": "nowhere.jsonl"}, "nowhere.jsonl does not exist"),
+        ({"model": "Qwen2.5-3B-Instruct", "data": "a.jsonl"}, "lacks its owner: the hub has it as Qwen/Qwen2.5-3B"),
+        ({"from_": Path("gone.yaml")}, "gone.yaml does not exist"),
+    ],
+)
+def test_new_refuses_and_writes_nothing(variables, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises((ConfigError, DataError, ModelError), match=message):
+        new.run(Request(command="new", config=Path("-"), **variables))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("machine", ["4090", "RTX 3060 laptop", "cpu,ram=64GiB"])
+def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
+    out = written(model="Qwen/Qwen2.5-3B-Instruct", data="my.jsonl", hardware=machine)
+    config, hardware = load_config(out).config, named(machine)
+    lora = config.tuning.model_copy(update={"mode": "lora"})
+    fits = plan_for(config.model_copy(update={"tuning": lora}), hardware, with_suggestions=False).fits
+    assert (config.tuning.mode == "lora") is fits
+    assert plan_for(config, hardware, with_suggestions=False).fits
+
+
+# --- another tool's file ----------------------------------------------------------------------------------------------
+
+THEIRS = {
+    "axolotl qlora": (
+        "base_model: Qwen/Qwen2.5-3B\nload_in_8bit: false\nload_in_4bit: true\nadapter: qlora\nlora_r: 32\n"
+        "lora_alpha: 16\nlora_target_linear: true\nsequence_len: 2048\nsample_packing: true\nval_set_size: 0.05\n"
+        "datasets:\n  - {path: mhenrichsen/alpaca_2k_test, type: alpaca}\ngradient_accumulation_steps: 4\n"
+        "micro_batch_size: 1\nnum_epochs: 4\noptimizer: adamw_bnb_8bit\nlr_scheduler: cosine\nlearning_rate: 0.0002\n"
+        "bf16: auto\ntf32: true\nwandb_project:\nwarmup_ratio: 0.1\nevals_per_epoch: 4\nsaves_per_epoch: 1\n",
+        {"tuning.mode": "qlora", "train.batch_size": 1, "train.grad_accum": 4, "data.packing": "best_fit"},
+    ),
+    "axolotl full": (
+        "base_model: Qwen/Qwen2.5-0.5B\nadapter:\nlora_r:\nload_in_4bit: false\nmicro_batch_size: 2\n"
+        "datasets: [{path: my.jsonl, type: alpaca}]\nflash_attn_fuse_mlp: true\nspecial_tokens: {pad_token: x}\n",
+        {"tuning.mode": "full", "train.grad_accum": 1, "data.train_path": "my.jsonl"},
+    ),
+    "LLaMA-Factory": (
+        "model_name_or_path: Qwen/Qwen2.5-3B-Instruct\nquantization_bit: 4\nstage: sft\ndo_train: true\n"
+        "finetuning_type: lora\nlora_target: q_proj,v_proj\ndataset: identity,alpaca_en_demo\ntemplate: qwen\n"
+        "cutoff_len: 1024\nper_device_train_batch_size: 1\ngradient_accumulation_steps: 8\nwarmup_ratio: 0.1\n"
+        "warmup_steps: 0\nfp16: true\nval_size: 0.1\neval_strategy: steps\neval_steps: 500\nsave_strategy: epoch\n"
+        "save_steps: 500\nhub_token: hf_secret\n",
+        {"tuning.mode": "qlora", "train.warmup_steps": 0.1, "eval.steps": 500, "train.save_steps": None},
+    ),
+    "TRL": (
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\ntorch_dtype: bfloat16\nmax_length: 2048\n"
+        "dataset_name: trl-lib/Capybara\nper_device_train_batch_size: 16\nlearning_rate: 2.0e-05\npacking: true\nassistant_only_loss: true\n"
+        "completion_only_loss: false\ndo_eval: true\neval_strategy: 'no'\neval_steps: 10\nmax_steps: -1\n"
+        "load_best_model_at_end: true\n",
+        {"tuning.mode": "full", "eval.steps": 0, "data.loss_on": "assistant", "train.grad_accum": 1},
+    ),
+    "Unsloth": (
+        "model: unsloth/Qwen2.5-0.5B\ndata: {dataset: tatsu-lab/alpaca, format_type: auto}\n"
+        "training: {training_type: lora, max_seq_length: 2048, load_in_4bit: true, num_epochs: 3, batch_size: 2}\n"
+        "lora: {lora_r: 64, target_modules: 'q_proj,k_proj', use_loftq: false}\nlogging: {enable_wandb: false}\n",
+        {"tuning.mode": "qlora", "tuning.lora.r": 64, "model.max_seq_len": 2048, "model.name": "unsloth/Qwen2.5-0.5B"},
+    ),
+}
+
+
+@pytest.mark.parametrize("tool", THEIRS)
+def test_a_file_of_another_tool_becomes_one_that_loads_and_plans(tool, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text, expected = THEIRS[tool]
+    Path("theirs.yaml").write_text(text)
+    out = written(from_=Path("theirs.yaml"), model="Qwen/Qwen2.5-0.5B" if tool == "Unsloth" else None)
+    assert out.name == "theirs_sft_play.yaml"
+    assert "hf_secret" not in out.read_text()
+    config = load_config(out).config
+    found = translate(text, name="theirs.yaml", given={}).settings
+    assert {path: found.get(path, "absent") for path in expected} == expected
+    plan = plan_for(config, named("8xH100"), with_suggestions=False)
+    assert plan.choice is not None
+
+
+def test_preferences_are_refused_and_a_file_without_a_model_asks_for_it():
+    with pytest.raises(ConfigError, match=r"rl: .*preference tuning is not supported.*nothing is written"):
+        translate("base_model: a/b\nrl: dpo\n", name="x.yaml", given={})
+    with pytest.raises(ConfigError, match=r"x\.yaml names no model.*FROM=x\.yaml MODEL=owner/name"):
+        translate("lora_r: 8\n", name="x.yaml", given={})
+    assert translate("lora_r: 8\n", name="x.yaml", given={"model.name": "a/b"}).settings["tuning.mode"] == "lora"
+
+
+KEYS = sorted(other_tools.table().plain_keys)
+VALUES = st.sampled_from(
+    [True, False, None, 0, 1, 4, 8, 16, 0.05, 2e-4, "auto", "lora", "qlora", "full", "epoch", "no", "steps", "cosine",
+     "a/b", "x.jsonl", "q_proj,v_proj", [], ["wandb"], [{"path": "a/b", "type": "alpaca"}], {"x": 1}, -1, 3.0]
+)  # fmt: skip
+
+
+@QUICK
+@given(st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=12))
+def test_whatever_a_file_says_is_taken_or_named_with_a_reason(said):
+    """The result loads, and no key of the file is lost without a word."""
+    try:
+        found = translate(json.dumps(said) if said else "{}", name="x.yaml", given={"model.name": "a/b"})
+    except ConfigError as error:
+        assert "preference tuning" in str(error)  # noqa: PT017  (others are faults)
+        return
+    config_from_text(run_yaml(found.settings), name="x.yaml")
+    comments = " ".join(" ".join(found.comments()).replace("# ", "").split())
+    for key, value in said.items():
+        row = other_tools.table().rows[key]
+        asked = [path for path, _ in other_tools.answer(row, value).settings]
+        assert any(path in found.settings for path in asked) or key in comments or any(p in comments for p in asked)
+
+
+def mode_by_hand(said: dict[str, object]) -> str | None:
+    """The rule in other words: trained weights win; then 4 bits by anyone; then an adapter; what is off says least."""
+    full = said.get("finetuning_type") == "full" or said.get("full_finetuning") is True or said.get("adapter") == "full"
+    bits = said.get("quantization_bit") == 4 or said.get("load_in_4bit") is True or said.get("adapter") == "qlora"
+    adapter = said.get("finetuning_type") == "lora" or said.get("adapter") == "lora" or said.get("use_peft") is True
+    if full:
+        return "full"
+    if bits or adapter:
+        return "qlora" if bits else "lora"
+    off = [said.get("use_peft") is False and "full", said.get("full_finetuning") is False and "lora"]
+    return next((mode for mode in ("full", "lora") if mode in off), None)
+
+
+@QUICK
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "quantization_bit": st.sampled_from([4]),
+            "load_in_4bit": st.booleans(),
+            "finetuning_type": st.sampled_from(["lora", "full"]),
+            "adapter": st.sampled_from(["lora", "qlora", "full"]),
+            "use_peft": st.booleans(),
+            "full_finetuning": st.booleans(),
+        },
+    ),
+    st.randoms(),
+)
+def test_hints_of_the_mode_agree_with_each_other(said, draw):
+    keys = list(said)
+    draw.shuffle(keys)
+    text = "model: {name: gpt2}\n" + "".join(f"{key}: {json.dumps(said[key])}\n" for key in keys)
+    expected = mode_by_hand(said)
+    if not said:
+        return
+    with pytest.raises(ConfigError) as refused:
+        config_from_text(text, name="x.yaml")
+    hinted = set(re.findall(r"here it is tuning\.mode: (\w+)", str(refused.value)))
+    assert hinted == ({expected} if expected else set())
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "columns"),
+    [
+        (["Frage", "Antwort"], {"prompt": "Frage", "completion": "Antwort"}),
+        (["id", "user_query", "botReply"], {"prompt": "user_query", "completion": "botReply"}),
+        (["问题", "回答"], {"prompt": "问题", "completion": "回答"}),
+        (["Inhalt"], {"text": "Inhalt"}),
+        (["foo", "bar"], {}),
+        (["sentence", "label"], {}),
+    ],
+)
+def test_columns_are_guessed_by_what_they_are_called(names, columns):
+    assert guessed_columns(names) == columns
+
+
+def test_a_table_from_excel_gets_one_message_for_encoding_and_columns(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_bytes("Frage;Antwort\nWie heißt du?;Ich heiße Änne – ja\n".encode("cp1252"))
+    data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {path}}}", name="x").data
+    with pytest.raises(DataError) as refused:
+        look_at(data, data_paths(data), task_mode="sft")
+    said = str(refused.value)
+    assert "looks like Windows-1252" in said
+    assert "data.columns={prompt: Frage, completion: Antwort}" in said
+    # the command in it makes a table that only the columns are left to say of
+    command = re.search(r"iconv .* > \S+(?=\. Its)", said)
+    assert command is not None
+    subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
+    columns = {"prompt": "Frage", "completion": "Antwort"}
+    good = data.model_copy(update={"train_path": str(tmp_path / "utf8-x.csv"), "columns": columns})
+    look_at(good, data_paths(good), task_mode="sft")
+
+
+def test_a_folder_of_text_under_chats_names_the_task(tmp_path):
+    (tmp_path / "a.txt").write_text("hello")
+    data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {tmp_path}}}", name="x").data
+    with pytest.raises(DataError, match="it holds 1 text file: task_mode: cpt trains plain text"):
+        look_at(data, data_paths(data), task_mode="sft")
+
+
+def test_process_and_style_name_the_command_that_reads_what_they_wrote(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(json.dumps({"prompt": f"q{n}", "completion": "a"}) + "\n" for n in range(60))
+    Path("own.jsonl").write_text(rows)
+    Path("my.yaml").write_text(
+        "model: {name: a/b}\ndata: {train_path: own.jsonl, process: {raw_path: own.jsonl, test_fraction: 0.0}}\n"
+    )
+    for command, folder in (("process", "data/processed"), ("style", "data/processed_with_style")):
+        answer = prepare(Request(command=command, config=Path("my.yaml"), config_given=True, style="Be terse."))
+        *_, warning, following = answer.lines
+        assert (
+            warning
+            == f"Not read yet: make train with this config reads data.train_path=own.jsonl, not {folder}/train.jsonl"
+        )
+        assert following.startswith("Next: make check CONFIG=my.yaml 'SET=")
+        overrides = following.partition("SET=")[2].rstrip("'").split()
+        data = load_config("my.yaml", overrides=overrides).config.data
+        assert (data.train_path, data.val_path, data.test_path) == (
+            f"{folder}/train.jsonl",
+            f"{folder}/val.jsonl",
+            None,
+        )
+    # a config that trains on what process writes needs no settings
+    Path("my.yaml").write_text("model: {name: a/b}\ndata: {process: {raw_path: own.jsonl, test_fraction: 0.0}}\n")
+    answer = prepare(Request(command="process", config=Path("my.yaml"), config_given=True, force=True))
+    assert answer.lines[-1] == "Next: make check CONFIG=my.yaml"
+
+
+# --- hardware ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_count_stands_before_or_behind_every_gpu_of_the_catalogue():
+    draw = random.Random(4)
+    for entry in ENTRIES:
+        count = draw.randint(2, 16)
+        expected = named(f"{count}x{entry.name}").gpus
+        behind = (f"{entry.name}{sign}{count}" for sign in ("x", " x ", "*", ":"))
+        for said in (*behind, f"{count} {entry.name}", f"{count} x {entry.name.lower()}"):
+            assert named(said).gpus == expected, said
+
+
+@pytest.mark.parametrize(
+    ("said", "gpus", "name"),
+    [
+        ("p4d", 8, "NVIDIA A100-40GB"),
+        ("p4de.24xlarge", 8, "NVIDIA A100-80GB"),
+        ("2xp5", 16, "NVIDIA H100"),
+        ("ml.g5.12xlarge", 4, "NVIDIA A10G"),
+        ("a2-highgpu-4g", 4, "NVIDIA A100-40GB"),
+        ("Standard_ND96isr_H100_v5", 8, "NVIDIA H100"),
+        ("DGX H200", 8, "NVIDIA H200"),
+        ("GB10", 1, "NVIDIA GB10"),
+        ("RTX 3060 laptop", 1, "NVIDIA RTX 3060 Laptop"),
+        ("3060m", 1, "NVIDIA RTX 3060 Laptop"),
+        ("RTX 2050", 1, "NVIDIA RTX 2050 Laptop"),
+        ("7900 XTX", 1, "AMD RX 7900 XTX"),
+        ("colab", 1, "NVIDIA T4"),
+    ],
+)
+def test_machines_are_found_as_people_say_them(said, gpus, name):
+    machine = named(said)
+    assert (len(machine.gpus), {gpu.name for gpu in machine.gpus}) == (gpus, {name})
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("8GB", "is a size.*name the card: .*RTX 4060"),
+        ("16 GB VRAM", "is a size"),
+        ("M3 Max", "no run uses Apple's GPUs; HARDWARE=cpu,ram="),
+        ("MacBook Pro", "no run uses Apple's GPUs"),
+        ("TPU v4", "no run uses this device"),
+        ("Intel Arc A770", "no run uses this device"),
+        ("GTX 1080", "nearest: GTX 1080 Ti"),
+        ("RTX 6090 laptop", "nearest: RTX .* Laptop.*mem=8GiB"),
+        ("Tesla K80", "docs/gpus.md lists those that are"),
+    ],
+)
+def test_what_is_no_machine_gets_no_other_machine_for_a_hint(said, message):
+    with pytest.raises(HardwareError, match=message):
+        named(said)
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+def refused(words: list[str], environment: dict[str, str] | None = None) -> str:
+    try:
+        request = read_request(words, environment or {})
+        config_json(load_config(request.config, overrides=request.overrides).config.model.name)
+    except (ConfigError, ModelError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (["plan", "--config", "my"], {}, "my does not exist (looked in HERE); did you mean my.yaml?"),
+        (["plan", "--config", "my.yml"], {}, "did you mean my.yaml?"),
+        (["plan", "--config", "mi.yaml"], {}, "did you mean my.yaml?"),
+        (["plan", "--config", "rows.jsonl"], {}, "is a data file; CONFIG names a run YAML"),
+        (["plan", "--config", "my.yaml"], {"SET": "train.epochs=2,train.seed=1"}, "SET='train.epochs=2 train.seed=1'"),
+        (["plan", "--config", "my.yaml"], {"SET": "“train.epochs=1”"}, "“ is a typographic quote"),
+        (["plan", "--config", "my.yaml"], {"SET": "output.name=„x“"}, "„ is a typographic quote"),
+        (["plan", "--config", "my.yaml", "--hardware", "‘4090’"], {}, "HARDWARE="),
+        (["plan", "--config", "quoted.yaml"], {}, "model.name: is in typographic quotes"),
+        (["plan", "--config", "my.yaml", "train.learning_rate=2e4"], {}, "did you mean 2e-4?"),
+        (["plan", "--config", "my.yaml", "train.learning_rate=25000"], {}, "did you mean 2.5e-4?"),
+        (["plan", "--config", "my.yaml", "model.name=Qwen2.5-3B-Instruct"], {}, "the hub has it as Qwen/Qwen2.5-3B-"),
+        (["plan", "--config", "my.yaml"], {"BUDGET": "0"}, "a shell reads $20 as $2 and 0: write BUDGET=20"),
+        (["plan", "--config", "my.yaml"], {"BUDGET": "€20"}, "is not an amount of money"),
+    ],
+)  # fmt: skip
+def test_slips_are_answered_with_what_was_meant(words, environment, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\n")
+    Path("quoted.yaml").write_text("model: {name: “Qwen/Qwen2.5-3B-Instruct”}\n")
+    assert message.replace("HERE", str(tmp_path)) in refused(words, environment)
+
+
+def test_values_that_only_look_like_slips_are_taken(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("my.yaml").write_text("model: {name: Qwen/Qwen2.5-3B-Instruct}\n")
+    said = ["data.style.system=Say “hi”, x=y", "train.learning_rate=1", "output.name=a,b=c"]
+    config = load_config("my.yaml", overrides=read_request(["plan", "--config", "my.yaml", *said], {}).overrides).config
+    assert config.data.style.system == "Say “hi”, x=y"
+    for text, amount in (("$20", 20), ("20$", 20), ("20 USD", 20), ("2.5", 2.5), ("20usd", 20)):
+        assert read_request(["plan", "--config", "my.yaml"], {"BUDGET": text}).budget == amount
+
+
+def test_a_shipped_config_is_found_by_its_name_whatever_lies_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    names = sorted(path.stem for path in Path("configs").glob("run_*.yaml"))
+    assert len(names) > 8
+    for name, ending in itertools.product(names, ("", ".yaml")):
+        assert read_request(["plan", "--config", name + ending], {}).config == Path(f"configs/{name}.yaml")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/run_x.yaml").touch()
+    (tmp_path / "run_x").mkdir()
+    assert read_request(["plan", "--config", "run_x"], {}).config == Path("configs/run_x.yaml")
+    (tmp_path / "run_x.yaml").touch()  # a file of that name here is asked about
+    assert read_request(["plan", "--config", "run_x"], {}).config == Path("run_x")
+
+
+@build
+@pytest.mark.parametrize(
+    ("words", "environment", "message"),
+    [
+        (["push"], {}, "make push needs a repository of the hub: REPO=user/name"),
+        (["push", "--repo", "nobody"], {}, "REPO=nobody is not one"),
+        (["infer", "--input", "nope.jsonl"], {"OUTPUT": "x.jsonl"}, "INPUT=nope.jsonl does not exist"),
+        (["eval", "--data", "nope.jsonl"], {}, "DATA=nope.jsonl does not exist"),
+        (["export"], {}, "make export needs FORMAT="),
+    ],
+)
+def test_what_needs_no_library_is_refused_before_one_is_imported(words, environment, message, tmp_path):
+    code = (
+        "import sys; from sft_play.cli import main; code = main(sys.argv[1:]); "
+        "loaded = {'torch', 'transformers'} & set(sys.modules); assert not loaded, loaded; sys.exit(code)"
+    )
+    variables = {**os.environ, **environment, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], cwd=tmp_path, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+
+
+def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+    from sft_play.facts.models import architecture
+
+    asked = []
+
+    def silent(address, timeout):
+        asked.append(address)
+        raise TimeoutError
+
+    monkeypatch.setattr(architecture.socket, "create_connection", silent)
+    monkeypatch.setattr(architecture, "_silent", {})
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert [architecture.hub_answers() for _ in range(4)] == [False] * 4
+    assert len(asked) == 1
+
+
+def test_the_settings_of_a_translation_are_options():
+    """Every answer of the table is written as an option that there is."""
+    paths = {
+        path
+        for row in other_tools.table().rows.values()
+        for meaning in row.values.values()
+        for path, _ in meaning.settings
+    }
+    assert len(paths) > 20
+    assert paths <= set(leaves())
+
+
+def test_a_secret_is_in_no_comment_wherever_it_stands():
+    text = "hub: {token: hf_0, api_key: zzz}\nsecrets: {HF_TOKEN: hf_1}\nhub_token: hf_2\nwandb: {wandb_token: w_3}\n"
+    said = "\n".join(translate(text, name="x.yaml", given={"model.name": "a/b"}).comments())
+    assert not any(secret in said for secret in ("hf_0", "zzz", "hf_1", "hf_2", "w_3")), said
+    assert said.count("not shown") >= 4
