@@ -359,9 +359,15 @@ class Renderer:
         """
         usual = self._turns_for(messages, tools)
         jinja, kind = usual.template.jinja, kind_of(messages)
+        try:
+            messages = usual.template.fitted(messages, tools).messages
+        except Inexact:
+            return ""
         given = settings_of(self.data.chat_template_kwargs, kind)
         for name, value in jinja.settings[:SETTINGS_TRIED]:
             if name in given and given[name] == value:
+                continue
+            if not usual.template.begins_with_prompt(messages, tools, **{name: value}):
                 continue
             key = (f"{kind}: {jinja.source}", name, value)
             with contextlib.suppress(Inexact, TokenizerError):

@@ -52,8 +52,9 @@ def readable_settings(tree: nodes.Template) -> Iterator[tuple[str, Any]]:
         known = [constant.value for constant in compare.find_all(nodes.Const) if isinstance(constant.value, str)]
         for name in names:
             texts.setdefault(name, {}).update(dict.fromkeys(known))
+    tests = [node.test for node in tree.find_all(nodes.If)] + [node.test for node in tree.find_all(nodes.CondExpr)]
     tested = {
-        name.name for node in tree.find_all((nodes.If, nodes.CondExpr)) for name in node.test.find_all(nodes.Name)
+        name.name for test in tests for name in (test, *test.find_all(nodes.Name)) if isinstance(name, nodes.Name)
     }
     for name in sorted(meta.find_undeclared_variables(tree) - _GIVEN - called - looped):
         if not name.endswith("_token"):

@@ -205,11 +205,10 @@ class Turns:
         for turn in skeleton.turns:
             if turn.start is not None and turn.end is not None:
                 start = begins[turn.start.gap] + turn.start.offset
-                if turn.rest and text.startswith(
-                    turn.rest, start
-                ):  # the answer's own text begins as the prompt goes on
-                    start += len(turn.rest)
-                parted += bool(turn.rest) and not text.endswith(turn.rest, 0, start)
+                # the answer's own text may begin as the prompt goes on
+                own = turn.rest if turn.rest and text.startswith(turn.rest, start) else ""
+                start += len(own)
+                parted += bool(turn.rest) and not own
                 spans[turn.message] = (start, begins[turn.end.gap] + turn.end.offset)
             elif turn.nearest is not None:
                 first, last = turn.nearest
