@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -39,6 +40,9 @@ def test_every_part_has_a_share_and_a_module():
 
     assert set(SHARES) == set(run.MODULES) == set(SAMPLE)
     assert sum(SHARES[part] for part in ("words", "make")) == 2_000
+    page = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8")
+    assert {part: int(count.replace(",", "")) for part, count in re.findall(
+        r"`make fuzz PART=(\w+) N=.*\| ([\d,]+) \|", page)} == SHARES  # fmt: skip
 
 
 def test_a_case_is_made_from_its_numbers_alone():

@@ -166,6 +166,17 @@ def test_where_no_setting_and_no_gpu_is_enough_a_smaller_model_is_named():
     assert (last.setting or "").startswith("model.name=")
 
 
+def test_a_plan_that_no_larger_machine_can_run_is_still_one():
+    """One GPU is too small, and over several ranks every layout refuses these settings: `make fuzz` found a crash."""
+    asked = ["tuning.mode=qlora", "distributed.mixed_precision.param=float32"]
+    name = "Qwen/Qwen2.5-32B-Instruct"
+    with pytest.raises(ConfigError, match="no layout over 2 ranks"):
+        plan_of("2xT4", *asked, name=name)
+    plan = plan_of("1xT4", *asked, name=name)
+    assert not plan.fits
+    assert plan.suggestions
+
+
 def test_nothing_fits_is_answered_in_time():
     job = config("tuning.mode=full", "model.max_seq_len=32768", name="meta-llama/Llama-3.3-70B-Instruct")
     shape, machine = shape_of(job.model.name), named("2x8xRTX3060")

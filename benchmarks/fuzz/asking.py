@@ -57,8 +57,9 @@ def judging() -> Iterator[Judge]:
     from tests.test_merge import llama
 
     with own_surroundings(), tempfile.TemporaryDirectory(prefix="fuzz-serve-") as home:
-        finished_run(Path(home) / "run", make_base(Path(home) / "base", llama()))
-        service = serve.service_of("transformers", find_finished(Path(home), "run"), "127.0.0.1", 0)
+        model = llama()  # type: ignore[no-untyped-call]
+        finished_run(Path(home) / "run", make_base(Path(home) / "base", model))
+        service = serve.TransformersService(find_finished(Path(home), "run"), "127.0.0.1", 0)
         endpoint = service.start()
 
         def judge(draw: random.Random, folder: Path) -> bool:

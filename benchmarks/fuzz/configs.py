@@ -20,7 +20,7 @@ from sft_play.config.yaml_io import parse
 from sft_play.errors import SftPlayError
 from sft_play.files import ROOT
 
-_PLAIN = (
+_PLAIN: tuple[Any, ...] = (
     True,
     False,
     None,

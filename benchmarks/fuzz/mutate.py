@@ -28,7 +28,7 @@ STRANGE_TEXTS = (
     *(".inf", "12:30:45", "auto", "$(touch pwned)", "`touch pwned`", "; touch pwned", "${HOME}", "{{ 7*7 }}", "%s%n"),
     *("<script>alert(1)</script>", "<|im_end|>", "</s>", "[INST]", "hub:a/b", "http://127.0.0.1:1/", "\u2028", "１２"),
 )
-STRANGE_VALUES = (
+STRANGE_VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, -1, 1, 2, 3, 7, 64, 1000, 2**31, 2**63, 2**70, 10**40, 0.5, -0.1, 1e-300, 1e300),
     *(float("inf"), float("-inf"), float("nan"), [], {}, [[]], [None], {"": None}, {"a": {"b": [1, {"c": None}]}}),
 )
@@ -79,30 +79,29 @@ def raw(draw: random.Random, given: bytes) -> bytes:
     for _ in range(draw.randint(1, 6)):
         at, end = sorted(draw.randrange(len(given) + 1) for _ in range(2))
         end = min(end, at + draw.choice((1, 8, 80, 10**6)))
-        ways: tuple[Callable[[bytes], bytes], ...] = (
-            lambda data, at=at: data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :],
-            lambda data, at=at, end=end: data[:at] + data[end:],
-            lambda data, at=at, end=end: data[:end] + data[at:end] + data[end:],
-            lambda data, at=at: data[:at] + draw.choice(STRANGE_BYTES) + data[at:],
-            lambda data, at=at: data[:at],
-            _lines_changed(draw),
-        )
-        given = draw.choices(ways, (4, 4, 2, 6, 1, 4))[0](given)[:2_000_000]
+        given = _bytes_changed(draw, given, at, end)[:2_000_000]
     return given
 
 
-def _lines_changed(draw: random.Random) -> Callable[[bytes], bytes]:
-    """Lines dropped, doubled, moved or indented otherwise."""
+def _bytes_changed(draw: random.Random, data: bytes, at: int, end: int) -> bytes:
+    way = draw.choices(("flip", "drop", "repeat", "insert", "cut", "lines"), (4, 4, 2, 6, 1, 4))[0]
+    if way == "lines":
+        return _lines_changed(draw, data)
+    if way == "flip":
+        return data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :]
+    if way == "insert":
+        return data[:at] + draw.choice(STRANGE_BYTES) + data[at:]
+    return data[:at] + (data[at:end] * 2 if way == "repeat" else b"") + (b"" if way == "cut" else data[end:])
 
-    def change(data: bytes) -> bytes:
-        lines = data.splitlines(keepends=True) or [b""]
-        one, other = (draw.randrange(len(lines)) for _ in range(2))
-        lines[one] = draw.choice(
-            (b"", lines[one] * 2, lines[other], b" " + lines[one], lines[one].lstrip(), lines[one].rstrip(b"\n"))
-        )
-        return b"".join(lines)
 
-    return change
+def _lines_changed(draw: random.Random, data: bytes) -> bytes:
+    """A line dropped, doubled, replaced by another or indented otherwise."""
+    lines = data.splitlines(keepends=True) or [b""]
+    one, other = (draw.randrange(len(lines)) for _ in range(2))
+    lines[one] = draw.choice(
+        (b"", lines[one] * 2, lines[other], b" " + lines[one], lines[one].lstrip(), lines[one].rstrip(b"\n"))
+    )
+    return b"".join(lines)
 
 
 def plain(draw: random.Random, given: Any) -> Any:

@@ -125,9 +125,8 @@ def _table(draw: random.Random, rows: list[Any]) -> bytes:
 
 def _columns(draw: random.Random, rows: list[Any]) -> tuple[str, bytes]:
     """Parquet, Arrow's file or its stream; rows that no table can hold as JSON lines."""
-    import pyarrow as pa
-    import pyarrow.feather
-    import pyarrow.parquet
+    import pyarrow as pa  # type: ignore[import-untyped]
+    import pyarrow.parquet  # type: ignore[import-untyped]
 
     sink = io.BytesIO()
     try:

@@ -59,8 +59,8 @@ def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
     path, wanted = f"model.{key}", getattr(model, key)
     said = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
     if said:
-        return parse_value(said[-1], name=path) == wanted
+        return bool(parse_value(said[-1], name=path) == wanted)
     if not request.config_given:
         return False
     given = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
-    return getattr(given, key) == wanted and (given.name, given.revision) == (model.name, model.revision)
+    return bool(getattr(given, key) == wanted) and (given.name, given.revision) == (model.name, model.revision)

@@ -243,8 +243,10 @@ def follows(config: RunConfig, path: str) -> bool:
     """Whether a key was not given, and its default follows from other keys of its section."""
     section, _, key = path.partition(".")
     holder = getattr(config, section, None)
-    fields = type(holder).model_fields if isinstance(holder, Section) else {}
-    return key in fields and fields[key].default_factory_takes_validated_data and key not in holder.model_fields_set
+    if not isinstance(holder, Section) or key in holder.model_fields_set:
+        return False
+    field = type(holder).model_fields.get(key)
+    return field is not None and bool(field.default_factory_takes_validated_data)
 
 
 def resolved_without_paths(config: RunConfig) -> dict[str, Any]:
