@@ -100,11 +100,13 @@ def parameters_line(parameters: Parameters, config: RunConfig) -> str:
     elif one.experts is not None:
         on_experts = ", none on experts (tuning.lora.target_parameters=auto)"
     if others := one.trained - one.adapters:
-        copies = [f"copies of {', '.join(lora.modules_to_save)} (tuning.lora.modules_to_save)"] * bool(
-            lora.modules_to_save
+        kinds = (
+            {"tuning.lora.modules_to_save": f"copies of {', '.join(lora.modules_to_save)}"}
+            if lora.modules_to_save
+            else {}
         )
-        rows = ["rows of new tokens (model.add_tokens)"] * bool(config.model.add_tokens)
-        saved = f"; {' and '.join([*copies, *rows])} that train: {count_of(others)}"
+        kinds |= {"model.add_tokens": "rows of new tokens"} if config.model.add_tokens else {}
+        saved = f"; {' and '.join(kinds.values())} that train: {count_of(others)} ({', '.join(kinds)})"
     return (
         f"Parameters: {count_of(one.total)}: {_base_words(one)}; adapters: {count_of(one.adapters)} "
         f"{one.adapter_dtype} ({one.adapters / one.total:.2%}){on_experts}{saved}{chosen}"
