@@ -139,8 +139,8 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     assert f"{planned[2].name} does not fit: " in "\n".join(lines)
     assert "need" in str(planned[2].error)
     # a batch that is given and does not fit would be tried by train: not here
-    assert [one.state for one in cells("train.batch_size=1,8000000", "train.grad_accum=1",
-                                       "train.effective_batch_size=null")] == ["new", "does_not_fit"]  # fmt: skip
+    given = cells("tuning.lora.r=4,64", *fixed, "train.batch_size=1", "train.grad_accum=1")
+    assert [one.state for one in given] == ["new", "does_not_fit"]
     # where none fits, nothing is started and the code says so
     monkeypatch.setattr(sweep.endings, "run_beside", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(sweep, "detect", lambda: dataclasses.replace(between, ram_free_bytes=small // 2))
