@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "train-deepspeed": (lambda world: ["--nproc", "2", *a_run(world, "zero")], SUMMARY),
     "launch-command": (lambda world: ["--nproc", "2"], {"launch", "plan"}),
     "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "how", "text"}),
+    "new": (lambda world: ["--model", "MODEL", "--data", "rows.jsonl"], {"ok", "path", "settings", "next"}),
     "plan": (lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}),
     "memory-model-score": (lambda world: ["--peaks", f"{world}/peaks.csv"], {"rows", "not_expressible", "summary"}),
     "verify-layouts": (lambda world: ["--layouts", "ddp", "--modes", "lora", "--steps", "2"], {"layout", "ok"}),
@@ -110,7 +111,7 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
 def test_there_is_a_case_for_every_command():
-    assert len(FILES) == 44
+    assert len(FILES) == 45
     assert set(CASES) == set(FILES)
 
 
