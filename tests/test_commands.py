@@ -48,6 +48,7 @@ CASES: dict[str, tuple[Callable[[Path], Sequence[str]], set[str]]] = {
     "train-deepspeed": (lambda world: ["--nproc", "2", *a_run(world, "zero")], SUMMARY),
     "launch-command": (lambda world: ["--nproc", "2"], {"launch", "plan"}),
     "setup-accelerate": (lambda world: ["--force"], {"ok", "path", "how", "text"}),
+    "new": (lambda world: ["--model", "MODEL", "--data", "rows.jsonl"], {"ok", "path", "settings", "next"}),
     "plan": (lambda world: ["--hardware", "2xH200"], {"fits", "layout", "peak_bytes", "candidates", "ways_out"}),
     "launch-file": (
         lambda world: ["--for", "slurm", "--hardware", "2xH100", "--out", f"{world}/job.sbatch"],
@@ -121,7 +122,7 @@ MINUTES = ("train-deepspeed", "verify-layouts", "gpu-selftest")
 
 
 def test_there_is_a_case_and_a_schema_for_every_command():
-    assert len(FILES) == 46
+    assert len(FILES) == 47
     assert set(CASES) == set(FILES)
     assert set(schemas()) == {*FILES, "ending"}
     for schema in schemas().values():

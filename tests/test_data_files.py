@@ -90,6 +90,7 @@ SCHEMAS = {
             ),
         }
     ),
+    "facts/gpus/cloud_machines.json": record({"source": TEXT, "machines": listed(listed(TEXT))}),
     "facts/gpus/gpu_prices.json": record(
         {
             "lists": mapping(record({"provider": TEXT, "read": TEXT, "address": TEXT}, kept_at=TEXT)),

@@ -169,7 +169,8 @@ THEIRS = {
     ),
     "TRL": (
         "model_name_or_path: Qwen/Qwen2.5-0.5B\ntorch_dtype: bfloat16\nmax_length: 2048\n"
-        "dataset_name: trl-lib/Capybara\nper_device_train_batch_size: 16\nlearning_rate: 2.0e-05\npacking: true\nassistant_only_loss: true\n"
+        "dataset_name: trl-lib/Capybara\nper_device_train_batch_size: 16\nlearning_rate: 2.0e-05\n"
+        "packing: true\nassistant_only_loss: true\n"
         "completion_only_loss: false\ndo_eval: true\neval_strategy: 'no'\neval_steps: 10\nmax_steps: -1\n"
         "load_best_model_at_end: true\n",
         {"tuning.mode": "full", "eval.steps": 0, "data.loss_on": "assistant", "train.grad_accum": 1},
