@@ -61,6 +61,14 @@ class DoesNotFit(SftPlayError, MemoryError):
         self.plan = plan
 
 
+class OutOfMemory(DoesNotFit):
+    """Memory ran out while a run was on its way. `batch`: how rows were divided; None where ranks start again."""
+
+    def __init__(self, message: str = "", *, batch: Any = None) -> None:
+        super().__init__(message)
+        self.batch = batch
+
+
 class Interrupted(SftPlayError, KeyboardInterrupt):
     """The user stopped the run, and its state was saved."""
 

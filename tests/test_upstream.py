@@ -6,6 +6,7 @@ import ast
 import inspect
 from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_the_library_counts_the_tokens_of_batches_that_are_not_empty(monkeypatch
 
     monkeypatch.setattr(Trainer, "get_batch_samples", count)
     loop = object.__new__(PlannedLoop)
-    loop._monitor = Monitor()
+    loop._monitor, loop.step_memory = Monitor(), SimpleNamespace(has_halved=False)
     rows = iter([{}, {}, {"labels": 1}, {"labels": 2}, {}, {"labels": 3}])
     assert loop.get_batch_samples(rows, 4, "cpu") == ([{}, {}, {"labels": 1}, {"labels": 2}], 7)
     assert loop._passes == 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from sft_play.training.checkpoints.tensor_files import tensor_shapes
 from sft_play.training.model import sdpa
 from sft_play.training.model.language_model import fit_ties, language_config, tower_of
 from sft_play.training.model.model_loading import DTYPES, load_model, no_load_report, require_whole
+from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
@@ -124,13 +124,6 @@ def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T
     del model
     free_memory()
     return before, after
-
-
-def free_memory() -> None:
-    """Give the memory of a model that was deleted back to the device."""
-    gc.collect()  # modules and hooks refer to each other in circles, which `del` alone does not free
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from sft_play.config.schema import TrainConfig
 from sft_play.errors import ConfigError
@@ -22,6 +22,15 @@ class BatchPlan:
     def effective_batch(self) -> int:
         """Sequences per optimizer step."""
         return self.micro_batch * self.grad_accum * self.ranks
+
+    @property
+    def halved(self) -> BatchPlan | None:
+        """The same step in micro-batches of half the rows, or the next fewer that divide it; None where each is one
+        row already."""
+        smaller = [size for size in divisors(self.micro_batch) if 2 * size <= self.micro_batch]
+        if not smaller:
+            return None
+        return replace(self, micro_batch=smaller[-1], grad_accum=self.micro_batch * self.grad_accum // smaller[-1])
 
 
 def effective_batch(train: TrainConfig, *, ranks: int) -> int:

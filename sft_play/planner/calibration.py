@@ -20,6 +20,7 @@ from pathlib import Path
 
 from sft_play.files import atomic, cache_dir, locked
 from sft_play.planner.kernels import CountedKernels, KernelsName
+from sft_play.units import GIB
 
 FILE = "measured.jsonl"
 VERSION = 2
@@ -31,6 +32,8 @@ LOOKED_AT = 10
 SELFTEST = "make gpu-selftest"
 """The model's name in lines of the self-test's trials. Speeds are learned from them where no run says more; memory is
 not, because for a model of 0.5B the allocator's rounding is a larger share than for others."""
+MUCH_MORE_ROOM = 1.25
+"""A step that ran out of memory is planned again where this many times as much is free: other processes have ended."""
 MOST_MEMORY = 4.0
 """A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory."""
 SPEEDS = (1e-4, 1e4)
@@ -75,6 +78,8 @@ class Measured:
     """What ran, of norms, gated activations and rotations. A prediction that counted others is 0, as if unknown."""
     compiled: bool = False
     """Whether its blocks were compiled: such runs and plain ones do not correct each other's plans."""
+    ran_out_of: int = 0
+    """Of a run whose memory ran out: the bytes that it was planned for. Then nothing was measured. 0: it did not."""
 
     @property
     def memory_ratio(self) -> float:
@@ -97,6 +102,26 @@ class Correction:
     speed: float = 1.0
     speed_measured: bool = False
     speed_of_selftest: bool = False
+    ran_out: Measured | None = None
+    """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
+
+    def reserved(self, raw: int, room: int) -> int:
+        """The corrected prediction of a step's reserved bytes: more than the room where a step that was predicted to
+        need no more ran out of it."""
+        expected = int(raw * self.memory)
+        return max(expected, room + 1) if self.ran_out and raw >= self.ran_out.predicted_reserved else expected
+
+    @property
+    def warning(self) -> str | None:
+        """What ran out of memory here, in words."""
+        if self.ran_out is None:
+            return None
+        run, at = self.ran_out, self.ran_out.finished.partition("T")[0]
+        return (
+            f"micro-batch {run.micro_batch} ran out of memory in a run of this kind on this machine ({run.layout}, "
+            f"{run.seq_len} tokens, {run.ran_out_of / GIB:.1f} GiB, {at}): nothing that is predicted to need as much "
+            "is planned, until a run that is given such a batch (train.batch_size) has fitted"
+        )
 
     @property
     def reason(self) -> str | None:
@@ -178,15 +203,18 @@ def correction(
     model: str | None = None,
     kernels: CountedKernels = PLAIN,
     compiled: bool = False,
+    room: int = 0,
 ) -> Correction:
     """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
 
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
     layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
-    runs with the kernels that the plan counts for it.
+    runs with the kernels that the plan counts for it. What ran out of memory counts for this model in this layout, as
+    long as the `room` (bytes) is not much larger now.
     """
-    of_all = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
+    of_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
+    of_all = [run for run in of_kind if not run.ran_out_of]
     # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0
     counted = [run for run in of_all if run.kernels == kernels.memory and run.predicted_reserved]
     same = _nearest([run for run in counted if run.model != SELFTEST], lambda run: run.layout == layout)
@@ -197,10 +225,22 @@ def correction(
     speeds = [run.speed_ratio for run in near or of_all]
     speed = statistics.median(speeds[-LOOKED_AT:]) if speeds else 1.0
     low, high = SPEEDS
+    mine = [run for run in of_kind if (run.layout, run.model, run.kernels) == (layout, model, kernels.memory)]
     return Correction(
         len(same), min(MOST_MEMORY, memory), min(high, max(low, speed)), speed_measured=bool(speeds),
-        speed_of_selftest=bool(speeds) and not near,
+        speed_of_selftest=bool(speeds) and not near, ran_out=_ran_out(mine, room),
     )  # fmt: skip
+
+
+def _ran_out(runs: Iterable[Measured], room: int) -> Measured | None:
+    """The run with the smallest prediction that ran out of about this room, and that no later one disproves."""
+    failed: list[Measured] = []
+    for run in runs:
+        if run.ran_out_of:
+            failed += [run] if room <= MUCH_MORE_ROOM * run.ran_out_of else []
+        else:
+            failed = [one for one in failed if run.predicted_reserved < one.predicted_reserved]
+    return min(failed, key=lambda run: run.predicted_reserved, default=None)
 
 
 def _nearest(runs: list[Measured], is_near: Callable[[Measured], bool]) -> list[Measured]:

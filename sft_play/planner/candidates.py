@@ -384,7 +384,7 @@ def candidate_of(
         batch=batch,
         step=step,
         precision=precision,
-        memory=dataclasses.replace(memory, reserved=int(raw.reserved * learned.memory)),
+        memory=dataclasses.replace(memory, reserved=learned.reserved(raw.reserved, job.budget)),
         speed=speed.scaled(1 / learned.speed),  # a duration: slower by the factor that tokens/s are lower
         room=Room(job.budget, job.host_budget),
         host_required=_host_required(job, layout, memory),

@@ -122,6 +122,8 @@ class Stopped:
     updates: Updates | None = None
     has_trained: bool = True
     """Whether there is anything to continue; a run without a trained step keeps none of this."""
+    too_many: int | None = None
+    """The smallest micro-batch that has run out of memory; None where none has."""
 
     def __post_init__(self) -> None:
         # 0: the run's manifest does not say, and then every rank had rows of its own

@@ -44,6 +44,11 @@ class MicroBatches:
     single: bool = False
     """A step is one pass: it was planned without gradients that are kept between passes."""
 
+    def of_rows(self, rows: int) -> MicroBatches:
+        """The same with another number of rows of full length in a micro-batch, and the tokens that follow from it."""
+        tokens = None if self.tokens is None else self.tokens * rows // self.rows
+        return dataclasses.replace(self, rows=rows, tokens=tokens, single=False)
+
     def cut(self, lengths: Sequence[int], *, ranks: int = 1) -> Cut:
         """The micro-batches of a step's rows over `ranks`, the same number for each rank.
 

@@ -426,7 +426,7 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
         counted = counted_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
         return calibration.correction(
             request.earlier, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=counted, compiled=config.train.compile,
+            kernels=counted, compiled=config.train.compile, room=budget_bytes(hardware),
         )  # fmt: skip
 
     return Job(
@@ -477,7 +477,7 @@ def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
     terms = memory.terms | ({"trace_says_more": more} if more else {})
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
     raw = dataclasses.replace(raw, reserved=max(raw.reserved, traced.reserved))
-    reserved = int(raw.reserved * job.learned(candidate.layout).memory)
+    reserved = job.learned(candidate.layout).reserved(raw.reserved, job.budget)
     # the margin keeps its share of what is reserved
     margin = int(memory.margin * reserved / max(1, memory.reserved))
     memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)

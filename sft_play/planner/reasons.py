@@ -66,7 +66,7 @@ def reasons_of(
     """
     wish = job.config.model.max_seq_len
     walk = walk_of(job.config, job.shape, chosen.precision, chosen.step)
-    learned = job.learned(chosen.layout).reason
+    learned = job.learned(chosen.layout)
     shortened = [f"max_seq_len {limit} instead of {wish}: the model has {limit} positions"] if limit != wish else []
     return (
         chosen.precision.reason,
@@ -90,7 +90,7 @@ def reasons_of(
             grad_accum=chosen.batch.grad_accum,
             whole_bytes=walk.whole_gradients,
         ),
-        *([learned] if learned else []),
+        *filter(None, (learned.reason, learned.warning)),
         *slow_words(job.config, job.shape, chosen, job.rates.without),
         *_kernel_words(job, chosen, kernels),
         *notes,

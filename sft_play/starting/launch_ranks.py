@@ -27,6 +27,7 @@ from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.locking import LAUNCHER
 from sft_play.runs.manifest import first_day, new_manifest
+from sft_play.runs.ran_out import NOTE
 from sft_play.starting.as_rank import LAUNCH_FILE, Handed
 from sft_play.training.prepare.starter_base import with_base
 
@@ -196,7 +197,8 @@ def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
     # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken, is only in the way.
     if folder is not None and code in (2, 3):
         launched = folder.path / LAUNCH_FILE
-        is_unused = not folder.metrics_path.exists() and launched.exists()
+        goes_on = (folder.path / NOTE).exists()
+        is_unused = not folder.metrics_path.exists() and launched.exists() and not goes_on
         if is_unused and json.loads(launched.read_text(encoding="utf-8"))["made"]:  # by this start, not resumed
             discard_run(folder)
             logger.info("The run folder %s is removed again: nothing was trained", folder.path)

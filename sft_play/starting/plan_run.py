@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.size import rough_size
 from sft_play.data.sources.files import has_held_out_file
+from sft_play.errors import OutOfMemory, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import cuda_libraries, missing_kernels
 from sft_play.facts.models.architecture import (
@@ -30,15 +32,18 @@ from sft_play.launch.exported import rank_variables
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import machine_for
 from sft_play.planner import calibration, show
-from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.advice.suggestions import make_advised_plan, suggestions
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.micro_batches import RowTokens
-from sft_play.planner.plan import Confirm, Plan, PlanRequest, Traced, Work, make_plan, refuse
+from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced, Work, make_plan, refuse
 from sft_play.planner.precision import choose_precision
+from sft_play.runs.manifest import FREE_TO_CHANGE
 from sft_play.starter import BASE_NAME
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
+from sft_play.training.measure.recorded import recorded
 
 if TYPE_CHECKING:
     from sft_play.training.prepare.backend import Backend
@@ -154,6 +159,39 @@ def plan_for(
         fixed=kept.batch,
         updates=kept.updates,
     )
+
+
+@contextlib.contextmanager
+def advised(config: RunConfig, plan: Plan) -> Iterator[None]:
+    """Adds to an error of memory that ran out what is predicted to need less, and whether resume takes it."""
+    try:
+        yield
+    except OutOfMemory as error:
+        ways = _needing_less(config, plan, error.batch) if error.batch is not None else []
+        if not ways:
+            raise
+        raise OutOfMemory(f"{error}. Predicted to need less: {'; '.join(ways)}") from error.__cause__
+
+
+def _needing_less(config: RunConfig, plan: Plan, batch: BatchPlan) -> list[str]:
+    """Changes to a step that ran out of memory, each with its predicted peak."""
+    layers = plan.choice.checkpointed if plan.choice.checkpointing == "selective" else plan.choice.checkpointing
+    given: dict[str, Any] = {"batch_size": batch.micro_batch, "grad_accum": batch.grad_accum}
+    given |= {} if plan.choice.step.offloads else {"gradient_checkpointing": layers}
+    config = config.model_copy(update={"train": config.train.model_copy(update=given)})
+    with contextlib.suppress(SftPlayError):
+        request = _request(config, plan.hardware, (plan.layout,))
+        ran = make_plan(request)
+        earlier = [*request.earlier, recorded(config, ran, ran_out_of=ran.budget_bytes)]
+        ways = [way for way in suggestions(replace(request, earlier=earlier)) if way.fits]
+        ways = [way for way in ways if way.hardware is None or way.required < ran.memory.required]
+        return [f"{way.change} ({way.needs}; {'resume takes it' if _is_free(way) else 'a new run'})" for way in ways]
+    return []
+
+
+def _is_free(way: Suggestion) -> bool:
+    """Whether a stopped run is resumed with the change."""
+    return way.setting is not None and {word.partition("=")[0] for word in way.setting.split()} <= FREE_TO_CHANGE
 
 
 def refuse_early(config: RunConfig, hardware: Hardware, *, only: tuple[LayoutName, ...]) -> None:

@@ -12,6 +12,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
 from sft_play.planner.precision import ROUNDS_ITSELF, Updates
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.ran_out import recorded
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,9 @@ def stopped_run(folder: RunFolder) -> Stopped | None:
     # Elsewhere updates follow from the layout: FSDP and DeepSpeed keep copies in float32.
     updates = plan.get("precision", {}).get("updates") if layout in ROUNDS_ITSELF else None
     known: LayoutName = layout if layout in LAYOUT_NAMES else "single"
-    return Stopped(known, BatchPlan(micro, accum, ranks), processes, updates, folder.has_trained)
+    too_many = [event.micro_batch for event in recorded(folder) if event.again in ("step", "run")]
+    batch_then = BatchPlan(micro, accum, ranks)
+    return Stopped(known, batch_then, processes, updates, folder.has_trained, min(too_many, default=None))
 
 
 @dataclass(frozen=True)
@@ -54,20 +57,24 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
 
     Free GPU memory may have changed; the rows of a step must not, and with the same split no number does. Over another
     number of ranks the effective batch is kept and the accumulation follows, whatever the config says; a micro-batch
-    that does not divide a rank's share becomes the largest that does. A config that was changed meanwhile is reported
-    by the run folder's own check.
+    that does not divide a rank's share becomes the largest that does. One that ran out of memory is not tried again. A
+    config that was changed meanwhile is reported by the run folder's own check.
 
     Raises:
         RunFolderError: the effective batch does not split over the ranks.
     """
-    if stopped is None or not stopped.has_trained:
+    if stopped is None or not (stopped.has_trained or stopped.too_many):
         return NOTHING_KEPT
     train = config.train
+    given = None if train.batch_size == "auto" else train.batch_size
+    if given and stopped.too_many and given >= stopped.too_many:
+        given = None
     updates = stopped.updates if train.weight_updates == "auto" else None
     effective, is_open = stopped.batch.effective_batch, "auto" in (train.batch_size, train.grad_accum)
     # Another effective batch is refused by check_same_run, and a split that is given in full needs none from here.
     is_another = not train.effective_follows and train.effective_batch_size != effective
-    if is_another or (not is_open and int(train.batch_size) * int(train.grad_accum) * ranks == effective):
+    is_whole = given and not is_open and given * int(train.grad_accum) * ranks == effective
+    if is_another or is_whole:
         return Kept(updates=updates)
     share, left = divmod(effective, ranks)
     if left:
@@ -76,8 +83,8 @@ def kept_of(config: RunConfig, stopped: Stopped | None, ranks: int) -> Kept:
             f"the run cannot be resumed over {ranks} ranks: they do not divide its effective batch of {effective} "
             f"(it was stopped with {stopped.batch.ranks}); numbers that do: {fitting}"
         )
-    micro = stopped.batch.micro_batch if train.batch_size == "auto" else train.batch_size
-    if share % micro and train.batch_size == "auto":
+    micro = given or stopped.batch.micro_batch
+    if share % micro and train.batch_size == "auto" and not stopped.too_many:
         return Kept(updates=updates)
     micro = max(size for size in divisors(share) if size <= micro)
     return Kept(BatchPlan(micro, share // micro, ranks), updates)
@@ -88,7 +95,10 @@ def log_kept(kept: Kept, stopped: Stopped | None) -> None:
     if kept.batch is None or stopped is None:
         return
     batch = kept.batch
-    if batch.ranks == stopped.batch.ranks:
+    if stopped.too_many:
+        logger.info("Batch: micro %d x accum %d x %d ranks: the run ran out of memory with micro-batch %d",
+                    batch.micro_batch, batch.grad_accum, batch.ranks, stopped.too_many)  # fmt: skip
+    elif batch.ranks == stopped.batch.ranks:
         logger.info("Batch: micro %d x accum %d, as the run was started", batch.micro_batch, batch.grad_accum)
     else:
         logger.info("Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",

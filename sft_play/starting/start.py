@@ -33,6 +33,7 @@ from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of
 from sft_play.log import one_line, start_log_buffer
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings
+from sft_play.runs import ran_out
 from sft_play.runs.creation import is_finished, new_folder, require_writable, resumes
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import LAUNCHER, Lock, lock
@@ -102,7 +103,20 @@ class Started:
 
 
 def start(asked: Asked) -> Started:
-    """Start a run and wait for its end; what is cheap to refuse comes first.
+    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches.
+
+    Raises:
+        SftPlayError: what the user can fix; where possible before a library is imported.
+    """
+    started = _start(asked)
+    while started.code and started.folder is not None and (event := ran_out.take(started.folder)):
+        logger.warning("Starting again with micro-batch %d", event.now)
+        started = _start(dataclasses.replace(asked, resume=True, folder=started.folder))
+    return started
+
+
+def _start(asked: Asked) -> Started:
+    """Start a run once; what is cheap to refuse comes first.
 
     Outside the training's steps a request to stop unwinds the stack, and nothing more is saved.
 
@@ -215,6 +229,8 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     if asked.over_ranks:
         log_idle(hardware, options, asked.accelerate.path if asked.accelerate else None)
     folder, is_resumed = _folder(asked)
+    if folder is not None and is_resumed and starts:
+        ran_out.take(folder)  # of a run whose launcher did not start it again
     if folder is not None and is_resumed and is_finished(folder):
         return Decided(folder, is_resumed)
     for part in loaded.parts:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 from sft_play.config.load import LoadedConfig
@@ -21,7 +20,8 @@ from sft_play.process import endings
 from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
-from sft_play.runs.manifest import versions
+from sft_play.starting.plan_run import advised
+from sft_play.training.measure.recorded import recorded
 from sft_play.training.prepare.starter_base import with_base
 
 
@@ -58,7 +58,7 @@ def train_here(
     timeout_s = loaded.config.distributed.timeout_s if is_alone else timeout_of(loaded.config, os.environ)
     by = WRITER if ranks is not None and ranks.folder is not None else None
     job = run_job_of(loaded, planned, folder, by=by, timeout_s=timeout_s, **start)
-    with endings.StopSignals(endings.interrupt), beside:
+    with endings.StopSignals(endings.interrupt), beside, advised(loaded.config, plan):
         summary = run(job)
     if ranks is None or ranks.is_first:
         # the configs have the starter's name, as plans look it up
@@ -85,29 +85,19 @@ def _remember_one(config: RunConfig, plan: Plan, summary: dict[str, Any]) -> Non
         return  # the plan's speed is that of compiled blocks, and the plain code ran
     peak, gpus = summary["peak_bytes"], plan.hardware.gpus
     reserved = peak["measured_reserved"] if gpus else peak["measured_rss"]
-    if not reserved or not summary["tokens_per_s"]:
-        return  # it stopped before a step was measured
+    if not reserved or not summary["tokens_per_s"] or summary.get("ran_out"):
+        return  # it stopped before a step was measured, or its steps were smaller than planned
     # What was predicted for other kernels is no prediction of this run: 0 leaves it out of the calibration.
     used: KernelsName = "liger" if (summary.get("kernels") or {}).get("used") else "plain"
     counted = plan.kernels or CountedKernels()
-    is_memory, is_speed = counted.memory == used, counted.speed == used
-    calibration.add(
-        calibration.Measured(
-            device=gpus[0].name if gpus else "cpu",
-            mode=config.tuning.mode,
-            layout=plan.layout,
-            model=config.model.name,
-            micro_batch=plan.batch.micro_batch,
-            seq_len=plan.max_seq_len,
-            predicted_allocated=plan.memory.allocated if is_memory else 0,
-            measured_allocated=peak["measured_allocated"] or 0,
-            predicted_reserved=plan.choice.raw.reserved if is_memory else 0,
-            measured_reserved=reserved,
-            predicted_tokens_per_s=plan.choice.raw.tokens_per_s if is_speed else 0.0,
-            measured_tokens_per_s=summary["tokens_per_s"],
-            versions=" ".join(f"{name} {version}" for name, version in sorted(versions().items())),
-            compiled=compiled,
-            finished=datetime.now(UTC).isoformat(timespec="seconds"),
-            kernels=used,
-        )
-    )
+    found = {
+        "measured_allocated": peak["measured_allocated"] or 0,
+        "measured_reserved": reserved,
+        "predicted_tokens_per_s": plan.choice.raw.tokens_per_s if counted.speed == used else 0.0,
+        "measured_tokens_per_s": summary["tokens_per_s"],
+        "compiled": compiled,
+        "kernels": used,
+    }
+    if counted.memory != used:
+        found |= {"predicted_allocated": 0, "predicted_reserved": 0}
+    calibration.add(recorded(config, plan, **found))

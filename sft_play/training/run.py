@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from sft_play.planner import calibration
 from sft_play.planner.precision import SHORT
+from sft_play.runs import ran_out
 from sft_play.runs.files import keep_metrics_until
 from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
@@ -17,9 +20,11 @@ from sft_play.training.loop.callbacks import GradientCheck, LossScaleCheck, Metr
 from sft_play.training.loop.curriculum import Stages
 from sft_play.training.loop.load_trainer import load_trainer
 from sft_play.training.loop.loop import PlannedLoop
+from sft_play.training.loop.memory import TRAINING, UPDATING
 from sft_play.training.loop.trainer import plan_callbacks
 from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate
 from sft_play.training.measure.peaks import LoadMeter, MemoryMeter, Watch
+from sft_play.training.measure.recorded import recorded
 from sft_play.training.measure.summary import Result, TrainingResult, finish
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import sdpa
@@ -83,7 +88,7 @@ def train(
         eval_set_of, load_trainer: replace the functions of these names, for a backend that has its own.
 
     Raises:
-        DoesNotFit: CUDA ran out of memory.
+        OutOfMemory: memory ran out, and the step could not be repeated with less.
         Interrupted: the user stopped the run, and its state was saved.
     """
     sdpa.switch(cudnn=False)  # until the plan's choice, since proofs compare small models of many shapes
@@ -100,8 +105,10 @@ def train(
             )  # fmt: skip
         before = BeforeTraining(job, trainer, eval_set, loading, is_resumed=checkpoint is not None)
         metrics = eval_set.metrics(while_training=trainer.args.eval_strategy != "no")
-        trained = _train(job, trainer, before, watch, checkpoint, metrics)
-        after = None if trained.stop.stopped_early else evaluate(trainer, eval_set)
+        trainer.step_memory.told.append(functools.partial(_remember, job))
+        with trainer.step_memory.noted():
+            trained = _train(job, trainer, before, watch, checkpoint, metrics)
+            after = None if trained.stop.stopped_early else evaluate(trainer, eval_set)
         watch.beat.note(trainer.state.global_step, "saving the trained weights")
         result = Result(
             trained, before.figures, after, split=eval_set.name, by_moment=watch.memory.by_moment(),
@@ -130,6 +137,7 @@ def _train(
     stop = StopAfter(train.stop_after_steps, hours=train.max_hours)
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
+    trainer.step_memory.waiting.append(progress.wait)
     compiler = trainer.compiler
     if compiler is not None:
         compiler.waiting.append(progress.wait)
@@ -160,7 +168,20 @@ def _train(
     return TrainingResult(
         trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts, compiled,
         steps_before=progress.first_step, skipped_steps=trainer.finite.skipped,
+        ran_out=trainer.step_memory.has_halved,
     )  # fmt: skip
+
+
+def _remember(job: RunJob, event: ran_out.RanOut) -> None:
+    """Keep that memory ran out: for later plans on this machine, and in the run's folder for those who resume it."""
+    plan = job.plan
+    is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
+    if is_planned and event.doing in (TRAINING, UPDATING):
+        calibration.add(recorded(job.loaded.config, plan, ran_out_of=plan.budget_bytes))
+    if event.again == "run":
+        ran_out.leave(job.folder, event)
+    elif distributed.is_first():
+        ran_out.record(job.folder, event)
 
 
 def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:

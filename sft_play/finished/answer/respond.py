@@ -18,10 +18,11 @@ from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
 from sft_play.finished.evaluate.score import compute_dtype
-from sft_play.finished.load import free_memory, load_as_trained, renderer_of
+from sft_play.finished.load import load_as_trained, renderer_of
 from sft_play.finished.run import FinishedRun
 from sft_play.runs.files import write_text
 from sft_play.training.measure.exact_match import Answer, Question, answers, configured_stops, stop_ids
+from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)

@@ -30,9 +30,10 @@ from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.prompts import PairedPrompt, Prompts, shared_length
-from sft_play.finished.load import free_memory, held_out, load_as_trained, load_folder
+from sft_play.finished.load import held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun, Outcome
 from sft_play.training.measure.exact_match import Question, answers
+from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
 ROWS = 200

@@ -17,8 +17,9 @@ import torch
 
 from sft_play.errors import RunFolderError
 from sft_play.finished.export.merge import MERGED, record_test
-from sft_play.finished.load import evenly_spaced, free_memory, held_out, load_as_trained, load_folder
+from sft_play.finished.load import evenly_spaced, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun, Outcome, next_line
+from sft_play.training.prepare.device_checks import free_memory
 from sft_play.training.prepare.quiet import quiet_libraries
 
 ROWS = 16

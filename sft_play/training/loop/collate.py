@@ -128,6 +128,18 @@ class Collator:
         return tensors
 
 
+def parts_of(batch: dict[str, Any], rows: int) -> list[dict[str, Any]]:
+    """A batch of several rows in parts of at most `rows`; what it has once stays whole in each."""
+    count = len(batch["labels"])
+
+    def part(value: Any, first: int) -> Any:
+        is_by_row = isinstance(value, torch.Tensor) and value.dim() and len(value) == count
+        return value[first : first + rows] if is_by_row else value
+
+    starts = range(0, count, rows)
+    return [{name: part(value, first) for name, value in batch.items()} for first in starts]
+
+
 def _next(table: torch.Tensor, last: int) -> torch.Tensor:
     """The value of the next place, for each place [B, T]; `last` for the last."""
     return torch.nn.functional.pad(table[:, 1:], (0, 1), value=last)

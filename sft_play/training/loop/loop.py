@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from transformers.trainer_utils import seed_worker
@@ -31,9 +32,10 @@ from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.process.endings import leave_with
 from sft_play.training.checkpoints.last_checkpoint import without_code
-from sft_play.training.loop.collate import COUNTS, Collator
+from sft_play.training.loop.collate import COUNTS, Collator, parts_of
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
 from sft_play.training.loop.loraplus import faster_by_name, split_by_rate
+from sft_play.training.loop.memory import TRAINING, StepMemory
 from sft_play.training.loop.rows import (
     EpochOrder,
     StepBatches,
@@ -144,6 +146,9 @@ class PlannedLoop(CheckpointedLoop):
             window=self._step_rows, rank=distributed.batch_rank(layout) // layout.context_parallel, ranks=ranks,
         )  # fmt: skip
         self._passes, self._pass = 1, 0
+        self._slots: list[Any] = []
+        self._eval_rows: int | None = None
+        self.step_memory = StepMemory(self, cut)
         self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
         is_flat = not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION))
         pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
@@ -187,9 +192,12 @@ class PlannedLoop(CheckpointedLoop):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, *args: Any, **options: Any) -> Any:
         """The batches of the next step, empty ones included, and its trained tokens; the wait for them is timed."""
         with self._monitor.part("data"):
-            batches = list(itertools.islice(epoch_iterator, num_batches))
+            self._slots = batches = list(itertools.islice(epoch_iterator, num_batches))
             full = [batch for batch in batches if batch]
             self._passes, self._pass = len(full), 0
+            if self.step_memory.has_halved:  # cut anew: all in the last slot
+                full = self.step_memory.batches()
+                batches[:] = [*({} for _ in batches[1:]), full]
             # the Trainer counts only where the first batch has labels, and StepBatches puts the empty ones first
             _, trained = super().get_batch_samples(iter(full), len(full), *args, **options)
         return batches, trained
@@ -199,6 +207,8 @@ class PlannedLoop(CheckpointedLoop):
         is a tenth of a step: here once, for all batches have as many a place."""
         if not inputs:
             return 0
+        if isinstance(inputs, list):
+            return sum(map(self.floating_point_ops, inputs))
         places = int(inputs["input_ids"].numel())
         if self._ops_of_a_place is None:
             self._ops_of_a_place = int(super().floating_point_ops(inputs)) // places
@@ -213,7 +223,9 @@ class PlannedLoop(CheckpointedLoop):
 
     def train(self, *args: Any, **options: Any) -> Any:
         """Train. Early stopping watches only here: evaluations before and after training do not count for it."""
-        callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self._monitor, self.finite]
+        # the longest rows are tried before the monitor begins to measure
+        callbacks: list[TrainerCallback] = [TellEpoch(self), _SeedByRank(self._layout), self.step_memory]
+        callbacks += [self._monitor, self.finite]
         if self._patience is not None:
             callbacks.append(EarlyStoppingCallback(early_stopping_patience=self._patience))
         checkpoint = options.get("resume_from_checkpoint")
@@ -247,28 +259,46 @@ class PlannedLoop(CheckpointedLoop):
         return optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """One forward and backward pass; its tokens are counted on the device, without waiting for it. An empty batch
-        takes none."""
-        self.beat.note(self.state.global_step + 1, "training")
+        """One forward and backward pass, or those of a list of batches; the sum of their losses. An empty batch takes
+        none. Where memory runs out, all passes of the step are repeated with smaller ones."""
+        self.beat.note(self.state.global_step + 1, TRAINING)
         if not inputs:
             # on all ranks at once, and never in a step's last pass, which reduces the gradients: StepBatches puts the
             # empty ones first
             return torch.zeros((), device=self.args.device)
+
+        def compute(is_again: bool) -> Any:
+            batches = self.step_memory.batches() if is_again else inputs if isinstance(inputs, list) else [inputs]
+            self.current_flos += sum(map(self.floating_point_ops, batches)) if is_again else 0
+            *before, last = batches
+            for batch in before:
+                self._tr_loss += self._train_pass(model, batch, *args, **options)
+            return self._train_pass(model, last, *args, **options)
+
+        return self.step_memory.repeated(compute)
+
+    def _train_pass(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """A pass whose tokens are counted on the device, without waiting for it."""
+        inputs = send_to_device(inputs, self.args.device)  # a batch that was cut anew is on the host
         self.current_gradient_accumulation_steps = self._passes  # the Trainer's own number counts the empty ones
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
         self._monitor.saw(inputs, masked=IGNORED)
-        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}  # no model takes them
         self._pass += 1
         waits = self._pass % self.passes_reduced_together and self._pass < self._passes
         together = self.accelerator.no_sync(model) if waits else contextlib.nullcontext()
         with self._monitor.part("forward_backward"), together:
-            loss = super().training_step(model, inputs, *args, **options)
+            loss = self.compute_pass(model, inputs, *args, **options)
         in_step = args[0] if args else options.get("num_items_in_batch")
         if in_step is not None:
             # the loss was scaled up for DDP's mean over ranks; tensor-parallel ranks are not among those
             ranks = self.args.world_size // self._layout.tensor_parallel
             self._monitor.lost(loss, in_step=in_step, ranks=ranks)
         return loss
+
+    def compute_pass(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        """A forward and backward pass that is not counted."""
+        inputs = {name: value for name, value in inputs.items() if name not in COUNTS}  # no model takes them
+        return super().training_step(model, inputs, *args, **options)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         # overridden since no callback is told the norm, or could keep the optimizer from stepping
@@ -325,14 +355,27 @@ class PlannedLoop(CheckpointedLoop):
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
         self.beat.note(self.state.global_step, "evaluating")
-        loss, logits, labels = super().prediction_step(model, inputs, *args, **options)
+        rows = len(inputs["labels"])
+        if self._eval_rows is not None and rows > self._eval_rows:
+            parts = parts_of(inputs, self._eval_rows)
+            # each part's loss counts for as many rows as it has
+            losses = [self.prediction_step(model, one, *args, **options)[0] * len(one["labels"]) for one in parts]
+            return torch.stack(losses).sum() / rows, None, None
+        step = super().prediction_step
+        found = self.step_memory.tried(lambda: step(model, inputs, *args, **options), rows)
+        if found is not None:
+            return self._weighted(found[0], inputs), *found[1:]
+        self._eval_rows = rows // 2
+        return self.prediction_step(model, inputs, *args, **options)
+
+    def _weighted(self, loss: torch.Tensor | None, inputs: Any) -> torch.Tensor | None:
         if loss is not None:
             # the Trainer repeats this number for each row of the batch, and takes the mean over all rows
             tokens = (scored_labels(inputs) != IGNORED).sum()
             rows = inputs["labels"].shape[0] / self._layout.context_parallel  # every rank of a group counts them
             loss = loss * tokens / (rows * self._tokens_per_eval_row)
             loss = torch.where(tokens > 0, loss, torch.zeros_like(loss))  # a batch may be masked whole: 0 / 0 is nan
-        return loss, logits, labels
+        return loss
 
     def evaluate(
         self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
@@ -396,6 +439,7 @@ class PlannedLoop(CheckpointedLoop):
                 max_new_tokens=self._max_new_tokens,
                 most_tokens=self._answer_tokens,
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
+                tried=self.step_memory.tried,
             )
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
         metrics = {f"{prefix}_exact_match": share}

@@ -22,6 +22,7 @@ from accelerate.utils import is_peft_model
 from transformers import Trainer, TrainerCallback
 
 from sft_play.errors import SftPlayError, TrainingError
+from sft_play.log import one_line
 from sft_play.runs.files import flush, free_bytes, room
 from sft_play.training.checkpoints import (
     checkpoints,
@@ -32,6 +33,7 @@ from sft_play.training.checkpoints import (
 from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
+from sft_play.training.prepare.device_checks import free_memory, ran_out
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.units import GIB
@@ -105,12 +107,24 @@ class CheckpointedLoop(Trainer):
         free = distributed.of_first(free_bytes(folder))
         try:
             with room(folder, engines.checkpoint_bytes(self), what, free=free):
-                self._write_checkpoint(model, trial)
+                self._write_twice(model, trial)
         except SftPlayError:
             shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
             raise
         finally:
             self._staging = None
+
+    def _write_twice(self, model: Any, trial: Any) -> None:
+        """Write a checkpoint; where one process lacks memory for it, once more with what the caches held."""
+        try:
+            self._write_checkpoint(model, trial)
+            return
+        except (RuntimeError, MemoryError) as error:
+            if distributed.world_size() > 1 or not ran_out(error):
+                raise
+            logger.warning("Checkpoint: out of memory; once more without caches: %s", one_line(str(error)))
+        free_memory()
+        self._write_checkpoint(model, trial)
 
     def _write_checkpoint(self, model: Any, trial: Any) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step

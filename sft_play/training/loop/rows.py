@@ -213,6 +213,10 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         return self._count if self._mix is None else self._mix.total
 
     def __iter__(self) -> Iterator[int]:
+        yield from self.numbers().tolist()
+
+    def numbers(self) -> npt.NDArray[np.int64]:
+        """The epoch's rows in their order."""
         generator = torch.Generator()
         generator.manual_seed(self._seed + self.epoch)
         rows = None if self._mix is None else self._mix.rows(self.epoch)
@@ -220,7 +224,8 @@ class EpochOrder(torch.utils.data.Sampler[int]):
         order = order if rows is None else rows[order]
         if self._lengths is not None:
             order = grouped(order, self._lengths, window=self._window)
-        yield from order.tolist()
+        numbers: npt.NDArray[np.int64] = order
+        return numbers
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
@@ -246,8 +251,9 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
         """`order`: of rows, the longest of each `window` (a step's) first where `cut` is by tokens; `lengths`: tokens
         of each row."""
         self._order, self._lengths, self._cut = order, lengths, cut
-        self._window, self._rank, self._ranks = window, rank, ranks
+        self._window, self.rank, self._ranks = window, rank, ranks
         self.slots = cut.most_passes(-(-window // ranks))
+        self._epoch: tuple[int, npt.NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return -(-len(self._order) // self._window) * self.slots
@@ -255,11 +261,32 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         numbers = iter(self._order)
         while rows := list(itertools.islice(numbers, self._window)):
-            passes = self._cut.cut(self._lengths[rows].tolist(), ranks=self._ranks)
+            passes = self._passes(rows, self._cut)
             yield from ([] for _ in range(self.slots - len(passes)))
             for each in passes:
                 # a rank without a row of its own computes a masked one: all ranks make the same passes
-                yield [rows[place] for place in each[self._rank]] or [FILLER]
+                yield each[self.rank] or [FILLER]
+
+    def _passes(self, rows: Sequence[int], cut: MicroBatches) -> list[list[list[int]]]:
+        """The rows of a step by pass and rank."""
+        places = cut.cut(self._lengths[rows].tolist(), ranks=self._ranks)
+        return [[[rows[place] for place in batch] for batch in each] for each in places]
+
+    def of_step(self, number: int, cut: MicroBatches) -> list[list[list[int]]]:
+        """The rows of the epoch's step of this number, by pass and rank, if they are cut so."""
+        if self._epoch is None or self._epoch[0] != self._order.epoch:
+            self._epoch = (self._order.epoch, self._order.numbers())
+        return self._passes(self._epoch[1][number * self._window :][: self._window].tolist(), cut)
+
+    def longest_pass(self, cut: MicroBatches) -> list[list[int]]:
+        """The pass that takes the most memory in the step with the epoch's longest row: its rows by rank."""
+        longest = int(np.argmax(self._lengths[self._order.numbers()]))
+
+        def places(batch: Sequence[int]) -> int:
+            lengths = self._lengths[batch]
+            return int(len(batch) * lengths.max() if cut.padded else lengths.sum()) if batch else 0
+
+        return max(self.of_step(longest // self._window, cut), key=lambda each: max(map(places, each)))
 
 
 class TellEpoch(TrainerCallback):

@@ -288,6 +288,7 @@ def build_trainer(
         set_adapter_dtype(trainer.model, config, plan)
         cast_outside_autocast(trainer.model)
         name_backbone(trainer.model.get_base_model())
+    trainer.step_memory.plan = plan
     engines.tell_accumulation(trainer, plan)
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
@@ -327,12 +328,12 @@ def plan_callbacks(
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))
     if "tensorboard" in config.train.report_to and distributed.is_first():
-        callbacks.append(
-            Board(
-                folder, hparams=hparams_of(config, plan), metrics=metrics, answers=lambda: trainer.last_answers,
-                resume_step=resume_step,
-            )
+        board = Board(
+            folder, hparams=hparams_of(config, plan), metrics=metrics, answers=lambda: trainer.last_answers,
+            resume_step=resume_step,
         )  # fmt: skip
+        callbacks.append(board)
+        trainer.step_memory.told.append(board.ran_out)
     window = window_of(config, plan, folder.path / "profile", trainer)
     return [*callbacks, window] if window is not None else callbacks
 

@@ -21,6 +21,7 @@ from sft_play.files import atomic
 from sft_play.log import redact
 from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.ran_out import ENTRY, RanOut, recorded
 from sft_play.training.measure.exact_match import Answer
 
 SHOWN_ANSWERS = 5
@@ -121,6 +122,8 @@ class Board(TrainerCallback):
             if path.is_file():
                 text = redact(path.read_text(encoding="utf-8", errors="replace"))
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
+        for event in recorded(self._folder):  # ranks that started again for it could not write it before
+            self.ran_out(event)
         writer.add_text("args", redact(args.to_json_string()), state.global_step)
         if getattr(model, "config", None) is not None:
             writer.add_text("model_config", redact(model.config.to_json_string()), state.global_step)
@@ -152,6 +155,10 @@ class Board(TrainerCallback):
             self._layout = layout
         for writer in self._writers.values():
             writer.flush()
+
+    def ran_out(self, event: RanOut) -> None:
+        """Write that memory ran out, and what is done about it."""
+        self._writer_of("train/").add_text(ENTRY, f"`{redact(event.line)}`", event.step)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Close the files; the figures of the trained weights, which follow, open new ones."""

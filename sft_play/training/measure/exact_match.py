@@ -5,6 +5,7 @@ Decoding is greedy, from exactly the prompt that training rows begin with; an an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,10 +88,12 @@ def answers(
     max_new_tokens: int,
     most_tokens: int,
     began: Callable[[], None] = lambda: None,
+    tried: Callable[..., list[tuple[int, ...]] | None] = lambda compute, _: compute(),
 ) -> list[Answer]:
     """What the model answers to each question, in the order asked. The model's mode is restored afterwards.
 
     `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch.
+    `tried` is given what generates it and its rows: None where they are too many, and it is repeated in halves.
     """
     was_training, config = model.training, model.config.get_text_config()
     router_logits = getattr(config, "output_router_logits", None)
@@ -100,10 +103,14 @@ def answers(
     try:
         if router_logits:  # of the experts' balance loss: with a cache its mask has another length (transformers 5.23)
             config.output_router_logits = False
-        for batch in batches(order, [len(one.prompt_ids) + max_new_tokens for one in asked], most_tokens):
+        tokens = [len(one.prompt_ids) + max_new_tokens for one in asked]
+        while batch := next(batches(order[len(given) :], tokens, most_tokens), None):
             began()
-            generated = _generate(model, tokenizer, [asked[index].prompt_ids for index in batch], stop, max_new_tokens)
-            given |= dict(zip(batch, generated, strict=True))
+            prompts = [asked[index].prompt_ids for index in batch]
+            generate = functools.partial(_generate, model, tokenizer, prompts, stop, max_new_tokens)
+            generated = tried(generate, len(batch))
+            given |= dict(zip(batch, generated or (), strict=generated is not None))
+            most_tokens = most_tokens if generated else len(batch) // 2 * tokens[batch[-1]]
     finally:
         model.train(was_training)
         if router_logits:

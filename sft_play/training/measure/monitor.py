@@ -26,6 +26,8 @@ PARTS = ("data", "forward_backward", "optimizer")
 PAUSES: dict[str, RunMoment] = {"checkpoint": "saving", "evaluation": "evaluation"}
 """What happens between steps, and the moment that its memory is counted for. Its time is logged, but counts neither for
 the step nor for the speed."""
+_SUMS = ("_loss", "_trained", "_tokens", "_places", "_samples", "_head", "_sources")
+"""What a pass adds to."""
 _SUMMED = torch.float64
 """What sums over many tokens are kept in: fp32 would stop counting single tokens at 2**24."""
 
@@ -113,6 +115,14 @@ class Monitor(TrainerCallback):
         self._head: torch.Tensor | None = None
         self._sources: torch.Tensor | None = None
         self._paused, self._compiling, self._since = 0.0, 0.0, time.perf_counter()
+
+    def counted(self) -> dict[str, Any]:
+        """What was summed since the last log, for `recount`."""
+        return {name: vars(self)[name] for name in _SUMS}
+
+    def recount(self, counted: Mapping[str, Any]) -> None:
+        """Count on from an earlier state: what came after it is repeated."""
+        self.__dict__.update(counted)
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Start measuring: what loading and the evaluation before training took is not counted."""

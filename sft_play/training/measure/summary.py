@@ -56,6 +56,8 @@ class TrainingResult:
     """Steps of earlier starts."""
     skipped_steps: int = 0
     """Steps that were left out since they were not finite."""
+    ran_out: bool = False
+    """Whether memory ran out, and steps had smaller micro-batches than planned."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ class Result:
             "tokens_per_s": round(self.trained.tokens_per_s, 2),
             "steps": self.trained.steps,
             "skipped_steps": self.trained.skipped_steps,
+            "ran_out": self.trained.ran_out,
             "wall_s": round(self.wall_s, 2),
             "exit": self.exit_code,
             "engine_proof": self.engine_check.as_json(),

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
+import re
 from collections.abc import Iterator
 
 import torch
 
 from sft_play.config.schema import RunConfig
-from sft_play.errors import DoesNotFit, HardwareError
+from sft_play.errors import DoesNotFit, HardwareError, OutOfMemory, SftPlayError
 from sft_play.facts.gpus.unseen import ON_CPU, torch_is_blind
 from sft_play.log import one_line
-from sft_play.planner.batching import divisors
+from sft_play.planner.batching import BatchPlan
 from sft_play.planner.memory.margins import DESKTOP_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import allocator_words
@@ -126,31 +128,57 @@ def require_room(config: RunConfig, plan: Plan, need: int | None, *, found: str,
     logger.warning("%s", text)
 
 
+_LACKING = re.compile(
+    r"out of memory|can't allocate memory|not enough memory|cannot allocate memory|ALLOC_FAILED|MemoryAllocation", re.I
+)
+"""What torch, its libraries, bitsandbytes and NCCL say where memory lacks, without a type of its own for it."""
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error is a lack of memory, of a device or of the host."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return not isinstance(error, SftPlayError)
+    return isinstance(error, RuntimeError) and bool(_LACKING.search(str(error)))
+
+
+def free_memory() -> None:
+    """Give the memory of what was deleted back to the device."""
+    gc.collect()  # modules and hooks refer to each other in circles, which `del` alone does not free
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 @contextlib.contextmanager
 def out_of_memory_explained(plan: Plan) -> Iterator[None]:
-    """Raises DoesNotFit in place of torch's out-of-memory error inside."""
+    """Raises OutOfMemory in place of an error inside that says that memory lacks."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise DoesNotFit(out_of_memory_message(plan, error)) from error
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out(error):
+            raise
+        raise OutOfMemory(out_of_memory_message(plan, error), batch=plan.batch) from error
 
 
-def out_of_memory_message(plan: Plan, error: BaseException) -> str:
-    """What was predicted and what to do: the plan was wrong, or another process took the memory."""
+def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | None = None) -> str:
+    """What was predicted and what to do: the plan was wrong, or another process took the memory.
+
+    Args:
+        batch: how rows were divided when memory ran out; None as planned.
+    """
+    batch = batch or plan.batch
+    halved = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
     return (
         f"CUDA out of memory; the plan predicted {plan.memory.required / GIB:.1f} of {plan.budget_bytes / GIB:.1f} GiB "
-        f"with micro-batch {plan.batch.micro_batch} ({one_line(str(error), limit=300)}). Check with nvidia-smi whether "
-        f"another process took memory meanwhile; try {_smaller(plan)}"
+        f"with micro-batch {plan.batch.micro_batch}{halved} ({one_line(str(error), limit=300)}). Check with nvidia-smi "
+        f"whether another process took memory meanwhile; try {_smaller(plan, batch)}"
     )
 
 
-def _smaller(plan: Plan) -> str:
+def _smaller(plan: Plan, batch: BatchPlan) -> str:
     """What needs less memory, by settings that the run can be resumed with where there are any: rows of a step stay."""
-    batch = plan.batch
-    if batch.micro_batch > 1:
-        half = max(size for size in divisors(batch.micro_batch) if size <= batch.micro_batch // 2)
-        passes = batch.micro_batch * batch.grad_accum // half
-        return f"SET='train.batch_size={half} train.grad_accum={passes}', which resume takes too"
+    half = batch.halved
+    if half is not None:
+        return f"SET='train.batch_size={half.micro_batch} train.grad_accum={half.grad_accum}', which resume takes too"
     if plan.choice.checkpointing is not True:
         return "SET=train.gradient_checkpointing=true, which resume takes too"
     return "more GPUs, or a new run with a shorter model.max_seq_len"

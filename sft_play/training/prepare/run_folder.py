@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sft_play.errors import Interrupted, SftPlayError
+from sft_play.errors import Interrupted, OutOfMemory, SftPlayError
 from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
 from sft_play.runs.creation import create_run, discard_run, write_start
@@ -18,6 +18,7 @@ from sft_play.runs.files import refusals
 from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED
 from sft_play.runs.locking import Lock, lock
 from sft_play.runs.manifest import check_same_run, new_manifest
+from sft_play.runs.ran_out import ENTRY
 from sft_play.training.job import RunJob
 from sft_play.training.prepare.prepare import Prepared, choices
 from sft_play.training.ranks import distributed
@@ -48,7 +49,7 @@ def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, An
         except BaseException as error:
             cause = error.__cause__
             try:
-                _record_failure(job, cause if isinstance(cause, torch.OutOfMemoryError) else error)
+                _record_failure(job, cause if isinstance(error, OutOfMemory) and cause else error)
             except OSError as failed:  # it must not hide what went wrong
                 logger.warning("The manifest could not be written: %s", failed.strerror)
             raise
@@ -113,6 +114,8 @@ def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
     manifest["cpu"] = cpu_facts()
+    if job.resume and (before := job.folder.manifest().get(ENTRY)):  # no step was trained, since memory ran out
+        manifest[ENTRY] = before
     manifest["backend"] = prepared[0].backend.name
     manifest["choices"] = [line for part, one in zip(job.parts, prepared, strict=True) for line in choices(part, one)]
     if prepared[0].renderer.writes_date:

@@ -48,9 +48,14 @@ def own_devices() -> list[int] | None:
     return [torch.cuda.current_device()] if torch.cuda.is_available() else None
 
 
+def rank() -> int:
+    """This process's number; 0 without a process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_first() -> bool:
     """Whether this is rank 0, or the only process."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def is_first_of_node() -> bool:
@@ -205,7 +210,7 @@ def gathered_numbers(numbers: torch.Tensor) -> list[list[float]]:
 
 def batch_rank(layout: Layout) -> int:
     """This rank's number among those that get rows, or parts of rows, of their own."""
-    return (dist.get_rank() if dist.is_initialized() else 0) // layout.tensor_parallel
+    return rank() // layout.tensor_parallel
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:

@@ -181,14 +181,19 @@ class Heartbeat:
 
     def note(self, step: int, activity: str) -> None:
         """Record what begins now, such as `training` or `saving`; cheap enough for every micro-step."""
+        self._step, self._activity = step, activity
         if self._thread is None:
             return
-        self._step, self._activity = step, activity
         self._count += 1
         self._noted = time.monotonic()
         if self._file is not None:
             # into the page cache, where it outlives this process however it ends
             os.pwrite(self._file, f"{step} {self._count} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
+
+    @property
+    def last(self) -> tuple[int, str]:
+        """The last note: step and activity."""
+        return self._step, self._activity
 
     def moved(self, count: int) -> None:
         """Record bytes that were written or read: the current activity makes progress."""

@@ -1,0 +1,383 @@
+"""Memory that runs out in the middle of a run: it goes on, as a run that was planned with smaller micro-batches.
+
+The error is injected: torch's own, raised by a pass (an evaluation, an answer, a checkpoint) with too many rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import subprocess
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from sft_play.planner.micro_batches import MicroBatches
+from sft_play.runs import ran_out
+from sft_play.runs.folder import RunFolder
+from sft_play.training.loop import loop_checkpoints
+from sft_play.training.loop.memory import StepMemory
+from sft_play.training.loop.rows import EpochOrder, StepBatches
+from sft_play.training.loop.trainer import PlannedTrainer
+from sft_play.training.measure import exact_match
+from sft_play.training.prepare import device_checks
+from tests import warm
+from tests.conftest import ROOT, clean_environment
+from tests.models import uneven_run
+from tests.ranks_micro_batches import trainer_of
+from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)
+
+pytestmark = pytest.mark.build
+needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="deepspeed is not installed here")
+TWO_PASSES = ["train.batch_size=4", "train.grad_accum=2", "tuning.lora.dropout=0.1", "train.report_to=[tensorboard]"]
+LACK = "CUDA out of memory. Tried to allocate 2.00 GiB"
+Fits = Callable[[Any, int, bool], bool]
+"""Whether a pass fits: the trainer, places (or rows) of the batch, whether it is trained on."""
+
+
+def refuse(patch: pytest.MonkeyPatch, fits: Fits, *, error: Callable[[], BaseException] | None = None) -> list[int]:
+    """Let passes that do not fit raise; returns the rows of each pass that did."""
+    real, seen = PlannedTrainer.compute_loss, []
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
+        rows = len(inputs["labels"])
+        if not fits(self, rows, model.training):
+            raise error() if error else torch.OutOfMemoryError(LACK)
+        seen.append(rows)
+        return real(self, model, inputs, *args, **options)
+
+    patch.setattr(PlannedTrainer, "compute_loss", compute_loss)
+    return seen
+
+
+# --- one process: the step is repeated --------------------------------------------------------------------------------
+def dropping(model: Path, folder: Path, cut: MicroBatches, *, bf16: bool) -> Any:
+    """A trainer whose model drops activations at random, so that losses depend on every random number."""
+    trainer = trainer_of(model, folder, cut, ranks=1, bf16=bf16)
+    trainer.model.model.layers[0].mlp.register_forward_hook(
+        lambda module, _, output: torch.nn.functional.dropout(output, 0.2, module.training)
+    )
+    return trainer
+
+
+CUTS = {
+    "rows": (MicroBatches(4), MicroBatches(2)),
+    "all at once": (MicroBatches(4, tokens=4 * 48, overhead=2, single=True), MicroBatches(2, tokens=96, overhead=2)),
+    "two passes": (MicroBatches(2), MicroBatches(1)),
+    "tokens": (MicroBatches(2, tokens=96, overhead=5), MicroBatches(1, tokens=48, overhead=5)),
+    "joined": (MicroBatches(2, tokens=96, padded=False), MicroBatches(1, tokens=48, padded=False)),
+}
+
+
+def figures(trainer: Any) -> dict[str, Any]:
+    """What a run has of its numbers: losses and norms, the order of its rows' tokens, its state at the end."""
+    history = [
+        {name: entry[name] for name in ("step", "loss", "grad_norm", "num_tokens", "samples_seen", "padding_share")}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+    return {"history": history, "flos": trainer.state.total_flos, "next": torch.rand(3).tolist()}
+
+
+def state_of(trainer: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("when", ["longest rows", "step 1", "step 3"])
+def test_a_repeated_step_and_all_after_it_are_those_of_a_run_planned_so(
+    tiny_llama, tmp_path, monkeypatch, caplog, cut, bf16, when
+):
+    planned, half = CUTS[cut]
+    if when == "step 3":  # its first steps are those of the larger micro-batches
+        dropping(tiny_llama, tmp_path / "wanted", planned, bf16=bf16).train()
+    expected = dropping(tiny_llama, tmp_path / "wanted", half, bf16=bf16)
+    checkpoint = str(tmp_path / "wanted" / "checkpoints" / "checkpoint-2") if when == "step 3" else None
+    expected.train(resume_from_checkpoint=checkpoint)
+    wanted, weights_wanted = figures(expected), state_of(expected)
+
+    def fits(trainer: Any, _: int, __: bool) -> bool:
+        if trainer.step_memory.has_halved:
+            return True
+        if not trainer._slots:  # no step has begun: the longest rows are tried
+            return when != "longest rows"
+        is_last_pass = trainer._pass == trainer._passes
+        return when == "step 3" and not (trainer.state.global_step == 2 and is_last_pass)
+
+    refuse(monkeypatch, fits)
+    told: list[ran_out.RanOut] = []
+    trainer = dropping(tiny_llama, tmp_path / "broken", planned, bf16=bf16)
+    trainer.step_memory.told.append(told.append)
+    trainer.train()
+    assert_same_bits(state_of(trainer), weights_wanted)
+    assert figures(trainer) == wanted
+    assert [(one.step, one.micro_batch, one.now, one.again) for one in told] == [
+        (3 if when == "step 3" else 1, planned.rows, half.rows, "step")
+    ]
+    assert f"the step is repeated from its start with {half.rows}" in caplog.text
+
+
+def test_trying_the_longest_rows_changes_no_number_of_a_run(tiny_llama, tmp_path, monkeypatch):
+    for bf16 in (False, True):
+        tried = dropping(tiny_llama, tmp_path / f"tried-{bf16}", MicroBatches(2), bf16=bf16)
+        tried.train()
+        found = figures(tried)
+        with monkeypatch.context() as patch:
+            patch.setattr(StepMemory, "on_train_begin", lambda *_, **__: None)
+            plain = dropping(tiny_llama, tmp_path / f"plain-{bf16}", MicroBatches(2), bf16=bf16)
+            plain.train()
+        assert_same_bits(state_of(tried), state_of(plain))
+        assert figures(plain) == found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_tried_is_the_largest_pass_of_the_step_with_the_longest_row(seed):
+    draw = random.Random(seed)
+    lengths = [draw.randint(2, 90) for _ in range(draw.randint(1, 40))]
+    window, ranks, rows = draw.randint(1, 9), draw.choice([1, 2, 3]), draw.randint(1, 4)
+    padded, tokens = draw.random() < 0.5, draw.choice([None, rows * 90])
+    cut = MicroBatches(rows, tokens=tokens, overhead=draw.choice([0, 20]), padded=padded or tokens is None)
+    order = EpochOrder(len(lengths), seed=seed, lengths=np.array(lengths), window=window)
+    batches = StepBatches(order, np.array(lengths), cut, window=window, rank=0, ranks=ranks)
+    whole = list(order)
+    steps = [whole[first : first + window] for first in range(0, len(whole), window)]
+    step = next(one for one in steps if max(lengths) in [lengths[row] for row in one])
+
+    def places(batch: list[int]) -> int:
+        own = [lengths[row] for row in batch]
+        return (len(own) * max(own) if cut.padded else sum(own)) if own else 0
+
+    # every pass of that step, as the ranks are given them
+    given = [list(StepBatches(order, np.array(lengths), cut, window=window, rank=n, ranks=ranks)) for n in range(ranks)]
+    slots = batches.slots
+    first = steps.index(step) * slots
+    passes = list(zip(*(rank[first : first + slots] for rank in given), strict=True))
+    most = max(places([row for row in batch if row >= 0]) for each in passes for batch in each)
+    tried = batches.longest_pass(cut)
+    assert max(map(places, tried)) == most
+    assert [list(batch) or [-1] for batch in tried] in [list(map(list, each)) for each in passes]
+
+
+# --- a whole run ------------------------------------------------------------------------------------------------------
+def lacking_rows(most: int, *, only: Callable[[Any], bool] = lambda _: True) -> Fits:
+    """Passes of training with more rows do not fit."""
+    return lambda trainer, rows, is_training: not (is_training and rows > most and only(trainer))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["tuning.mode=lora", "train.bf16=true"],
+        ["tuning.mode=full", "data.packing=best_fit"],
+        ["tuning.mode=qlora", "train.batch_by=tokens"],
+    ],
+    ids=["rows-bf16", "packs", "tokens"],
+)
+def test_a_run_goes_on_and_says_why_and_a_resumed_one_does_not_try_again(train, monkeypatch, settings):  # noqa: F811
+    same = [*TWO_PASSES, "train.max_steps=4", *settings]
+    code, printed, planned = train("planned", *same, "train.batch_size=2", "train.grad_accum=4")
+    assert code == 0, printed
+    monkeypatch.setattr("sft_play.planner.calibration.record_path", lambda: planned.parent / "measured.jsonl")
+    with monkeypatch.context() as patch:
+        refuse(patch, lambda trainer, *_: trainer.step_memory.batch.micro_batch <= 2)
+        code, printed, folder = train("broken", *same, "train.stop_after_steps=2")
+    assert code == 0, printed
+    assert losses(folder) == losses(planned)[:2]
+    line = "step 1: rank 0 ran out of memory (training, 4 rows at a time): the step is repeated from its start with 2"
+    assert line in printed
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["batch"] == {"micro_batch": 2, "grad_accum": 4, "ranks": 1}
+    (event,) = ran_out.recorded(RunFolder(folder))
+    assert event.line.startswith(line)
+    assert line in texts_of(folder)["out_of_memory"]
+    code, printed, _ = train("broken", *same, verb="resume")
+    assert code == 0, printed
+    assert "micro 2 x accum 4 x 1 ranks: the run ran out of memory with micro-batch 4" in printed
+    assert losses(folder) == losses(planned)
+    assert_same_bits(weights(folder), weights(planned))
+
+
+def texts_of(folder: Path) -> dict[str, str]:
+    """The texts in a run's TensorBoard files by tag."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder / "tb"), size_guidance={"tensors": 0}).Reload()
+    tags = [tag for tag in found.Tags()["tensors"] if tag.endswith("/text_summary")]
+    return {
+        tag.removesuffix("/text_summary"): "\n".join(
+            one.tensor_proto.string_val[0].decode() for one in found.Tensors(tag)
+        )
+        for tag in tags
+    }
+
+
+def test_later_plans_on_this_machine_know_what_ran_out(train, run_yaml, command, monkeypatch, tmp_path):  # noqa: F811
+    record = tmp_path / "measured.jsonl"
+    monkeypatch.setattr("sft_play.planner.calibration.record_path", lambda: record)
+    words = ["plan", "--config", str(run_yaml), "--json", "train.batch_by=rows"]
+
+    def planned() -> tuple[int, list[str]]:
+        plan = json.loads(command(*words)[1])
+        return plan["micro_batch"], [why for why in plan["reasons"] if "ran out of memory" in why]
+
+    before, reasons = planned()
+    assert before > 1
+    assert not reasons
+    with monkeypatch.context() as patch:
+        refuse(patch, lacking_rows(1))
+        assert train("one", "train.batch_by=rows")[0] == 0
+    after, reasons = planned()
+    assert after < before
+    assert reasons
+    assert reasons[0].startswith(f"micro-batch {before} ran out of memory in a run of this kind")
+    assert train("given", f"train.batch_size={before}")[0] == 0  # it fits after all: another process is gone
+    assert planned() == (before, [])
+
+
+def test_what_one_row_does_not_fit_in_ends_with_what_would(train, monkeypatch):  # noqa: F811
+    with monkeypatch.context() as patch:
+        refuse(patch, lacking_rows(0))
+        code, printed, folder = train("one", "tuning.mode=full", "train.save_steps=1")
+    assert code == 3
+    assert "and it ran out with 1 too" in printed
+    found = dict(
+        re.findall(r"[:;] ((?:[\w.]+=\S+ ?)+) \(([\d.]+ GiB per process; [^)]*)\)", printed.partition("less")[2])
+    )
+    assert found["train.gradient_checkpointing=true"].endswith("resume takes it")
+    assert found["tuning.mode=lora"].endswith("a new run")
+    assert ran_out.recorded(RunFolder(folder))[-1].again is None
+    assert train("one", "tuning.mode=full", "train.gradient_checkpointing=true", verb="resume")[0] == 0
+
+
+# --- what is not trained on -------------------------------------------------------------------------------------------
+def test_evaluations_and_answers_and_checkpoints_are_done_again_with_less(train, monkeypatch):  # noqa: F811
+    same = ["eval.before_training=true", "eval.generate_rows=4", "eval.max_new_tokens=4", "train.save_steps=1"]
+    code, printed, planned = train("planned", *same)
+    assert code == 0, printed
+    generate, write = exact_match._generate, loop_checkpoints.CheckpointedLoop._write_checkpoint
+    asked, failed = [], []
+
+    def small(model: Any, tokenizer: Any, prompts: list[list[int]], *args: Any) -> Any:
+        if len(prompts) > 1:
+            raise RuntimeError("CUDA error: out of memory")
+        asked.append(prompts[0])
+        return generate(model, tokenizer, prompts, *args)
+
+    def once(self: Any, *args: Any) -> None:
+        if not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError(LACK)
+        write(self, *args)
+
+    with monkeypatch.context() as patch:
+        seen = refuse(patch, lambda _, rows, is_training: is_training or rows <= 3)
+        patch.setattr(exact_match, "_generate", small)
+        patch.setattr(loop_checkpoints.CheckpointedLoop, "_write_checkpoint", once)
+        code, printed, folder = train("broken", *same)
+    assert code == 0, printed
+    assert_same_bits(weights(folder), weights(planned))
+    found, wanted = (json.loads((one / "summary.json").read_text()) for one in (folder, planned))
+    for when in ("before", "after"):
+        assert found[when]["loss"] == pytest.approx(wanted[when]["loss"], rel=1e-5)
+        assert found[when]["exact_match"] == wanted[when]["exact_match"]
+    assert asked
+    assert seen
+    assert {one.doing for one in ran_out.recorded(RunFolder(folder))} == {"evaluating", "generating answers"}
+    assert "Checkpoint: out of memory; once more without caches" in printed
+
+
+def test_what_counts_as_a_lack_of_memory():
+    lacks = [
+        torch.OutOfMemoryError(LACK), MemoryError(), RuntimeError("CUDA error: out of memory"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("NCCL error: unhandled cuda error, Failed to CUDA calloc: Cuda failure 2 'out of memory'"),
+    ]  # fmt: skip
+    others = [ValueError("out of memory"), RuntimeError("shape mismatch"), KeyboardInterrupt()]
+    others.append(device_checks.OutOfMemory("CUDA out of memory"))  # it was said already
+    assert [device_checks.ran_out(one) for one in (*lacks, *others)] == [True] * 7 + [False] * 4
+
+
+# --- several ranks: they start again ----------------------------------------------------------------------------------
+RANKS = """
+import os
+
+
+def lacking(most, step):
+    import torch
+    from sft_play.training.loop.trainer import PlannedTrainer
+
+    real = PlannedTrainer.compute_loss
+
+    def compute_loss(self, model, inputs, *args, **options):
+        is_its_turn = self.state.global_step + 1 == step and bool(self._slots) == (step > 1)
+        if model.training and is_its_turn and self.step_memory.batch.micro_batch > most:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        return real(self, model, inputs, *args, **options)
+
+    PlannedTrainer.compute_loss = compute_loss
+
+
+if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("LACKING"):
+    lacking(1, int(os.environ["AT_STEP"]))
+"""
+"""sitecustomize.py: a rank with micro-batches of more than one row lacks memory in a step, or before the first."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("out-of-memory")
+    uneven_run(folder, tiny_llama)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(RANKS)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step", "rank", "more"),
+    [
+        ("ddp", 3, 1, []),
+        pytest.param("ddp", 1, 0, ["data.packing=best_fit"], marks=pytest.mark.slow),
+        pytest.param("fsdp", 1, 1, ["train.bf16=true"], marks=pytest.mark.slow),
+        pytest.param("fsdp", 3, 0, ["train.batch_by=tokens"], marks=pytest.mark.slow),
+        pytest.param("zero2", 3, 1, ["train.bf16=true"], marks=[needs_deepspeed, pytest.mark.slow]),
+    ],
+)
+def test_ranks_start_again_from_the_last_checkpoint_as_a_run_planned_so(world, strategy, step, rank, more):
+    name = f"{strategy}-{step}-{rank}"
+    words = ["--config", f"{world}/run.yaml", "tuning.mode=lora", "tuning.lora.dropout=0.1", *more]
+    words += ["train.save_steps=1", "train.save_total_limit=null", "train.report_to=[tensorboard]"]
+
+    def start(command: str, *settings: str, **environ: str) -> str:
+        path = f"{ROOT}{os.pathsep}{world}/site"
+        kept = clean_environment(PYTHONPATH=path, STRATEGY=strategy, NPROC="2", **environ)
+        asked = [warm.python(), "-m", "sft_play", command, *words, *settings]
+        answer = subprocess.run(asked, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=550)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        return answer.stdout + answer.stderr
+
+    printed = start("train-distributed", f"output.name={name}", LACKING=str(rank), AT_STEP=str(step))
+    assert f"rank {rank} ran out of memory (training, 2 rows at a time): all ranks end, and start again" in printed
+    assert "Starting again with micro-batch 1" in printed
+    folder, other = world / "outputs" / name, world / "outputs" / f"{name}-planned"
+    planned = ["train.batch_size=1", f"output.name={other.name}"]
+    if step > 1:  # what was trained until then had two rows at a time
+        start("train-distributed", f"output.name={other.name}", f"train.stop_after_steps={step - 1}")
+    start("resume" if step > 1 else "train-distributed", *planned, **({"RUN": other.name} if step > 1 else {}))
+    assert losses(folder) == losses(other)
+    assert len(losses(folder)) == 5
+    assert_same_bits(weights(folder), weights(other))
+    (event,) = ran_out.recorded(RunFolder(folder))
+    assert (event.rank, event.step, event.micro_batch, event.now, event.again) == (rank, step, 2, 1, "run")
+    assert json.loads((folder / "manifest.json").read_text())["batch"]["micro_batch"] == 1
+    assert "start again from the last checkpoint with 1" in texts_of(folder)["out_of_memory"]
+    assert not (folder / ran_out.NOTE).exists()
