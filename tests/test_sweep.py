@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.cli import main
+from sft_play.commands import sweep as command
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect
@@ -105,7 +106,7 @@ def test_what_can_be_refused_is_refused_at_once(world):
 
 def test_the_starter_takes_no_other_model(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(sweep, "plan_cells", lambda found: pytest.fail("planned"))
+    monkeypatch.setattr(command, "plan_cells", lambda found: pytest.fail("planned"))
     assert main(["sweep", "model.name=some/model,other/model"]) == 2
     assert "without CONFIG sweep uses the starter" in capsys.readouterr().err
 
@@ -144,6 +145,7 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
     # where none fits, nothing is started and the code says so
     monkeypatch.setattr(sweep.endings, "run_beside", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(sweep, "detect", lambda: dataclasses.replace(between, ram_free_bytes=small // 2))
+    capsys.readouterr()
     assert main(["sweep", "--config", "my run.yaml", "--json", *words]) == 3
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] is False
@@ -156,6 +158,7 @@ def test_cells_that_do_not_fit_are_named_with_their_peak_and_skipped(world, monk
 
 
 def swept(*words: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> dict:
+    capsys.readouterr()
     assert main(["sweep", "--config", "my run.yaml", "--json", *words]) == code
     answer = json.loads(capsys.readouterr().out)
     assert answer["ok"] == (code == 0)
