@@ -22,13 +22,14 @@ from sft_play.facts.installed import missing_kernels
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
-from sft_play.launch.machine import machine_for, say_unseen
+from sft_play.launch.machine import machine_for, require_machine
 from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.questions import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
+from sft_play.planner.screen import plan_screen
 from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
@@ -47,7 +48,6 @@ def run(request: Request) -> Answer:
     loaded = load_config(request.config, overrides=request.overrides)
     whole = machine_for(loaded.config, asked_machine(request))
     hardware = machine_of_mesh(loaded.config, whole)
-    say_unseen(loaded.config, hardware, os.environ)
     configs = []
     for cell in asked_cells:
         with _in_cell(cell):
@@ -81,11 +81,9 @@ def run(request: Request) -> Answer:
         data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    file = request.options.deepspeed.file if request.options.deepspeed else None
-    by_node = _launches_by_node(plan, loaded, file)
+    refused = _refused(plan, loaded, whole)
     lines = [
-        *absent,
-        *show.plan_lines(plan, loaded.config, command=launch_line(plan, loaded, file), by_node=by_node),
+        *_page(request, plan, loaded, absent, starts=refused is None),
         *show.stage_lines(stages),
         *show.grid_lines(cells),
         *([show.largest_line(largest)] if largest else []),
@@ -93,7 +91,6 @@ def run(request: Request) -> Answer:
     if stages:
         why = "the one with the longest rows" if plan.fits else "which does not fit"
         lines.insert(0, f"The plan of stage {loaded.stage}, {why}:")
-    refused = _refused(plan, loaded)
     if budget is not None:
         data["budget"] = budget.as_json()
         lines = [*budget.lines(), *([f"The plan on {budget.offers[0].machine}:"] if budget.offers else []), *lines]
@@ -127,12 +124,26 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
     return budget_for(loaded.config, request.budget, hardware, only=only)
 
 
-def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
-    """Why a run with this plan would not start; None where it would."""
+def _page(request: Request, plan: Plan, loaded: LoadedConfig, absent: Sequence[str], *, starts: bool) -> Sequence[str]:
+    """Four lines, with what the trace said where it was asked for; with WHY=1 everything."""
+    file = request.options.deepspeed.file if request.options.deepspeed else None
+    command, by_node = launch_line(plan, loaded, file), _launches_by_node(plan, loaded, file)
+    if request.why:
+        return [*absent, *show.plan_lines(plan, loaded.config, command=command if starts else None, by_node=by_node)]
+    traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
+    start = (by_node or [f"Start: {command}"]) if starts else []
+    fallback = [line for line in absent if line.startswith("Backend")]
+    return [*fallback, *plan_screen(plan, loaded.config, start=start, is_here=absent == fallback), *traced]
+
+
+def _refused(plan: Plan, loaded: LoadedConfig, machine: Hardware) -> SftPlayError | None:
+    """Why a run with this plan would not start: it does not fit, or not on this machine; None where it would."""
     try:
         with in_stage(loaded.stage):
             require_fit(plan, loaded.config)
-    except DoesNotFit as error:
+        if not machine.named:
+            require_machine(loaded.config, machine, os.environ, params=lambda: plan.model_params)
+    except SftPlayError as error:
         return error
     return None
 

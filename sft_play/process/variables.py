@@ -104,6 +104,12 @@ VARIABLES: Dict[str, Variable] = {
         "FILE",
         "path",
     ),
+    "WHY": Variable(
+        ("plan", "check", "full-pipeline", *TRAINING),
+        "show everything: why, what else was compared, what was checked (a run's train.log has it always)",
+        "1",
+        "switch",
+    ),
     "TRACE": Variable(("plan",), "confirm the choice by tracing the step (no GPU needed)", "1", "switch"),
     "WHATIF": Variable(("plan",), "the plan of every combination", "'a.b=1,2 c=x,y'"),
     "MAX": Variable(("plan",), "the largest that fits (seq_len, batch or model)", "seq_len"),

@@ -144,8 +144,13 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
-        _log(split.report.lines(name) if split else [])
+        remarks = split.report.remarks(name) if split else []
+        for line in split.report.lines(name) if split else []:
+            logger.log(logging.INFO if line in remarks else logging.DEBUG, "%s", line)
     _log(mask_lines(splits.train.report, tokenizer.tokenizer))
+    held_out = [f"{len(one.rows):,} {name}" for name, one in (("val", splits.val), ("test", splits.test)) if one]
+    shown = splits.train.report.short_line(max_seq_len=plan.max_seq_len)
+    logger.info("Data: %s; held out: %s", shown, " and ".join(held_out) or "none")
     count, effective = len(splits.train.rows), plan.batch.effective_batch
     if count < effective:
         logger.warning(
@@ -158,7 +163,7 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
 
 def _log(lines: Iterable[str]) -> None:
     for line in lines:
-        logger.info("%s", line)
+        logger.debug("%s", line)
 
 
 def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[str, Any]:
