@@ -65,6 +65,15 @@ for python in .venv/bin/python "$$PYTHON" python3 python3.14 python3.13 python3.
 done; echo '$(NO_PYTHON)' >&2; exit 2
 endef
 
+# `make help plan`: the words after `help` are what it is about, and run nothing.
+override ABOUT := $(if $(filter help,$(firstword $(MAKECMDGOALS))),$(filter-out help,$(MAKECMDGOALS)))
+ifneq ($(and $(ABOUT),$(filter Makefile,$(TARGETS))),)
+help:
+	@$(call ANY_PYTHON,scripts/check_variables.py --about $(ABOUT))
+$(sort setup train-tb $(ABOUT)):
+	@:
+else
+
 # Every other target of the Makefile is the command of that name: of `python -m sft_play`, or where it launches or trains
 # a script of its own. (train-and-watch has none: it is train-tb.)
 override OWN := help setup setup-unsloth test coverage lint format clean train-and-watch
@@ -76,8 +85,10 @@ $(filter-out $(OWN) $(SCRIPTED),$(EVERY)):
 	@$(PROGRAM) $@
 endif
 
+# How to begin, where the Makefile says so; with ALL=1 every target and variable.
 help:
-	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
+	@[ "$${ALL:-0}" = 0 ] && sed -n 's/^#> //p' $(TARGETS) | grep . || \
+	  awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' $(TARGETS)
 setup:
 	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter $(ADDING),$(MAKECMDGOALS)))
@@ -99,3 +110,4 @@ format:
 clean:
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info .coverage .coverage.*
 	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
+endif

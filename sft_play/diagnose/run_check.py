@@ -30,6 +30,7 @@ from sft_play.facts.models.architecture import check_available, config_json, hub
 from sft_play.files import cache_dir
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.machine import require_machine
 from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
 from sft_play.planner.plan import require_fit
@@ -108,6 +109,7 @@ class _Checks:
         yield from _guarded("model", self._model())
         yield from self._serving()
         yield from plan
+        yield from self._machine()
         yield from _guarded("disk", self._disk())
 
     def _model_files(self) -> Iterator[Finding]:
@@ -253,6 +255,16 @@ class _Checks:
             few = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
             remedy = f"lower {self._config.train.effective_words}"
             yield warned("batch", f"{few}: each step sees all of them", remedy)
+
+    def _machine(self) -> Iterator[Finding]:
+        """What would keep a run from starting on this machine."""
+        if self._planned is None or self._hardware.named:
+            return
+        planned = self._planned
+        try:
+            require_machine(self._config, self._hardware, os.environ, params=lambda: planned.plan.model_params)
+        except SftPlayError as error:
+            yield failed("machine", str(error), "train on such a machine; HARDWARE=2xH200 checks for one")
 
     def _row_tokens(self) -> RowTokens | None:
         train = self._surveys.get("train")

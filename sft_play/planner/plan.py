@@ -477,7 +477,7 @@ def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
     terms = memory.terms | ({"trace_says_more": more} if more else {})
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
     raw = dataclasses.replace(raw, reserved=max(raw.reserved, traced.reserved))
-    reserved = int(raw.reserved * job.learned(candidate.layout).memory)
+    reserved = int(raw.reserved * job.learned(candidate.layout).at(raw.reserved).memory)
     # the margin keeps its share of what is reserved
     margin = int(memory.margin * reserved / max(1, memory.reserved))
     memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)

@@ -105,8 +105,8 @@ VARIABLES: Dict[str, Variable] = {
         "path",
     ),
     "WHY": Variable(
-        ("plan", "check", "full-pipeline", *TRAINING),
-        "show everything: why, what else was compared, what was checked (a run's train.log has it always)",
+        ("plan", "check", *TRAINING),
+        "plan, check, train: show everything, such as why and what else was compared (train.log always has it)",
         "1",
         "switch",
     ),
@@ -239,6 +239,7 @@ VARIABLES: Dict[str, Variable] = {
     "TRL_ROWS": Variable(("bench-data",), "how many of them TRL prepares", "10000", has_flag=False),
     "MUTANTS": Variable(("mutation-score",), "how many changes", "200", has_flag=False),
     "SEED": Variable(("mutation-score",), "which sample of them", "0", has_flag=False),
+    "ALL": Variable(("help",), "every target and variable", "1", "switch", has_flag=False),
     "TESTS": Variable(("test", "coverage"), "arguments for pytest", "'ARGUMENTS'", "list", has_flag=False),
     "TORCH": Variable(
         ("lock", "setup", "setup-unsloth"),
@@ -332,6 +333,17 @@ def help_lines(*, maintaining: bool) -> List[str]:
     return lines
 
 
+def about(makefile: str, targets: Sequence[str]) -> List[str]:
+    """What `make help TARGET…` shows: each target's line of a Makefile, and the variables that it takes."""
+    lines = []
+    for target in targets:
+        text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]
+        lines.append(f"make {target}: {text}")
+        taken = [(name, one) for name, one in VARIABLES.items() if is_taken(name, target)]
+        lines += [f"  {name + '=' + one.example:<24} {one.help}" for name, one in taken]
+    return lines
+
+
 def refusal(
     goals: Sequence[str], given: Iterable[str], empty: Iterable[str], here: Optional[Sequence[str]] = None
 ) -> Optional[str]:
@@ -367,7 +379,7 @@ def _no_target(goal: str) -> str:
     if goal in targets():  # of the other Makefile
         return f"make {goal}: that target is called as {spoken(goal)}"
     near = nearest(goal, targets())
-    hint = f"did you mean {spoken(near)}?" if near else "make alone lists them"
+    hint = f"did you mean {spoken(near)}?" if near else "make help ALL=1 lists them"
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     return f"make {goal}: there is no such target; {hint}"

@@ -34,6 +34,8 @@ from sft_play.training.proofs.kernels import check_kernels
 
 logger = logging.getLogger(__name__)
 
+_ROW_SHOWN = 300
+"""Characters of the first row that a terminal shows."""
 OF_THE_MODEL = ("weights", "tokenizer", "adapter")
 """Facts that all stages of a run share."""
 
@@ -157,7 +159,11 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
             "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", count, effective
         )
     row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
-    logger.info("First training row, trained part in [[ ]]: %s", row)
+    begin = max(0, row.find("[[") - _ROW_SHOWN // 3)  # a long prompt would leave no place for what is trained
+    shown = one_line(f"{'…' if begin else ''}{row[begin:]}", limit=_ROW_SHOWN)
+    if shown != row:
+        logger.debug("First training row, whole: %s", row)
+    logger.info("First training row, trained part in [[ ]]: %s", shown)
     return splits
 
 
