@@ -176,6 +176,8 @@ def command(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def run(*words: str) -> tuple[int, str]:
         capfd.readouterr()
         code = main(list(words))
+        if "--why" in words:
+            os.environ.pop("WHY", None)  # which the program sets for its ranks
         out, err = capfd.readouterr()
         return code, out + err
 
