@@ -109,7 +109,7 @@ def test_of_several_gpus_one_is_used_and_the_others_said_to_stay_idle(monkeypatc
 
 def test_scripts_are_the_same_as_the_command():
     answer = subprocess.run(
-        [sys.executable, "scripts/plan.py", "--config", "configs/run_bnb.yaml", "--hardware", "H100", "--why"],
+        [sys.executable, "scripts/plan.py", "--config", "configs/run_bnb.yaml", "--hardware", "H100"],
         cwd=ROOT, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert answer.returncode == 0
@@ -184,7 +184,7 @@ def tiny_run(folder: Path, model: Path, rows: Path) -> Path:
 def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, command, monkeypatch):
     monkeypatch.setenv("SFT_PLAY_CACHE", str(tmp_path / "cache"))
     config = tiny_run(tmp_path, tiny_llama, sums)
-    assert "earlier run" not in command("plan", "--config", str(config), "--why")[1]
+    assert "earlier run" not in command("plan", "--config", str(config))[1]
     code, printed = command("train", "--config", str(config))
     assert code == 0, printed
     (run,) = calibration.load()
@@ -192,11 +192,11 @@ def test_a_run_is_remembered_and_later_plans_say_so(tmp_path, tiny_llama, sums, 
     assert (run.device, run.mode, run.layout) == ("cpu", "lora", "single")
     assert run.measured_reserved == summary["peak_bytes"]["measured_rss"]
     assert run.measured_tokens_per_s == summary["tokens_per_s"]
-    code, printed = command("plan", "--config", str(config), "--why")
+    code, printed = command("plan", "--config", str(config))
     assert code == 0
     assert "1 earlier run of this kind on this machine" in printed
     assert "Speed: about" in printed
-    code, printed = command("plan", "--config", str(config), "--why", "--hardware", "cpu,ram=8GiB,cores=4")
+    code, printed = command("plan", "--config", str(config), "--hardware", "cpu,ram=8GiB,cores=4")
     assert "earlier run" not in printed  # another machine
 
 
@@ -206,11 +206,11 @@ def test_training_on_a_gpu_traces_the_plan_before_anything_loads(tmp_path, tiny_
     monkeypatch.setattr(start, "detect", lambda: machine)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config = tiny_run(tmp_path, tiny_llama, sums)
-    code, printed = command("train", "--config", str(config), "--why")
+    code, printed = command("train", "--config", str(config))
     assert code == 2
     assert "Because: traced: " in printed
     assert "but torch" in printed
-    code, printed = command("train", "--config", str(config), "--why", "plan.trace=false")
+    code, printed = command("train", "--config", str(config), "plan.trace=false")
     assert code == 2
     assert "traced" not in printed
     assert not (tmp_path / "outputs").exists()
@@ -222,7 +222,7 @@ def test_one_of_several_gpus_is_used_and_the_layout_for_all_is_named(tmp_path, t
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    code, printed = command("train", "--config", str(tiny_run(tmp_path, tiny_llama, sums)), "--why", "plan.trace=false")
+    code, printed = command("train", "--config", str(tiny_run(tmp_path, tiny_llama, sums)), "plan.trace=false")
     assert code == 2
     assert "Using GPU 0; 1 other GPU stays idle" in printed
     assert "On all 2 GPUs the plan would use ddp (make train-distributed); this run is single" in printed

@@ -66,7 +66,7 @@ def run_words(plan: Plan) -> str:
 def warnings(plan: Plan, config: RunConfig) -> list[str]:
     """What a person would want to know before the first step."""
     found = []
-    if plan.work is not None and plan.work.steps < FEW_STEPS:
+    if plan.work is not None and plan.work.steps < FEW_STEPS and not config.train.max_steps:
         few = f"{plan.work.steps} optimizer step{' is' if plan.work.steps == 1 else 's are'} few"
         found.append(f"{few}: more train.epochs, or a smaller {config.train.effective_words}, makes more")
     if plan.work is not None and not plan.hardware.gpus:
