@@ -22,7 +22,7 @@ from sft_play.facts.installed import missing_kernels
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
-from sft_play.launch.machine import machine_for, require_machine
+from sft_play.launch.machine import CPU_PARAMS, machine_for, require_machine
 from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
@@ -81,9 +81,10 @@ def run(request: Request) -> Answer:
         data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    refused = _refused(plan, loaded, whole)
+    refused, file = _refused(plan, loaded, whole), request.options.deepspeed.file if request.options.deepspeed else None
+    data["launch"] = launch_line(plan, loaded, file) if refused is None else None
     lines = [
-        *_page(request, plan, loaded, absent, starts=refused is None),
+        *_page(request, plan, loaded, absent, command=data["launch"], by_node=_launches_by_node(plan, loaded, file)),
         *show.stage_lines(stages),
         *show.grid_lines(cells),
         *([show.largest_line(largest)] if largest else []),
@@ -124,15 +125,21 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
     return budget_for(loaded.config, request.budget, hardware, only=only)
 
 
-def _page(request: Request, plan: Plan, loaded: LoadedConfig, absent: Sequence[str], *, starts: bool) -> Sequence[str]:
+def _page(
+    request: Request,
+    plan: Plan,
+    loaded: LoadedConfig,
+    absent: Sequence[str],
+    *,
+    command: str | None,
+    by_node: Sequence[str],
+) -> Sequence[str]:
     """Four lines, with what the trace said where it was asked for; with WHY=1 everything."""
-    file = request.options.deepspeed.file if request.options.deepspeed else None
-    command, by_node = launch_line(plan, loaded, file), _launches_by_node(plan, loaded, file)
     if request.why:
-        return [*absent, *show.plan_lines(plan, loaded.config, command=command if starts else None, by_node=by_node)]
-    traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
-    start = (by_node or [f"Start: {command}"]) if starts else []
+        return [*absent, *show.plan_lines(plan, loaded.config, command=command, by_node=by_node)]
+    start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []
     fallback = [line for line in absent if line.startswith("Backend")]
+    traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
     return [*fallback, *plan_screen(plan, loaded.config, start=start, is_here=absent == fallback), *traced]
 
 
@@ -212,10 +219,13 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None,
     if plan.hardware.nodes > 1:
         words += [f"NNODES={plan.hardware.nodes}", f"NODE_RANK={node}", f"MASTER_ADDR={FIRST_NODE}"]
         words.append(f"MASTER_PORT={DEFAULT_PORT}")
-    if loaded.overrides:
+    overrides, is_large = loaded.overrides, plan.model_params > CPU_PARAMS
+    if is_large and not plan.hardware.gpus and loaded.config.train.device == "auto":
+        overrides = (*overrides, "train.device=cpu")  # a CPU that is only named: without it the run would be refused
+    if overrides:
         # quoted only where a setting would be split
         is_split = re.compile(r"""[\s'"\\]""").search
-        settings = (shlex.quote(word) if is_split(word) else word for word in loaded.overrides)
+        settings = (shlex.quote(word) if is_split(word) else word for word in overrides)
         words.append(f"SET={' '.join(settings)}")
     return shlex.join(words)
 
