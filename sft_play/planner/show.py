@@ -267,6 +267,7 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, by_node: S
     """Everything that `make plan WHY=1` prints: machine, choice, arithmetic, bar, table, and then speed and command if
     it fits (`by_node`: lines with those of each node; None: no command would start it), or suggestions if it does
     not."""
+    launch = (list(by_node) or [f"Launch: {command}"]) if command is not None else []
     return [
         *detected_lines(plan.hardware),
         choice_line(plan),
@@ -276,7 +277,7 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, by_node: S
         *(speed_lines(plan) if plan.fits else []),
         "Candidates:",
         *table_lines(plan),
-        *((by_node or [f"Launch: {command}"]) * (command is not None) if plan.fits else way_lines(plan)),
+        *(launch if plan.fits else way_lines(plan)),
     ]
 
 
