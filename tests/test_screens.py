@@ -118,7 +118,7 @@ def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
         assert ("make train" in last) == plan.fits
         assert last.endswith("Why, and what else was compared: make plan ... WHY=1")
         few = plan.work is not None and plan.work.steps < 20
-        long = plan.work is not None and not plan.hardware.gpus and plan.work.steps * plan.speed.step_s >= 3600
+        long = plan.work is not None and not plan.hardware.gpus and 10**6 / plan.speed.tokens_per_s >= 3600
         assert len(warned) == few + long
         assert all(line.startswith("Warning: ") for line in warned)
         assert not re.search(r"\b0\.\d h\b", "\n".join([head, batch, fit_line(plan, config)]))

@@ -10,7 +10,7 @@ from pathlib import PurePath
 
 from sft_play.config.schema import RunConfig
 from sft_play.log import one_line
-from sft_play.planner.plan import Plan
+from sft_play.planner.plan import Plan, Work
 from sft_play.units import duration_of
 
 MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "full fine-tuning"}
@@ -48,19 +48,25 @@ def fit_line(plan: Plan, config: RunConfig) -> str:
 
 def run_words(plan: Plan) -> str:
     """Steps, duration and money of the run, as far as they are known."""
-    run = plan.as_json()["run"]
-    if run is None:
+    run, work = plan.as_json()["run"], plan.work
+    if run is None or work is None:
         return "steps and duration are known once the rows are here"
     steps = f"{run['steps']:,} step{'' if run['steps'] == 1 else 's'}"
     if run["hours"] is None:
         return f"{steps}; how long is not known before a first run on this machine"
     share = plan.speed_error.share if plan.speed_error else None
     off = f" (speed may be {share:.0%} off)" if share is not None else ""
-    full = "" if plan.row_tokens is not None else " if every row were full length"
-    cost = (
-        f"; {run['cost']:.2f} at {plan.hardware.price_per_gpu_hour:g} per GPU-hour" if run["cost"] is not None else ""
-    )
-    return f"{steps}; about {duration_of(3600 * run['hours'])}{full}{off}{cost}"
+    cost = f"; costs {run['cost']:.2f}" if run["cost"] is not None else ""
+    seconds, by = _duration(plan, work)
+    return f"{steps}; about {duration_of(seconds)}{by}{off}{cost}"
+
+
+def _duration(plan: Plan, work: Work) -> tuple[float, str]:
+    """Seconds of the whole run, and by what they are known where the rows were not counted."""
+    if plan.row_tokens is None and work.tokens is not None:
+        return work.tokens / plan.speed.tokens_per_s + plan.compile_s, " by the size of the data"
+    by = " if every row were full length" if plan.row_tokens is None else ""
+    return work.steps * plan.speed.step_s + plan.compile_s, by
 
 
 def warnings(plan: Plan, config: RunConfig) -> list[str]:
@@ -70,7 +76,7 @@ def warnings(plan: Plan, config: RunConfig) -> list[str]:
         few = f"{plan.work.steps} optimizer step{' is' if plan.work.steps == 1 else 's are'} few"
         found.append(f"{few}: more train.epochs, or a smaller {config.train.effective_words}, makes more")
     if plan.work is not None and not plan.hardware.gpus:
-        seconds = plan.work.steps * plan.speed.step_s  # by typical rates where this CPU's are not known
+        seconds, _ = _duration(plan, plan.work)  # by typical rates where this CPU's are not known
         if seconds >= LONG_ON_CPU_S:
             long = f"about {duration_of(seconds)}" if plan.speed_known else "some hours"
             found.append(f"{long} on a CPU: a GPU takes minutes (make plan HARDWARE=1xRTX3060 shows one)")
