@@ -154,7 +154,7 @@ def test_a_plan_says_the_same_in_four_lines_and_with_why(command, monkeypatch):
     assert f"{need} GiB" in long
 
 
-def test_a_plan_is_refused_where_the_command_would_be(command, monkeypatch):
+def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     """A 3B on a CPU: the plan said that it fits, and named a command that is refused."""
     monkeypatch.chdir(ROOT)
     machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
@@ -162,14 +162,17 @@ def test_a_plan_is_refused_where_the_command_would_be(command, monkeypatch):
         monkeypatch.setattr(name, lambda: machine)
     monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
     monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
-    answers = {verb: command(verb, "--config", "configs/run_bnb.yaml") for verb in ("plan", "train")}
-    refused = {verb: said.partition("error: ")[2] for verb, (code, said) in answers.items() if code == 2}
-    assert refused["plan"] == refused["train"] != ""
-    assert "no GPU was detected here" in refused["plan"]
-    assert "NOT STARTED on this machine" in answers["plan"][1]
-    assert "make train" not in answers["plan"][1]
+    code, refused = command("train", "--config", "configs/run_bnb.yaml")
+    why = refused.partition("error: ")[2]
+    assert (code, "no GPU was detected here" in why) == (2, True)
+    code, said = command("plan", "--config", "configs/run_bnb.yaml")
+    assert (code, f"warning: a run here would stop: {why}" in said) == (0, True)
+    assert "NOT STARTED on this machine" in said
+    assert "make train" not in said
+    code, said = command("plan", "--config", "configs/run_bnb.yaml", "--json")
+    assert json.loads(said.splitlines()[0])["launch"] is None
     code, said = command("plan", "--config", "configs/run_bnb.yaml", "train.device=cpu")
-    assert (code, "Start: make train" in said) == (0, True)
+    assert (code, "Start: make train" in said, "would stop" in said) == (0, True, False)
 
 
 def test_durations_are_in_the_unit_that_a_person_would_take():

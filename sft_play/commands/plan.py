@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import re
 import shlex
@@ -34,6 +35,8 @@ from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.row_survey import count_if_quick, known_rows
+
+logger = logging.getLogger(__name__)
 
 HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}
 FIRST_NODE = "NODE0"
@@ -81,8 +84,9 @@ def run(request: Request) -> Answer:
         data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    refused, file = _refused(plan, loaded, whole), request.options.deepspeed.file if request.options.deepspeed else None
-    data["launch"] = launch_line(plan, loaded, file) if refused is None else None
+    refused, file = _refused(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
+    starts = refused is None and _starts_here(plan, loaded, whole)
+    data["launch"] = launch_line(plan, loaded, file) if starts else None
     lines = [
         *_page(request, plan, loaded, absent, command=data["launch"], by_node=_launches_by_node(plan, loaded, file)),
         *show.stage_lines(stages),
@@ -143,16 +147,25 @@ def _page(
     return [*fallback, *plan_screen(plan, loaded.config, start=start, is_here=absent == fallback), *traced]
 
 
-def _refused(plan: Plan, loaded: LoadedConfig, machine: Hardware) -> SftPlayError | None:
-    """Why a run with this plan would not start: it does not fit, or not on this machine; None where it would."""
+def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
+    """Why a run with this plan would not start; None where it would."""
     try:
         with in_stage(loaded.stage):
             require_fit(plan, loaded.config)
+    except DoesNotFit as error:
+        return error
+    return None
+
+
+def _starts_here(plan: Plan, loaded: LoadedConfig, machine: Hardware) -> bool:
+    """Whether a run would start on this machine, or on one that is only named; where not, a warning has its words."""
+    try:
         if not machine.named:
             require_machine(loaded.config, machine, os.environ, params=lambda: plan.model_params)
     except SftPlayError as error:
-        return error
-    return None
+        logger.warning("a run here would stop: %s", error)
+        return False
+    return True
 
 
 def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
