@@ -45,7 +45,8 @@ def run(request: Request) -> Answer | int:
     if request.command == "check":
         serve = engines.engine_names(request.serve)
         report = check(request.config, request.overrides, asked_machine(request), serve=serve)
-        return dataclasses.replace(answer_of(report), lines=["\n".join(report.lines(why=request.why))])
+        answer = answer_of(report)
+        return answer if request.why else dataclasses.replace(answer, lines=["\n".join(report.screen())])
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)

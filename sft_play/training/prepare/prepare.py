@@ -159,7 +159,8 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
             "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", count, effective
         )
     row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
-    begin = max(0, row.find("[[") - _ROW_SHOWN // 3)  # a long prompt would leave no place for what is trained
+    # a long prompt would leave no place for what is trained
+    begin = max(0, row.find("[[") - _ROW_SHOWN // 3) if len(row) > _ROW_SHOWN else 0
     shown = one_line(f"{'…' if begin else ''}{row[begin:]}", limit=_ROW_SHOWN)
     if shown != row:
         logger.debug("First training row, whole: %s", row)
