@@ -1,7 +1,7 @@
 """Prints what is wrong with the targets and variables on make's command line, or nothing: the Makefile asks first.
 
     check_variables.py TARGET… --targets TARGET… --given NAME… --empty NAME…
-    check_variables.py --about TARGET…        what these targets do, and the variables that they take (make help TARGET)
+    check_variables.py --about TARGET         what the target does, and the variables that it takes (make help TARGET)
 
 Standard library only, and nothing newer than Python 3.6, like what it reads.
 """
@@ -17,7 +17,7 @@ from sft_play.process.variables import about, refusal
 def main(words):
     """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check ran."""
     if words[:1] == ["--about"]:
-        sys.stdout.write("\n".join(about(Path("Makefile").read_text(encoding="utf-8"), words[1:])) + "\n")
+        sys.stdout.write("\n".join(about(Path("Makefile").read_text(encoding="utf-8"), words[1])) + "\n")
         return 0
     here, given, empty = (words.index(option) for option in ("--targets", "--given", "--empty"))
     text = refusal(words[:here], words[given + 1 : empty], words[empty + 1 :], words[here + 1 : given])

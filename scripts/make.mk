@@ -65,8 +65,8 @@ for python in .venv/bin/python "$$PYTHON" python3 python3.14 python3.13 python3.
 done; echo '$(NO_PYTHON)' >&2; exit 2
 endef
 
-# `make help plan`: the words after `help` are what it is about, and run nothing.
-override ABOUT := $(if $(filter help,$(firstword $(MAKECMDGOALS))),$(filter-out help,$(MAKECMDGOALS)))
+# `make help plan`: the word after `help` is what it is about, and runs nothing.
+override ABOUT := $(if $(filter help.2,$(firstword $(MAKECMDGOALS)).$(words $(MAKECMDGOALS))),$(filter-out help,$(word 2,$(MAKECMDGOALS))))
 ifneq ($(and $(ABOUT),$(filter Makefile,$(TARGETS))),)
 help:
 	@$(call ANY_PYTHON,scripts/check_variables.py --about $(ABOUT))

@@ -333,15 +333,11 @@ def help_lines(*, maintaining: bool) -> List[str]:
     return lines
 
 
-def about(makefile: str, targets: Sequence[str]) -> List[str]:
-    """What `make help TARGET…` shows: each target's line of a Makefile, and the variables that it takes."""
-    lines = []
-    for target in targets:
-        text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]
-        lines.append(f"make {target}: {text}")
-        taken = [(name, one) for name, one in VARIABLES.items() if is_taken(name, target)]
-        lines += [f"  {name + '=' + one.example:<24} {one.help}" for name, one in taken]
-    return lines
+def about(makefile: str, target: str) -> List[str]:
+    """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it takes."""
+    text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]
+    taken = [(name, one) for name, one in VARIABLES.items() if is_taken(name, target)]
+    return [f"make {target}: {text}", *(f"  {name + '=' + one.example:<24} {one.help}" for name, one in taken)]
 
 
 def refusal(
