@@ -421,12 +421,13 @@ class RowStats:
         return [line for line in self.lines(split)[1:] if _VERIFIED not in line]
 
     def short_line(self, *, max_seq_len: int) -> str:
-        """The rows in one line: how many, the trained share, the longest, and how many were cut."""
+        """The rows in one line: how many, the trained share, the longest, and how many were cut; or blocks of text."""
         rows = f"{self.rows:,} rows" if self.kept == self.rows else f"{self.kept:,} of {self.rows:,} rows"
+        shown = f"{rows} of {self.source}, {self.trained / max(1, self.tokens):.0%} of {self.tokens:,} tokens trained"
+        if set(self.methods) == {"document"}:
+            return f"{shown}, in blocks of {max_seq_len:,}"
         longest = f", longest {min(max(self.lengths), max_seq_len):,}" if self.lengths else ""
-        cut = f"{self.cut_rows:,} cut at {max_seq_len:,}" if self.cut_rows else "none cut"
-        share = f"{self.trained / max(1, self.tokens):.0%} of {self.tokens:,} tokens trained"
-        return f"{rows} of {self.source}, {share}{longest}, {cut}"
+        return f"{shown}{longest}, {f'{self.cut_rows:,} cut at {max_seq_len:,}' if self.cut_rows else 'none cut'}"
 
     def _mask_lines(self) -> Iterator[str]:
         methods = sorted(self.methods.items(), key=lambda item: -item[1])
