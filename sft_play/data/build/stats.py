@@ -424,10 +424,10 @@ class RowStats:
         """The rows in one line: how many, the trained share, the longest, and how many were cut; or blocks of text."""
         rows = f"{self.rows:,} rows" if self.kept == self.rows else f"{self.kept:,} of {self.rows:,} rows"
         shown = f"{rows} of {self.source}, {self.trained / max(1, self.tokens):.0%} of {self.tokens:,} tokens trained"
-        if set(self.methods) == {"document"}:
+        if not self.lengths:  # of text, not of chats
             return f"{shown}, in blocks of {max_seq_len:,}"
-        longest = f", longest {min(max(self.lengths), max_seq_len):,}" if self.lengths else ""
-        return f"{shown}{longest}, {f'{self.cut_rows:,} cut at {max_seq_len:,}' if self.cut_rows else 'none cut'}"
+        cut = f"{self.cut_rows:,} cut at {max_seq_len:,}" if self.cut_rows else "none cut"
+        return f"{shown}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
 
     def _mask_lines(self) -> Iterator[str]:
         methods = sorted(self.methods.items(), key=lambda item: -item[1])
