@@ -131,11 +131,6 @@ class _OnceOverRanks(logging.Filter):
         return True
 
 
-def shows_all() -> bool:
-    """Whether WHY=1 asks for everything that a command has to say; ranks inherit the variable."""
-    return os.environ.get("WHY", "0") not in ("", "0")
-
-
 class _OutputHandler(logging.StreamHandler[TextIO]):
     """Writes to the current `sys.stdout`, so that lines appear above a progress bar that redirects it."""
 
@@ -150,7 +145,7 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
     handler.addFilter(_Once())
-    handler.setLevel(logging.DEBUG if shows_all() else logging.INFO)
+    handler.setLevel(logging.INFO if os.environ.get("WHY", "0") in ("", "0") else logging.DEBUG)  # ranks inherit it
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and Path(file).parent.parent.is_dir():  # torch's launcher gives each rank of this node a folder below it
         handler.addFilter(_OnceOverRanks(Path(file).parent.parent))

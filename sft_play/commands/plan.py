@@ -88,7 +88,7 @@ def run(request: Request) -> Answer:
     starts = refused is None and _starts_here(plan, loaded, whole)
     data["launch"] = launch_line(plan, loaded, file) if starts else None
     lines = [
-        *_page(request, plan, loaded, absent, command=data["launch"], by_node=_launches_by_node(plan, loaded, file)),
+        *_page(request, plan, loaded.config, absent, data["launch"], _launches_by_node(plan, loaded, file)),
         *show.stage_lines(stages),
         *show.grid_lines(cells),
         *([show.largest_line(largest)] if largest else []),
@@ -130,21 +130,15 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
 
 
 def _page(
-    request: Request,
-    plan: Plan,
-    loaded: LoadedConfig,
-    absent: Sequence[str],
-    *,
-    command: str | None,
-    by_node: Sequence[str],
+    request: Request, plan: Plan, config: RunConfig, absent: Sequence[str], command: str | None, by_node: Sequence[str]
 ) -> Sequence[str]:
     """Four lines, with what the trace said where it was asked for; with WHY=1 everything."""
     if request.why:
-        return [*absent, *show.plan_lines(plan, loaded.config, command=command, by_node=by_node)]
+        return [*absent, *show.plan_lines(plan, config, command=command, by_node=by_node)]
     start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []
     fallback = [line for line in absent if line.startswith("Backend")]
     traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
-    return [*fallback, *plan_screen(plan, loaded.config, start=start, is_here=absent == fallback), *traced]
+    return [*fallback, *plan_screen(plan, config, start=start, is_here=absent == fallback), *traced]
 
 
 def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:

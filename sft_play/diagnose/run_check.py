@@ -109,7 +109,6 @@ class _Checks:
         yield from _guarded("model", self._model())
         yield from self._serving()
         yield from plan
-        yield from self._machine()
         yield from _guarded("disk", self._disk())
 
     def _model_files(self) -> Iterator[Finding]:
@@ -241,6 +240,8 @@ class _Checks:
             self._planned = self._planner(self._config, self._hardware, self._row_tokens)
             plan = self._planned.plan
             require_fit(plan, self._config)
+            if not self._hardware.named:
+                require_machine(self._config, self._hardware, os.environ, params=lambda: plan.model_params)
         except SftPlayError as error:
             yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
             return
@@ -255,16 +256,6 @@ class _Checks:
             few = f"{train.kept:,} training rows are fewer than one effective batch of {batch:,}"
             remedy = f"lower {self._config.train.effective_words}"
             yield warned("batch", f"{few}: each step sees all of them", remedy)
-
-    def _machine(self) -> Iterator[Finding]:
-        """What would keep a run from starting on this machine."""
-        if self._planned is None or self._hardware.named:
-            return
-        planned = self._planned
-        try:
-            require_machine(self._config, self._hardware, os.environ, params=lambda: planned.plan.model_params)
-        except SftPlayError as error:
-            yield failed("machine", str(error), "train on such a machine; HARDWARE=2xH200 checks for one")
 
     def _row_tokens(self) -> RowTokens | None:
         train = self._surveys.get("train")

@@ -35,8 +35,7 @@ not, because for a model of 0.5B the allocator's rounding is a larger share than
 MOST_MEMORY = 4.0
 """A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory."""
 LIKE = 2.0
-"""Sizes are alike within this factor. What a small run needs above its prediction is mostly the same whatever the size
-(an allocator's pools, libraries' own buffers): as a share it would be gigabytes of a large one."""
+"""Sizes are alike within this factor. What a small run needs beyond is mostly libraries' own: no share of a large one."""
 SPEEDS = (1e-4, 1e4)
 """Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
 
@@ -105,11 +104,8 @@ class Correction:
     """Reserved bytes of the runs that memory is learned from: predicted, measured."""
 
     def at(self, predicted: int) -> Correction:
-        """The correction of a prediction of `predicted` bytes, from the runs of like size.
-
-        A run says nothing of much smaller predictions, and of larger ones up to LIKE times what it measured: so what
-        is predicted to need more never needs less.
-        """
+        """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
+        up to LIKE times what it measured: what is predicted to need more never needs less."""
 
         def factor(peak: tuple[int, int]) -> float:
             return min(peak[1] / peak[0], MOST_MEMORY, LIKE * peak[1] / predicted)

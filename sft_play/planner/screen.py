@@ -17,16 +17,11 @@ MODES = {"qlora": "QLoRA", "lora": "LoRA", "full": "full fine-tuning"}
 FEW_STEPS = 20
 """Optimizer steps below which a run hardly moves its weights: warmup and decay of the learning rate are most of it."""
 LONG_ON_CPU_S = 3600.0
-WHY = "Why, and what else was compared: make plan ... WHY=1"
 
 
 def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here: bool) -> list[str]:
-    """The default page of `make plan`.
-
-    Args:
-        start: the lines with the command that starts the run, by node where there are several; empty where none would.
-        is_here: whether the data are.
-    """
+    """The default page of `make plan`; `start`: the lines with the command that starts the run, or one for each node,
+    empty where none would; `is_here`: whether the data are."""
     name = one_line(PurePath(config.model.name).name or config.model.name)
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start:
@@ -37,7 +32,7 @@ def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here:
         _data(plan, config, is_here=is_here),
         *(f"Warning: {warning}" for warning in warnings(plan, config)),
         *start[:-1],
-        "    ".join([*start[-1:], WHY]),
+        "    ".join([*start[-1:], "Why, and what else was compared: make plan ... WHY=1"]),
     ]
 
 
@@ -100,6 +95,8 @@ def _machine(plan: Plan) -> str:
 
 def _batch(plan: Plan) -> str:
     batch, what = plan.batch, "GPUs" if plan.hardware.gpus else "processes"
+    alike = plan.choice.layout.ranks // batch.ranks  # ranks that share rows
+    what = what if alike == 1 else f"groups of {alike} {what}"
     rows = f"{batch.micro_batch} row{'' if batch.micro_batch == 1 else 's'}"
     passes = f"{batch.grad_accum} pass{'' if batch.grad_accum == 1 else 'es'}"
     ranks = f" x {batch.ranks} {what}" if batch.ranks > 1 else ""

@@ -36,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_ANSWERS = 3
 """Questions that the last lines of a run show."""
-ON_CPU = "Qwen/Qwen2.5-0.5B-Instruct"
-"""A model that a CPU trains in hours (launch.machine.CPU_PARAMS is the limit)."""
 KEPT_SAMPLES, _SAMPLE_CHARACTERS = 12, 2_000
 """Questions whose answers are kept in the summary, and the longest text of each."""
 
@@ -238,7 +236,7 @@ def _try_next(job: RunJob) -> list[str]:
     """After the starter: a model of the hub, on a CPU one that it can train, with the user's data."""
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
-    model = "" if job.plan.hardware.gpus else f"model.name={ON_CPU} "
+    model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "  # at most CPU_PARAMS
     return [f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own data)']
 
 
