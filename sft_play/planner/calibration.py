@@ -35,7 +35,7 @@ not, because for a model of 0.5B the allocator's rounding is a larger share than
 MOST_MEMORY = 4.0
 """A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory."""
 LIKE = 2.0
-"""Sizes are alike within this factor. What a small run needs beyond is mostly libraries' own: no share of a large one."""
+"""Sizes are alike within this factor: what a small run needs beyond is mostly the libraries' own."""
 SPEEDS = (1e-4, 1e4)
 """Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
 
