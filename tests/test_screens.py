@@ -217,6 +217,13 @@ def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, comman
     assert "PROBLEM  rows: train" in said
     assert not re.search(r"^ok ", said, re.MULTILINE)
     assert re.search(r"^Not ready: 1 problem", said, re.MULTILINE)
+    with monkeypatch.context() as patch:  # what make train would refuse is a problem here too
+        patch.setattr("sft_play.launch.machine.CPU_PARAMS", 10)
+        code, said = command("check", "--config", str(config))
+        assert (code, "PROBLEM  memory plan" in said, "no GPU was detected here" in said) == (2, True, True)
+        assert "no GPU was detected here" in command("train", "--config", str(config))[1]
+        patch.setenv("HARDWARE", "cpu,ram=64GiB,cores=4")
+        assert command("check", "--config", str(config))[0] == 0
     monkeypatch.setenv("WHY", "1")
     code, said = command("check", "--config", str(config))
     assert (code, len(re.findall(r"^ok  ", said, re.MULTILINE)) > 10) == (0, True)
