@@ -35,11 +35,13 @@ def main(words: Sequence[str] | None = None) -> int:
     failures.begin_process()
     # before the request is read, which may be what fails
     is_json = "--json" in words or os.environ.get("JSON", "0") not in ("", "0")
+    if "--why" in words:  # the log, and that of ranks, read the variable
+        os.environ["WHY"] = "1"
     try:
         request = read_request(words, os.environ)
-        # given as flags; ranks, `checkpoints.last_checkpoint` and the log read the variables
-        os.environ.update({name: "1" for name, is_on in (("TRUST", request.trust), ("WHY", request.why)) if is_on})
         set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
+        if request.trust:  # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
+            os.environ["TRUST"] = "1"
         return give(commands.load(request.command).run(request), request)
     except SftPlayError as error:
         sys.stdout.flush()  # so that the error comes last where both streams go to one file
