@@ -1,10 +1,19 @@
-# The command face of sft_play. A target has one line here, which is its line of `make help`; those that need the
+# The command face of sft_play. A target has one line here, which is its line of `make help ALL=1`; those that need the
 # environment make it first (`setup`). What a target runs, and what is refused before, is in scripts/make.mk; what measures
-# the project itself is in benchmarks/Makefile.
+# the project itself is in benchmarks/Makefile. `make` alone prints these lines:
+#> sft_play: fine-tune a language model. First: make train   (a small example, 4 minutes on a CPU)
+#> Your own data:
+#>   make new   MODEL=Qwen/Qwen3-4B DATA=my.jsonl   writes my.yaml for this machine
+#>   make plan  CONFIG=my.yaml    does it fit, how long
+#>   make check CONFIG=my.yaml    are the rows right
+#>   make train CONFIG=my.yaml    train;   make resume CONFIG=my.yaml   continue
+#>   make chat | eval | ship | merge | export        after training
+#> SET='train.epochs=1 model.max_seq_len=512' changes settings.
+#> make help plan: that target and its variables.   make help ALL=1: every target and variable
 include scripts/make.mk
 
 ##@ Setup
-help: ## Show this help
+help: ## Show how to begin; make help TARGET: one target and its variables; ALL=1: all of this
 setup: ## Build .venv from requirements.lock (only when it is missing or the pins changed)
 setup-unsloth: ## Build .venv-unsloth, the environment of tuning.backend=unsloth, which has pins of its own
 
@@ -90,6 +99,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: FROM=their.yaml          new: a file of axolotl, LLaMA-Factory, TRL or Unsloth, in our terms
 #: OUT=FILE                 write the answer to this file too (new: the run YAML)
 #: FOR=slurm                launch-file: what schedules the job: slurm, skypilot, kubeflow
+#: WHY=1                    plan, check, train: show everything, such as why and what else was compared (train.log always has it)
 #: TRACE=1                  plan: confirm the choice by tracing the step (no GPU needed)
 #: WHATIF='a.b=1,2 c=x,y'   plan: the plan of every combination
 #: MAX=seq_len              plan: the largest that fits (seq_len, batch or model)
@@ -161,6 +171,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: SEED=0                   mutation-score, fuzz: which sample, or which cases
 #: PART=yaml,rows           fuzz: these parts: yaml, rows, words, make, serve, templates
 #: CASE=17                  fuzz: this case of PART alone, to repeat what was found
+#: ALL=1                    help: every target and variable
 #: TESTS='ARGUMENTS'        test, coverage: arguments for pytest
 #: TORCH=BUILD              lock, setup, setup-unsloth: the build of torch (cpu, cu126, cu130, rocm7.2, index, auto); for lock its version, X.Y.Z
 #: PYTHON=PATH              the Python (3.11 to 3.14) that .venv is built with

@@ -116,7 +116,7 @@ def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
         f"output.name={name}",
         "output.if_exists=replace",
     ]
-    environment = {key: value for key, value in os.environ.items() if key != "OUT"}
+    environment = {key: value for key, value in os.environ.items() if key != "OUT"} | {"WHY": "1"}
     ended = subprocess.run(
         [sys.executable, "-m", "sft_play", "train", "--config", str(config), *words], capture_output=True, text=True,
         env=environment, check=False,

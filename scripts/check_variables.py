@@ -1,6 +1,7 @@
 """Prints what is wrong with the targets and variables on make's command line, or nothing: the Makefile asks first.
 
     check_variables.py TARGET… --targets TARGET… --given NAME… --empty NAME… [--json]
+    check_variables.py --about TARGET         what the target does, and the variables that it takes (make help TARGET)
 
 With --json it prints the object that the command would have answered with.
 Standard library only, and nothing newer than Python 3.6, like what it reads.
@@ -12,11 +13,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from sft_play.ending import EXIT_USER, write_ending
-from sft_play.process.variables import refusal
+from sft_play.process.variables import about, refusal
 
 
 def main(words):
     """Print the refusal, if there is one; the exit code is 0 either way, so that make knows that the check ran."""
+    if words[:1] == ["--about"]:
+        sys.stdout.write("\n".join(about(Path("Makefile").read_text(encoding="utf-8"), words[1])) + "\n")
+        return 0
     is_json = words[-1:] == ["--json"]
     words = words[: len(words) - is_json]
     here, given, empty = (words.index(option) for option in ("--targets", "--given", "--empty"))

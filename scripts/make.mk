@@ -67,6 +67,15 @@ done; echo '$(NO_PYTHON)' >&2; case "$${JSON:-0}" in 0) ;; *) \
   echo '{"ok": false, "kind": "fix", "exit": 2, "error": "$(NO_PYTHON)"}' ;; esac; exit 2
 endef
 
+# `make help plan`: the word after `help` is what it is about, and runs nothing.
+override ABOUT := $(if $(filter help.2,$(firstword $(MAKECMDGOALS)).$(words $(MAKECMDGOALS))),$(filter-out help,$(word 2,$(MAKECMDGOALS))))
+ifneq ($(and $(ABOUT),$(filter Makefile,$(TARGETS))),)
+help:
+	@$(call ANY_PYTHON,scripts/check_variables.py --about $(ABOUT))
+$(sort setup train-tb $(ABOUT)):
+	@:
+else
+
 # Every other target of the Makefile is the command of that name: of `python -m sft_play`, or where it launches or trains
 # a script of its own. (train-and-watch has none: it is train-tb.)
 override OWN := help setup setup-unsloth test coverage fuzz lint format clean train-and-watch
@@ -78,8 +87,10 @@ $(filter-out $(OWN) $(SCRIPTED),$(EVERY)):
 	@$(PROGRAM) $@
 endif
 
+# How to begin, where the Makefile says so; with ALL=1 every target and variable.
 help:
-	@awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
+	@[ "$${ALL:-0}" = 0 ] && sed -n 's/^#> //p' $(TARGETS) | grep . || \
+	  awk '/^##@ / {print "\n" substr($$0, 5)} /^#: ?/ {sub(/^#: ?/, ""); print "  " $$0} \
 	  /^[a-z-]+:.*## / {name = $$0; sub(/:.*/, "", name); sub(/.*## /, ""); printf "  %-20s %s\n", name, $$0}' $(TARGETS)
 setup:
 	@if $(OWN_VENV); then exit 0; fi; $(call ANY_PYTHON,scripts/setup_env.py $(filter $(ADDING),$(MAKECMDGOALS)))
@@ -103,3 +114,4 @@ format:
 clean:
 	@rm -rf .pytest_cache .ruff_cache .mypy_cache __pycache__ build dist *.egg-info .coverage .coverage.*
 	@find sft_play $(wildcard scripts tests benchmarks) -type d -name __pycache__ -prune -exec rm -rf {} +
+endif

@@ -35,6 +35,8 @@ def main(words: Sequence[str] | None = None) -> int:
     set_up_logging(escape_control(command)[:20], stream=sys.stderr)
     failures.begin_process()
     is_json = wants_json(words)
+    if "--why" in words:  # the log, and that of ranks, read the variable
+        os.environ["WHY"] = "1"
     try:
         request = read_request(words, os.environ)
         set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)

@@ -1,7 +1,8 @@
 """Logging, set up once and only by entry points; and functions that make text safe to show.
 
-Modules only use `logger = logging.getLogger(__name__)`. Rank 0 logs at INFO, the others at WARNING with their rank in
-the prefix.
+Modules only use `logger = logging.getLogger(__name__)`. INFO is what a person reads while a command runs, DEBUG
+everything else: it is in a run's train.log, and with WHY=1 on the terminal. Ranks but the first log at WARNING, with
+their rank in the prefix.
 """
 
 from __future__ import annotations
@@ -144,8 +145,7 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
     handler = _OutputHandler(sys.stdout) if stream in (None, sys.stdout) else logging.StreamHandler(stream)
     handler.setFormatter(_PlainFormatter(command=command, rank=rank))
     handler.addFilter(_Once())
-    # what the terminal already shows in another form, such as a progress bar
-    handler.addFilter(lambda record: not getattr(record, "file_only", False))
+    handler.setLevel(logging.INFO if os.environ.get("WHY", "0") in ("", "0") else logging.DEBUG)  # ranks inherit it
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and Path(file).parent.parent.is_dir():  # torch's launcher gives each rank of this node a folder below it
         handler.addFilter(_OnceOverRanks(Path(file).parent.parent))
@@ -154,7 +154,7 @@ def set_up_logging(command: str, *, rank: int = 0, stream: TextIO | None = None)
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    logging.getLogger("sft_play").setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    logging.getLogger("sft_play").setLevel(logging.DEBUG if rank == 0 else logging.WARNING)
     logging.captureWarnings(True)
     for name in QUIET_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Sizes: integers of bytes until they are printed, in units of 2**30; large numbers in words."""
+"""Sizes: integers of bytes until they are printed, in units of 2**30; large numbers and durations in words."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def count_of(number: int) -> str:
     if number >= 10**9:
         return f"{number / 10**9:.2f} billion"
     return f"{number / 10**6:.1f} million" if number >= 10**6 else f"{number:,}"
+
+
+def duration_of(seconds: float) -> str:
+    """A duration in the unit that a person would take: `40 seconds`, `8 minutes`, `3.2 hours`, `19.0 days`."""
+    if seconds >= 48 * 3600:
+        return f"{seconds / 86400:.1f} days"
+    if seconds >= 90 * 60:
+        return f"{seconds / 3600:.1f} hours"
+    if seconds >= 90:
+        return f"{seconds / 60:.0f} minutes"
+    whole = max(1, round(seconds))
+    return f"{whole} second{'' if whole == 1 else 's'}"

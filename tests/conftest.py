@@ -30,6 +30,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
     sys.dont_write_bytecode = False  # a hundred processes of tests would each compile the package anew, for two seconds
 os.environ.update(waiting_threads(os.environ))  # commands run in this process, which loads torch before them
+os.environ["WHY"] = "1"  # tests read everything that commands have to say; test_screens.py reads what a person sees
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
@@ -78,7 +79,7 @@ def pytest_runtest_setup() -> None:
 
 
 VARIABLES = (
-    *(name for name in OF_MAKE if name not in ("TESTS", "TORCH")),
+    *(name for name in OF_MAKE if name not in ("TESTS", "TORCH", "WHY")),
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES", "NPROC_PER_NODE"),
     *(
         "SFT_PLAY_RUN",

@@ -205,7 +205,7 @@ def test_what_measures_the_project_is_called_from_the_checkout(copy, fake):
 
 
 def test_help_shows_every_target_group_and_variable():
-    text = make("help").stdout
+    text = make("help", "ALL=1").stdout
     for target in TARGETS:
         assert re.search(rf"^  {target} +\S", text, re.MULTILINE), target
     for group in ("Setup", "Train", "Plan", "Develop", "Variables", "Examples"):
@@ -245,7 +245,7 @@ def test_make_alone_is_help(tmp_path):
     [
         (["trian"], "make trian: there is no such target; did you mean make train?"),
         (["tests"], "make tests: there is no such target; did you mean make test?"),  # a folder that there is
-        (["docs"], "make docs: there is no such target; make alone lists them"),
+        (["docs"], "make docs: there is no such target; make help ALL=1 lists them"),
         # a file that there is: make would train the starter, and find nothing to do for the file
         (["train", "configs/run_bnb.yaml"], "a run YAML is given as CONFIG=configs/run_bnb.yaml"),
         (["trian", "CONFIG=my.yaml"], "did you mean make train?"),

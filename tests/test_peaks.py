@@ -186,15 +186,13 @@ def test_a_run_says_the_peak_of_each_moment_and_records_the_trainings(tmp_path, 
     assert found["generation"]["predicted_allocated"] is None
     (line,) = [line for line in said.splitlines() if "Peak memory by moment: " in line]
     assert all(name in line for name in found)
-    peak = summary["peak_bytes"]  # what is counted is said, with the process's whole
-    (line,) = [line for line in said.splitlines() if "Peak memory above the " in line]
-    numbers = [float(text) for text in re.findall(r"([0-9.]+) GiB", line)]
-    counted = [
-        peak["level_rss"],
-        peak["predicted_reserved"],
-        peak["measured_rss"],
-        peak["level_rss"] + peak["measured_rss"],
-    ]
-    assert numbers == [float(f"{count / 2**30:.2f}") for count in counted]
+    peak = summary["peak_bytes"]  # what is counted is said, and the process's whole
+    for start, counted in (
+        ("Peak memory above the ", (peak["predicted_reserved"], peak["measured_rss"])),
+        ("Resident memory: ", (peak["level_rss"], peak["level_rss"] + peak["measured_rss"])),
+    ):
+        (line,) = [line for line in said.splitlines() if start in line]
+        numbers = [float(text) for text in re.findall(r"([0-9.]+) GiB", line)]
+        assert numbers == [float(f"{count / 2**30:.2f}") for count in counted]
     recorded = json.loads((tmp_path / "cache" / "measured.jsonl").read_text().splitlines()[-1])
     assert recorded["measured_reserved"] == found["training"]["measured_rss"]

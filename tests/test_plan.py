@@ -307,7 +307,9 @@ def test_earlier_runs_on_the_machine_correct_memory_upwards_and_speed_both_ways(
     machine = gpus(1, 80)
     text = "train: {batch_size: 4, gradient_checkpointing: true}"
     plain = plan_of(machine=machine, text=text)
-    taught = plan_of(machine=machine, text=text, earlier=[measured(), measured(measured_reserved=90)])
+    size = plain.memory.reserved
+    runs = [measured(predicted_reserved=size, measured_reserved=round(share * size)) for share in (1.1, 0.9)]
+    taught = plan_of(machine=machine, text=text, earlier=runs)
     assert taught.memory.reserved == pytest.approx(1.1 * plain.memory.reserved, rel=1e-6)
     assert taught.speed.tokens_per_s == pytest.approx(0.5 * plain.speed.tokens_per_s)
     assert any("2 earlier runs of this kind on this machine used 10.0% more memory" in r for r in taught.reasons)

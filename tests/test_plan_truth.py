@@ -65,8 +65,8 @@ def machine_of(chance: random.Random) -> Hardware:
 def random_plans() -> list[tuple[RunConfig, Plan]]:
     """Plans of random jobs on random machines, some traced, some after earlier runs."""
     chance = random.Random(RANDOM)
-    runs = [measured(device=f"GPU of {gib}", mode=mode, measured_reserved=1100, measured_tokens_per_s=37.0)
-            for gib in (8, 24, 80) for mode in ("lora", "qlora")]  # fmt: skip
+    runs = [run for gib in (8, 24, 80) for mode in ("lora", "qlora")
+            for run in of_all_sizes(1.1, device=f"GPU of {gib}", mode=mode, measured_tokens_per_s=37.0)]  # fmt: skip
     found = []
     full = config_from_text(f"model: {{name: {MODELS[2]}}}\ntuning: {{mode: full}}", name="x")
     jobs = [(run_of(chance, chance.choice(MODELS)), machine_of(chance)) for _ in range(25)]
@@ -158,6 +158,12 @@ def measured(**changes: Any) -> calibration.Measured:
     return calibration.Measured(**{**usual, **changes})
 
 
+def of_all_sizes(ratio: float, **kind: Any) -> list[calibration.Measured]:
+    """Runs from 128 MiB to 128 GiB that all needed as much more than predicted."""
+    sizes = [2**power for power in range(27, 38)]
+    return [measured(predicted_reserved=size, measured_reserved=int(ratio * size), **kind) for size in sizes]
+
+
 def learned(runs: list[calibration.Measured], **kind: Any) -> calibration.Correction:
     return calibration.correction(runs, **{"device": "GPU", "mode": "lora", "layout": "single", **kind})
 
@@ -224,9 +230,9 @@ def test_a_trace_is_corrected_like_any_prediction():
 
     shape, name = shape_of(config.model.name), machine.gpus[0].name
     plain = make_advised_plan(PlanRequest(config, shape, machine))
-    plan = make_advised_plan(
-        PlanRequest(config, shape, machine, earlier=[measured(device=name, measured_reserved=1200)]), confirm=traced
-    )
+    size = int(1.1 * plain.memory.reserved)
+    earlier = [measured(device=name, predicted_reserved=size, measured_reserved=round(1.2 * size))]
+    plan = make_advised_plan(PlanRequest(config, shape, machine, earlier=earlier), confirm=traced)
     assert plan.choice.raw.reserved == pytest.approx(1.1 * plain.memory.reserved, rel=1e-6)
     assert plan.memory.reserved == pytest.approx(1.32 * plain.memory.reserved, rel=1e-6)
 
@@ -235,8 +241,8 @@ def test_ways_out_and_max_know_what_earlier_runs_taught():
     config, name = usual("full"), "Qwen/Qwen2.5-3B-Instruct"
     config = config_from_text(f"model: {{name: {name}}}\ntuning: {{mode: lora}}", name="x")
     machine, shape = found_machine(), shape_of(name)
-    earlier = [measured(device=machine.gpus[0].name, mode=mode, layout="single", measured_reserved=3600)
-               for mode in ("lora", "qlora", "full")]  # fmt: skip
+    earlier = [run for mode in ("lora", "qlora", "full")
+               for run in of_all_sizes(3.6, device=machine.gpus[0].name, mode=mode)]  # fmt: skip
     plain = largest_that_fits("seq_len", PlanRequest(config, shape, machine))
     taught = largest_that_fits("seq_len", PlanRequest(config, shape, machine, earlier=earlier))
     assert isinstance(plain.value, int)
@@ -255,6 +261,49 @@ def test_ways_out_and_max_know_what_earlier_runs_taught():
             assert (again.fits, again.memory.required) == (True, way.required), way
             checked += 1
     assert checked
+
+
+def needs(predicted: int, peaks: list[tuple[int, int]]) -> float:
+    """What a prediction comes to, written a second time: by each run alone, then the most of them."""
+    by_run = [predicted]
+    for foreseen, found in peaks:
+        if predicted < foreseen / calibration.LIKE:
+            continue  # of another size: much smaller
+        scaled = predicted * min(calibration.MOST_MEMORY, found / foreseen)
+        by_run.append(min(scaled, calibration.LIKE * found))  # no run speaks for more than twice what it measured
+    return max(by_run)
+
+
+def test_a_correction_holds_for_like_sizes_and_never_turns_two_predictions_round():
+    chance = random.Random(11)
+    for _ in range(300):
+        peaks = [(chance.randint(1, 10**5), chance.randint(1, 3 * 10**5)) for _ in range(chance.randint(1, 6))]
+        found = learned([measured(predicted_reserved=one, measured_reserved=other) for one, other in peaks])
+        before = 0.0
+        for predicted in sorted(chance.randint(1, 10**6) for _ in range(40)):
+            corrected = predicted * found.at(predicted).memory
+            assert corrected == pytest.approx(needs(predicted, peaks))
+            assert corrected >= before * (1 - 1e-9)
+            before = corrected
+
+
+def test_the_starters_memory_does_not_move_a_4b(cache):
+    """382 MB predicted and 1,039 measured moved a 4B's plan on the same CPU by 2 GiB."""
+    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
+    starter = measured(device="cpu", mode="qlora", model="sft-play/starter-base", predicted_reserved=382_000_000,
+                       measured_reserved=1_039_000_000)  # fmt: skip
+    for dtype in ("bf16: true", "bf16: false"):
+        config = config_from_text(f"model: {{name: Qwen/Qwen3-4B}}\ntrain: {{{dtype}}}", name="x")
+        plain, taught = (
+            make_plan(PlanRequest(config, shape_of("Qwen/Qwen3-4B"), machine, earlier=runs)) for runs in ([], [starter])
+        )
+        assert taught.memory == plain.memory
+        assert taught.memory.required > 4 * GIB
+        (said,) = [reason for reason in taught.reasons if "earlier run" in reason]
+        assert "of other sizes, and do not correct this one's memory" in said
+    like = learned([starter], device="cpu", mode="qlora").at(400_000_000)
+    assert like.memory == pytest.approx(1039 / 382)
+    assert "(0.97 GiB, 0.36 predicted)" in (like.reason or "")
 
 
 # --- a plan and its JSON ----------------------------------------------------------------------------------------------

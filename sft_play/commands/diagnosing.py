@@ -4,6 +4,7 @@ holds of it."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -44,7 +45,9 @@ def run(request: Request) -> Answer | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
         serve = engines.engine_names(request.serve)
-        return answer_of(check(request.config, request.overrides, asked_machine(request), serve=serve))
+        report = check(request.config, request.overrides, asked_machine(request), serve=serve)
+        answer = answer_of(report)
+        return answer if request.why else dataclasses.replace(answer, lines=["\n".join(report.screen())])
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)

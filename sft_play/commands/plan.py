@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import os
 import re
 import shlex
@@ -22,17 +23,20 @@ from sft_play.facts.installed import missing_kernels
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
-from sft_play.launch.machine import machine_for, say_unseen
+from sft_play.launch.machine import CPU_PARAMS, machine_for, require_machine
 from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
 from sft_play.planner.advice.questions import Largest, Question, grid, question
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
+from sft_play.planner.screen import plan_screen
 from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.row_survey import count_if_quick, known_rows
+
+logger = logging.getLogger(__name__)
 
 HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}
 FIRST_NODE = "NODE0"
@@ -47,7 +51,6 @@ def run(request: Request) -> Answer:
     loaded = load_config(request.config, overrides=request.overrides)
     whole = machine_for(loaded.config, asked_machine(request))
     hardware = machine_of_mesh(loaded.config, whole)
-    say_unseen(loaded.config, hardware, os.environ)
     configs = []
     for cell in asked_cells:
         with _in_cell(cell):
@@ -74,19 +77,18 @@ def run(request: Request) -> Answer:
     plan_cell = functools.partial(plan_for, only=cell_only, keeps_params=keeps, with_suggestions=False)
     cells = [(cell, _planned_cell(cell, config, base, whole, plan_cell)) for cell, config in configs]
     largest = _largest(asked_largest, loaded.config, hardware, only) if asked_largest else None
-    file = request.options.deepspeed.file if request.options.deepspeed else None
-    command = launch_line(plan, loaded, file)
-    data = {**plan.as_json(), "launch": command if plan.fits else None}
+    data = plan.as_json()
     if stages:
         data |= {"stage": loaded.stage, "stages": [{"name": name, **one.as_json()} for name, _, one in stages]}
     if cells:
         data["whatif"] = [{"settings": list(cell), **one.as_json()} for cell, one in cells]
     if largest is not None:
         data["max"] = dataclasses.asdict(largest)
-    by_node = _launches_by_node(plan, loaded, file)
+    refused, file = _refused(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
+    starts = refused is None and _starts_here(plan, loaded, whole)
+    data["launch"] = launch_line(plan, loaded, file) if starts else None
     lines = [
-        *absent,
-        *show.plan_lines(plan, loaded.config, command=command, by_node=by_node),
+        *_page(request, plan, loaded.config, absent, data["launch"], _launches_by_node(plan, loaded, file)),
         *show.stage_lines(stages),
         *show.grid_lines(cells),
         *([show.largest_line(largest)] if largest else []),
@@ -94,7 +96,6 @@ def run(request: Request) -> Answer:
     if stages:
         why = "the one with the longest rows" if plan.fits else "which does not fit"
         lines.insert(0, f"The plan of stage {loaded.stage}, {why}:")
-    refused = _refused(plan, loaded)
     if budget is not None:
         data["budget"] = budget.as_json()
         lines = [*budget.lines(), *([f"The plan on {budget.offers[0].machine}:"] if budget.offers else []), *lines]
@@ -128,6 +129,18 @@ def _budget(request: Request, loaded: LoadedConfig, hardware: Hardware, only: tu
     return budget_for(loaded.config, request.budget, hardware, only=only)
 
 
+def _page(
+    request: Request, plan: Plan, config: RunConfig, absent: Sequence[str], command: str | None, by_node: Sequence[str]
+) -> Sequence[str]:
+    """Four lines, with what the trace said where it was asked for; with WHY=1 everything."""
+    if request.why:
+        return [*absent, *show.plan_lines(plan, config, command=command, by_node=by_node)]
+    start = (by_node or [f"Start: {command}"]) if command is not None and plan.fits else []
+    fallback = [line for line in absent if line.startswith("Backend")]
+    traced = [reason for reason in plan.reasons if "trace" in reason] if request.trace else []
+    return [*fallback, *plan_screen(plan, config, start=start, is_here=absent == fallback), *traced]
+
+
 def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
     """Why a run with this plan would not start; None where it would."""
     try:
@@ -136,6 +149,17 @@ def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
     except DoesNotFit as error:
         return error
     return None
+
+
+def _starts_here(plan: Plan, loaded: LoadedConfig, machine: Hardware) -> bool:
+    """Whether a run would start on this machine, or on one that is only named; where not, a warning has its words."""
+    try:
+        if not machine.named:
+            require_machine(loaded.config, machine, os.environ, params=lambda: plan.model_params)
+    except SftPlayError as error:
+        logger.warning("a run here would stop: %s", error)
+        return False
+    return True
 
 
 def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:
@@ -202,10 +226,13 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None,
     if plan.hardware.nodes > 1:
         words += [f"NNODES={plan.hardware.nodes}", f"NODE_RANK={node}", f"MASTER_ADDR={FIRST_NODE}"]
         words.append(f"MASTER_PORT={DEFAULT_PORT}")
-    if loaded.overrides:
+    overrides, is_large = loaded.overrides, plan.model_params > CPU_PARAMS
+    if is_large and not plan.hardware.gpus and loaded.config.train.device == "auto":
+        overrides = (*overrides, "train.device=cpu")  # a CPU that is only named: without it the run would be refused
+    if overrides:
         # quoted only where a setting would be split
         is_split = re.compile(r"""[\s'"\\]""").search
-        settings = (shlex.quote(word) if is_split(word) else word for word in loaded.overrides)
+        settings = (shlex.quote(word) if is_split(word) else word for word in overrides)
         words.append(f"SET={' '.join(settings)}")
     return shlex.join(words)
 

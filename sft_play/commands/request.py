@@ -52,6 +52,7 @@ class Request:
     run: str | None = None
     json: bool = False
     out: Path | None = None
+    why: bool = False
     trace: bool = False
     whatif: str | None = None
     max: str | None = None

@@ -135,16 +135,24 @@ class CheckReport:
         """Whether there is no problem; warnings do not count."""
         return not _of(self.findings, "FAIL")
 
+    def screen(self) -> list[str]:
+        """Problems and warnings, and the verdict."""
+        wrong = [item for item in self.findings if item.verdict in ("FAIL", "WARN")]
+        verdict = f"{self._verdict()}; WHY=1 shows each"
+        return [f"Check of {self.config}:", *finding_lines(wrong), verdict] if wrong else [verdict]
+
     def lines(self) -> list[str]:
         """The page and its verdict."""
+        return [f"Check of {self.config}:", *finding_lines(self.findings), self._verdict()]
+
+    def _verdict(self) -> str:
         problems, warnings, well = (len(_of(self.findings, verdict)) for verdict in ("FAIL", "WARN", "PASS"))
         counts = [f"{problems} problem{'s' if problems != 1 else ''}"] if problems else []
         counts += [f"{warnings} warning{'s' if warnings != 1 else ''}"] if warnings else []
         is_tried = any(item.name == "memory plan" for item in _of(self.findings, "WARN"))
         verdict = "Not ready" if not self.ok else "Predicted not to fit" if is_tried else "Ready to train"
         counts.append(f"{well} ok")
-        last = f"{verdict}: {', '.join(counts)} ({self.elapsed_s:.0f} s)"
-        return [f"Check of {self.config}:", *finding_lines(self.findings), last]
+        return f"{verdict}: {', '.join(counts)} ({self.elapsed_s:.0f} s)"
 
     def as_json(self) -> dict[str, Any]:
         """`ok`, `elapsed_s` and the checks."""

@@ -30,6 +30,7 @@ from sft_play.facts.models.architecture import check_available, config_json, hub
 from sft_play.files import cache_dir
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
+from sft_play.launch.machine import require_machine
 from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
 from sft_play.planner.plan import require_fit
@@ -239,6 +240,8 @@ class _Checks:
             self._planned = self._planner(self._config, self._hardware, self._row_tokens)
             plan = self._planned.plan
             require_fit(plan, self._config)
+            if not self._hardware.named:
+                require_machine(self._config, self._hardware, os.environ, params=lambda: plan.model_params)
         except SftPlayError as error:
             yield self._problem("memory plan", error, "make plan shows every candidate and the ways out")
             return

@@ -285,14 +285,6 @@ def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | N
     )
 
 
-def say_unseen(config: RunConfig, hardware: Hardware, environment: Mapping[str, str]) -> None:
-    """Warn, beside a plan for this machine's CPU, that a run here would not start."""
-    if not hardware.named and hardware.device == "cpu" and config.train.device == "auto":
-        accelerator = unseen(read_devices(environment))
-        if accelerator is not None:
-            logger.warning("a run here would stop: %s", accelerator.message)
-
-
 def too_large(name: str, params: int) -> str:
     """The message for a model that is too large to train on a CPU by mistake."""
     return (

@@ -15,7 +15,7 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from sft_play.files import atomic, cache_dir, locked
@@ -36,6 +36,8 @@ MUCH_MORE_ROOM = 1.25
 """A step that ran out of memory is planned again where this many times as much is free: other processes have ended."""
 MOST_MEMORY = 4.0
 """A plan is corrected to at most this multiple of its prediction: anything beyond was not this run's memory."""
+LIKE = 2.0
+"""Sizes are alike within this factor: what a small run needs beyond is mostly the libraries' own."""
 SPEEDS = (1e-4, 1e4)
 """Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
 
@@ -95,21 +97,35 @@ class Measured:
 @dataclass(frozen=True)
 class Correction:
     """Corrections from earlier runs on the same device in the same mode: factors on reserved memory (>= 1) and on
-    speed."""
+    speed. `memory` is the largest factor of any size; `at` has that of a prediction."""
 
     runs: int = 0
     memory: float = 1.0
     speed: float = 1.0
     speed_measured: bool = False
     speed_of_selftest: bool = False
+    peaks: tuple[tuple[int, int], ...] = ()
+    """Reserved bytes of the runs that memory is learned from: predicted, measured."""
+
     ran_out: Measured | None = None
     """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
     def reserved(self, raw: int, room: int) -> int:
-        """The corrected prediction of a step's reserved bytes: more than the room where a step that was predicted to
-        need no more ran out of it."""
-        expected = int(raw * self.memory)
+        """The corrected prediction of a step's reserved bytes, from the runs of like size: more than the room where a
+        step that was predicted to need no more ran out of it."""
+        expected = int(raw * self.at(raw).memory)
         return max(expected, room + 1) if self.ran_out and raw >= self.ran_out.predicted_reserved else expected
+
+    def at(self, predicted: int) -> Correction:
+        """The correction of a prediction of `predicted` bytes, from the runs of like size. A run counts for larger ones
+        up to LIKE times what it measured: what is predicted to need more never needs less."""
+
+        def factor(peak: tuple[int, int]) -> float:
+            return min(peak[1] / peak[0], MOST_MEMORY, LIKE * peak[1] / predicted)
+
+        alike = [peak for peak in self.peaks if peak[0] / LIKE <= predicted <= LIKE * max(peak)]
+        alike.sort(key=factor, reverse=True)
+        return replace(self, memory=max([1.0, *map(factor, alike)]), peaks=tuple(alike))
 
     @property
     def warning(self) -> str | None:
@@ -131,12 +147,15 @@ class Correction:
             return f"{SELFTEST} measured {share}, which predicts this speed until one of your runs measures it"
         if not self.runs:
             return None
-        memory = (
-            f"used {self.memory - 1:.1%} more memory than predicted, which is added here"
-            if self.memory > 1
-            else "stayed within their predicted memory"
-        )
-        text = f"{self.runs} earlier run{'s' if self.runs > 1 else ''} of this kind on this machine {memory}"
+        count = len(self.peaks)
+        text = f"{count} earlier run{'s' if count > 1 else ''} of this kind on this machine"
+        if self.memory > 1:
+            figures = "{1:.2f} GiB, {0:.2f} predicted".format(*(size / GIB for size in self.peaks[0]))
+            text += f" used {self.memory - 1:.1%} more memory than predicted ({figures}), which is added here"
+        elif self.peaks:
+            text += " stayed within their predicted memory"
+        else:
+            text = "earlier runs of this kind on this machine were of other sizes, and do not correct this one's memory"
         if self.speed_measured:
             text += f"; their speed was {self.speed:.2f} of the roofline, and so is this one's"
         return text
@@ -229,6 +248,7 @@ def correction(
     return Correction(
         len(same), min(MOST_MEMORY, memory), min(high, max(low, speed)), speed_measured=bool(speeds),
         speed_of_selftest=bool(speeds) and not near, ran_out=_ran_out(mine, room),
+        peaks=tuple((run.predicted_reserved, run.measured_reserved) for run in same),
     )  # fmt: skip
 
 

@@ -376,7 +376,8 @@ def candidate_of(
     if job.has_eval:
         # the evaluation's size follows from the training step's bytes, so the walk comes first
         walk.evaluates(eval_batch(walk, otherwise=eval_rows))
-    step, memory, learned = walk.step, estimate_of(walk), job.learned(layout)
+    step, memory = walk.step, estimate_of(walk)
+    learned = job.learned(layout)
     speed = _speed_of(job, precision, step)
     raw = Raw(memory.reserved, speed.tokens_per_s)  # recorded beside the measurement when the run ends
     return Candidate(

@@ -170,6 +170,8 @@ class RowTokens:
     limit: int
     held_out: int = 0
     sample: tuple[int, ...] = ()
+    cut: int | None = None
+    """Training rows that the limit cuts; None where that was not counted."""
 
     @property
     def longest_of_all(self) -> int:
@@ -184,7 +186,8 @@ class RowTokens:
         lengths = {name: min(limit, getattr(self, name)) for name in ("p95", "longest", "held_out")}
         sample = tuple(min(limit, length) for length in self.sample)
         mean = self.mean * sum(sample) / max(1, sum(self.sample))
-        return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, **lengths)
+        cut = 0 if self.longest <= limit and self.cut == 0 else None
+        return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, cut=cut, **lengths)
 
     def as_json(self) -> dict[str, Any]:
         """`row_tokens` of a plan, with everything that a rank needs of it."""

@@ -66,7 +66,7 @@ def reasons_of(
     """
     wish = job.config.model.max_seq_len
     walk = walk_of(job.config, job.shape, chosen.precision, chosen.step)
-    learned = job.learned(chosen.layout)
+    learned = job.learned(chosen.layout).at(chosen.raw.reserved)
     shortened = [f"max_seq_len {limit} instead of {wish}: the model has {limit} positions"] if limit != wish else []
     return (
         chosen.precision.reason,

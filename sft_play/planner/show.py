@@ -17,7 +17,7 @@ from sft_play.planner.advice.questions import Largest
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.parameters import parameters_line
 from sft_play.planner.plan import Plan
-from sft_play.units import GIB
+from sft_play.units import GIB, duration_of
 
 BAR_WIDTH = 60
 TABLE_WIDTH = 150
@@ -72,14 +72,21 @@ def _gpu_lines(hardware: Hardware) -> list[str]:
     return [f"  GPU {gpu.index}: {gpu.name} ({gpu.total_bytes / GIB:.1f} GiB)" for gpu in hardware.gpus]
 
 
-def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
-    """The lines about the batch, word for word as users know them, then the reasons and the predicted peak."""
+def known_lines(plan: Plan, config: RunConfig) -> list[str]:
+    """The lines about the batch that users know, word for word."""
     auto = config.train.batch_size == "auto" or config.train.grad_accum == "auto"
     each = "per GPU" if plan.hardware.gpus else "per process"
     word = "Auto-calculated batch size" if auto else "Batch size"
     return [
         f"{word}: {plan.batch.micro_batch} {each}, gradient accumulation: {plan.batch.grad_accum}",
         f"Effective batch size: {plan.batch.effective_batch}",
+    ]
+
+
+def batch_lines(plan: Plan, config: RunConfig) -> list[str]:
+    """The lines about the batch, then the reasons and the predicted peak."""
+    return [
+        *known_lines(plan, config),
         *(f"Because: {reason}" for reason in plan.reasons),
         memory_line(plan),
     ]
@@ -144,15 +151,16 @@ def speed_lines(plan: Plan) -> list[str]:
     elif run["hours"] is not None:
         is_known = plan.row_tokens is not None
         line = (
-            f"Run: {run['steps']:,} steps, {run['hours']:.1f} h{'' if is_known else ' if every row were full length'}"
+            f"Run: {run['steps']:,} steps, {duration_of(3600 * run['hours'])}"
+            f"{'' if is_known else ' if every row were full length'}"
         )
         if plan.compile_s:
             line += f" with {plan.compile_s:.0f} s of compiling"
         if run["gpu_hours"] is not None:
             line += f", {run['gpu_hours']:.1f} GPU-hours"
         if run["tokens"] is not None and not is_known:
-            hours = run["tokens"] / speed.tokens_per_s / 3600
-            line += f"; about {hours:.2f} h for the {run['tokens']:,} tokens that the file's size suggests"
+            short = duration_of(run["tokens"] / speed.tokens_per_s)
+            line += f"; about {short} for the {run['tokens']:,} tokens that the file's size suggests"
         if run["energy_kwh"] is not None:
             line += f"; at most {run['energy_kwh']:.1f} kWh"
         if run["cost"] is not None:
@@ -245,7 +253,7 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
         passes = f"{train.epochs:g} epoch{'s' if train.epochs != 1 else ''}"
         length = f"{train.max_steps:,} steps" if train.max_steps else passes
         full = "" if plan.row_tokens is not None else " if every row were full length"
-        hours = f", {plan.hours:.1f} h{full}" if plan.hours is not None else ""
+        hours = f", {duration_of(3600 * plan.hours)}{full}" if plan.hours is not None else ""
         parts = "" if config.tuning.trainable == "all" else f", trains {', '.join(config.tuning.trainable)}"
         lines.append(
             f"  {number} {name}: {length}, learning rate {config.learning_rate:g}, rows of at most "
@@ -255,9 +263,11 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
     return lines
 
 
-def plan_lines(plan: Plan, config: RunConfig, *, command: str, by_node: Sequence[str] = ()) -> list[str]:
-    """Everything that `make plan` prints: machine, choice, arithmetic, bar, table, and then speed and command if it
-    fits (`by_node`: lines with those of each node), or suggestions if it does not."""
+def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, by_node: Sequence[str] = ()) -> list[str]:
+    """Everything that `make plan WHY=1` prints: machine, choice, arithmetic, bar, table, and then speed and command if
+    it fits (`by_node`: lines with those of each node; None: no command would start it), or suggestions if it does
+    not."""
+    launch = (list(by_node) or [f"Launch: {command}"]) if command is not None else []
     return [
         *detected_lines(plan.hardware),
         choice_line(plan),
@@ -267,7 +277,7 @@ def plan_lines(plan: Plan, config: RunConfig, *, command: str, by_node: Sequence
         *(speed_lines(plan) if plan.fits else []),
         "Candidates:",
         *table_lines(plan),
-        *((by_node or [f"Launch: {command}"]) if plan.fits else way_lines(plan)),
+        *(launch if plan.fits else way_lines(plan)),
     ]
 
 

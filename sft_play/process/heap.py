@@ -53,7 +53,7 @@ def importing() -> Iterator[None]:
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
-    logger.info("Loading libraries: torch, transformers and what is built on them")
+    logger.debug("Loading libraries: torch, transformers and what is built on them")
     gc.collect()
     gc.disable()
     try:

@@ -109,6 +109,12 @@ VARIABLES: Dict[str, Variable] = {
         "path",
     ),
     "FOR": Variable(("launch-file",), "what schedules the job: slurm, skypilot, kubeflow", "slurm"),
+    "WHY": Variable(
+        ("plan", "check", *TRAINING),
+        "plan, check, train: show everything, such as why and what else was compared (train.log always has it)",
+        "1",
+        "switch",
+    ),
     "TRACE": Variable(("plan",), "confirm the choice by tracing the step (no GPU needed)", "1", "switch"),
     "WHATIF": Variable(("plan",), "the plan of every combination", "'a.b=1,2 c=x,y'"),
     "MAX": Variable(("plan",), "the largest that fits (seq_len, batch or model)", "seq_len"),
@@ -244,6 +250,7 @@ VARIABLES: Dict[str, Variable] = {
     "SEED": Variable(("mutation-score", "fuzz"), "which sample, or which cases", "0", has_flag=False),
     "PART": Variable(("fuzz",), "these parts: yaml, rows, words, make, serve, templates", "yaml,rows", has_flag=False),
     "CASE": Variable(("fuzz",), "this case of PART alone, to repeat what was found", "17", has_flag=False),
+    "ALL": Variable(("help",), "every target and variable", "1", "switch", has_flag=False),
     "TESTS": Variable(("test", "coverage"), "arguments for pytest", "'ARGUMENTS'", "list", has_flag=False),
     "TORCH": Variable(
         ("lock", "setup", "setup-unsloth"),
@@ -340,6 +347,13 @@ def help_lines(*, maintaining: bool) -> List[str]:
     return lines
 
 
+def about(makefile: str, target: str) -> List[str]:
+    """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it takes."""
+    text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]
+    taken = [(name, one) for name, one in VARIABLES.items() if is_taken(name, target)]
+    return [f"make {target}: {text}", *(f"  {name + '=' + one.example:<24} {one.help}" for name, one in taken)]
+
+
 def refusal(
     goals: Sequence[str], given: Iterable[str], empty: Iterable[str], here: Optional[Sequence[str]] = None
 ) -> Optional[str]:
@@ -375,7 +389,7 @@ def _no_target(goal: str) -> str:
     if goal in targets():  # of the other Makefile
         return f"make {goal}: that target is called as {spoken(goal)}"
     near = nearest(goal, targets())
-    hint = f"did you mean {spoken(near)}?" if near else "make alone lists them"
+    hint = f"did you mean {spoken(near)}?" if near else "make help ALL=1 lists them"
     if goal.endswith((".yaml", ".yml")):
         hint = f"a run YAML is given as CONFIG={goal}"
     elif goal.lower().endswith(DATA_SUFFIXES):

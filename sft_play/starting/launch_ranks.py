@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Sequence
+from logging.handlers import MemoryHandler
 
 from sft_play.config.load import LoadedConfig
 from sft_play.errors import Interrupted, RunFolderError
@@ -18,6 +19,7 @@ from sft_play.facts.network import require_free_port
 from sft_play.launch.command import Launch, timeout_of, torchrun
 from sft_play.launch.exported import RESUMED_VARIABLE
 from sft_play.launch.launch_options import LaunchOptions
+from sft_play.log import write_log_to
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings, failures
 from sft_play.process.environment import THREADS_VARIABLE
@@ -43,6 +45,7 @@ def launch_ranks(
     is_resumed: bool,
     run: str | None,
     beside: contextlib.AbstractContextManager[object],
+    log_buffer: MemoryHandler | None = None,
 ) -> tuple[int, Launch]:
     """Start the ranks of a planned run and wait for them; the exit code and the command, which may only be shown.
 
@@ -50,10 +53,11 @@ def launch_ranks(
         folder: the run's, which is made here; None on several nodes, where rank 0 makes it.
         run: the name of the run that `make resume` resumes.
         beside: what runs beside the ranks.
+        log_buffer: what was logged until now, for the run's log, which rank 0 continues.
     """
     plan, is_alone = planned[0][0], options.nodes.count == 1
     launch = _command(loaded, options, plan, folder if is_alone else None, run=run)
-    logger.info("Launch: %s", launch.line)
+    logger.log(logging.INFO if options.show_only else logging.DEBUG, "Launch: %s", launch.line)
     if options.show_only:
         return 0, launch
     loaded = with_base(loaded)
@@ -61,6 +65,9 @@ def launch_ranks(
     if folder is None or not is_alone:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch
     with beside, _write_launch(folder, loaded, planned, resume=is_resumed):
+        log_file = write_log_to(folder.log_path, buffer=log_buffer)
+        logging.getLogger().removeHandler(log_file)  # closed before the ranks write to it, or it is removed
+        log_file.close()
         try:
             code = run_ranks(launch, folder)
         except KeyboardInterrupt:  # before the ranks were started, or after they ended

@@ -39,6 +39,7 @@ from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced, Work, make_plan, refuse
 from sft_play.planner.precision import choose_precision
+from sft_play.planner.screen import fit_line, warnings
 from sft_play.runs.manifest import FREE_TO_CHANGE
 from sft_play.starter import BASE_NAME
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
@@ -64,7 +65,7 @@ def shape_for(config: RunConfig) -> ModelShape:
     try:
         shape = parse_config(fields, name=model.name)
     except UnknownArchitecture as error:
-        logger.info("%s; its class is measured on the meta device", error)
+        logger.debug("%s; its class is measured on the meta device", error)
         from sft_play.trace.block_meter import meter_of
         from sft_play.trace.confirm import cached_shape
 
@@ -253,8 +254,12 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
 
 
 def log_plan(plan: Plan, config: RunConfig) -> None:
-    """Log layout, batch and predicted peak, with the reasons."""
+    """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons."""
+    known = show.known_lines(plan, config)
     for line in [show.choice_line(plan), *show.share_lines(plan, config), *show.batch_lines(plan, config)]:
-        logger.info("%s", line)
+        logger.log(logging.INFO if line in known else logging.DEBUG, "%s", line)
+    logger.info("%s", fit_line(plan, config))
+    for warning in warnings(plan, config):
+        logger.warning("%s", warning)
     if not plan.fits:
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")

@@ -214,7 +214,7 @@ def log_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan, stoppe
     if plan_of_all.fits:
         is_all = len(alike) == len(whole.gpus)
         named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"
-        logger.info("On %s %d GPUs the plan would use %s (make train-distributed%s); this run is %s",
+        logger.debug("On %s %d GPUs the plan would use %s (make train-distributed%s); this run is %s",
                     "all" if is_all else "the alike", len(alike), plan_of_all.layout, named, plan.layout)  # fmt: skip
 
 
@@ -248,7 +248,7 @@ def batches_of(config: RunConfig, stopped: Stopped | None, hardware: Hardware) -
 
 def _log_deepspeed(lines: Iterable[str]) -> None:
     for line in lines:
-        logger.info("DeepSpeed: %s", line)
+        logger.debug("DeepSpeed: %s", line)
 
 
 def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name: str) -> dict[str, Any]:

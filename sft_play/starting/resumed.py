@@ -99,7 +99,7 @@ def log_kept(kept: Kept, stopped: Stopped | None) -> None:
         logger.info("Batch: micro %d x accum %d x %d ranks: the run ran out of memory with micro-batch %d",
                     batch.micro_batch, batch.grad_accum, batch.ranks, stopped.too_many)  # fmt: skip
     elif batch.ranks == stopped.batch.ranks:
-        logger.info("Batch: micro %d x accum %d, as the run was started", batch.micro_batch, batch.grad_accum)
+        logger.debug("Batch: micro %d x accum %d, as the run was started", batch.micro_batch, batch.grad_accum)
     else:
         logger.info("Batch: micro %d x accum %d x %d ranks (stopped with %d): the effective batch of %d is kept",
                     batch.micro_batch, batch.grad_accum, batch.ranks, stopped.batch.ranks,

@@ -7,6 +7,7 @@ reads notes only; commands that train count the rows first, into the cache of ro
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import logging
@@ -103,7 +104,7 @@ def _count(config: RunConfig) -> None:
         from sft_play.training.loop.rows import lengths_of, to_dataset
         from sft_play.training.prepare.tokenizer import load_tokenizer
 
-    logger.info("Rows: counting their tokens before the plan is made")
+    logger.debug("Rows: counting their tokens before the plan is made")
     limit, positions = _limit(config)
     # the starter's base by its folder, as the run names it: nobody is asked for a model of that name
     model = config.model.model_copy(update={"name": str(_model_folder(config.model.name) or config.model.name)})
@@ -119,6 +120,7 @@ def _count(config: RunConfig) -> None:
         limit=limit,
         held_out=max((int(one.max()) for one in held_out if len(one)), default=0),
     )
+    found = dataclasses.replace(found, cut=splits.train.report.cut_rows) if found else None
     key = _key(config)
     _counted[key] = found
     if found is None:

@@ -128,7 +128,8 @@ def _start(asked: Asked) -> Started:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
             held.enter_context(endings.StopSignals(endings.interrupt))
         buffer = start_log_buffer() if asked.ranks is None or asked.ranks.is_first else None
-        _log_base(asked.loaded)
+        if asked.tells:
+            _log_base(asked.loaded)
         asked = _settled(asked)
         decided = _decide(asked, held) if asked.ranks is None else _decide_for_ranks(asked, asked.ranks, held)
         folder, planned = decided.folder, decided.planned
@@ -142,12 +143,12 @@ def _start(asked: Asked) -> Started:
             run = folder.path.name if asked.resume and folder is not None else None
             code, launch = launch_ranks(
                 asked.loaded, asked.options, planned, folder,
-                is_resumed=decided.is_resumed, run=run, beside=_board(asked, folder),
+                is_resumed=decided.is_resumed, run=run, beside=_board(asked, folder), log_buffer=buffer,
             )  # fmt: skip
             return Started(code, asked.folder if asked.options.nodes.count > 1 else folder, plan, launch)
         if asked.over_ranks:
             ranks = plan.choice.layout.ranks
-            logger.info("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
+            logger.debug("Launch: %d process%s of Unsloth's environment", ranks, "es" if ranks > 1 else "")
         if not asked.options.show_only:
             train_here(
                 asked.loaded, planned, folder, ranks=asked.ranks, gpus=asked.options.gpus, beside=_board(asked, folder),

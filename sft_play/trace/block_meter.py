@@ -171,7 +171,7 @@ class Blocks:
         Raises:
             ModelError: neither is possible.
         """
-        logger.info("Measuring the blocks of the model's class, once: rows of %d tokens, %s", length, _WORDS[self.way])
+        logger.debug("Measuring the blocks of the model's class, once: rows of %d tokens, %s", length, _WORDS[self.way])
         problem = ""
         for blocks in (self, replace(self, settings=self.padded))[: 1 + (self.padded is not self.settings)]:
             try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -150,16 +151,11 @@ def _train(
     ):
         trainer.add_callback(callback)
     trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
-    logger.info("Trainable parameters: %s", f"{trained:,}")
+    logger.debug("Trainable parameters: %s", f"{trained:,}")
     if not has_engine:  # none will wrap the model when training begins
         before.measure()
-    try:
-        with stopping(stop):
-            trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-    finally:
-        progress.close()
-        if compiler is not None:
-            compiler.close()
+    with stopping(stop), contextlib.nullcontext() if compiler is None else contextlib.closing(compiler):
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     peak = watch.memory.peak()
@@ -185,10 +181,11 @@ def _remember(job: RunJob, event: ran_out.RanOut) -> None:
 
 
 def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
-    ranks = job.plan.choice.layout.ranks
-    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if job.plan.hardware.gpus else "the CPU"
-    where += f" ({ranks} ranks, {job.plan.layout})" if ranks > 1 else ""
-    precision, backend = SHORT[job.plan.precision.compute], prepared.backend.name
+    ranks, on_gpu = job.plan.choice.layout.ranks, bool(job.plan.hardware.gpus)
+    where = f"{ranks} GPU{'s' if ranks != 1 else ''}" if on_gpu else "the CPU"
+    where += f" ({ranks} ranks)" if ranks > 1 and not on_gpu else ""
+    precision = SHORT[job.plan.precision.compute]
+    backend = f"{prepared.backend.name}{' distributed' if ranks > 1 else ''}"
     if checkpoint is not None:
         logger.info("Resuming %s run from step %d with %s precision on %s",
                     backend, checkpoints.step_of(checkpoint), precision, where)  # fmt: skip
@@ -197,4 +194,4 @@ def _announce(job: RunJob, prepared: Prepared, checkpoint: Path | None) -> None:
     else:
         logger.info("Starting new %s run with %s precision on %s", backend, precision, where)
     logger.info("Run folder: %s", job.folder.path)
-    logger.info("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)
+    logger.debug("Learning rate: %g (%s)", job.loaded.config.learning_rate, job.loaded.config.train.lr_scheduler_type)

@@ -105,6 +105,9 @@ class LimitCost:
 # Rows
 
 
+_VERIFIED = "masks verified on every row"
+
+
 @dataclass
 class RowStats:
     """Counts of the rows of one source, or of several that were added up.
@@ -413,11 +416,24 @@ class RowStats:
             )
         return [f"Data {split}: {line}" for line in [*lines, *self._mask_lines()]]
 
+    def remarks(self, split: str) -> list[str]:
+        """Those lines that are not said of every run: rows left out, cut, repeated, masks that differ."""
+        return [line for line in self.lines(split)[1:] if _VERIFIED not in line]
+
+    def short_line(self, *, max_seq_len: int) -> str:
+        """The rows in one line: how many, the trained share, the longest, and how many were cut; or blocks of text."""
+        rows = f"{self.rows:,} rows" if self.kept == self.rows else f"{self.kept:,} of {self.rows:,} rows"
+        shown = f"{rows} of {self.source}, {self.trained / max(1, self.tokens):.0%} of {self.tokens:,} tokens trained"
+        if not self.lengths:  # of text, not of chats
+            return f"{shown}, in blocks of {max_seq_len:,}"
+        cut = f"{self.cut_rows:,} cut at {max_seq_len:,}" if self.cut_rows else "none cut"
+        return f"{shown}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
+
     def _mask_lines(self) -> Iterator[str]:
         methods = sorted(self.methods.items(), key=lambda item: -item[1])
         counts = ", ".join(f"{count:,} by {method}" for method, count in methods if method != "document")
         if counts:
-            yield f"masks verified on every row: {counts} (docs/masks.md)"
+            yield f"{_VERIFIED}: {counts} (docs/masks.md)"
         if self.untrained_turns:
             yield (
                 f"{self.untrained_turns:,} assistant turns are not trained, since the template writes them differently "

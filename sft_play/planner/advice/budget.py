@@ -15,6 +15,7 @@ from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.gpus.gpu_catalog import Price
 from sft_play.facts.hardware import Hardware, named
 from sft_play.planner.plan import Plan
+from sft_play.units import duration_of
 
 MOST_LINES = 12
 """Machines that are listed; the JSON has all."""
@@ -124,10 +125,10 @@ def _usd(amount: float) -> str:
 def _words(offer: Offer) -> str:
     read = f", price of {offer.read}" if offer.read else ""
     error = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
-    digits = 1 if offer.hours >= 10 else 2
     return (
-        f"{offer.where}: {offer.hours:,.{digits}f} h, {_usd(offer.cost)} ({offer.usd_per_gpu_hour:g} a GPU-hour{read}; "
-        f"{offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, {error})"
+        f"{offer.where}: {duration_of(3600 * offer.hours)}, {_usd(offer.cost)} "
+        f"({offer.usd_per_gpu_hour:g} a GPU-hour{read}; {offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, "
+        f"{error})"
     )
 
 

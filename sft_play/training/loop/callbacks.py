@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -296,10 +294,8 @@ def stopping(stop: StopAfter) -> StopSignals:
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a bar on a terminal, a plain line every few seconds elsewhere.
-
-    The run's log gets the lines either way. If the terminal is closed, only the bar is lost.
-    """
+    """Loss, tokens per second, memory and time left: a line every few seconds, the same on a terminal, in a pipe and in
+    the run's log."""
 
     def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._now = tokens, now
@@ -309,8 +305,6 @@ class Progress(TrainerCallback):
         self.first_step = 0
         self._started = self._last_line = 0.0
         self._paused = self._pause_began = 0.0
-        self._bar: Any = None
-        self._task: Any = None
 
     @property
     def training_s(self) -> float:
@@ -325,14 +319,6 @@ class Progress(TrainerCallback):
         """Start the clock."""
         self._started = self._last_line = self._now()
         self.first_step, self._paused = state.global_step, 0.0
-        if sys.stdout.isatty() and state.is_world_process_zero:
-            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-            from rich.progress import Progress as Bar
-
-            text = TextColumn("{task.fields[text]}")
-            self._bar = Bar(TextColumn("[train]", markup=False), BarColumn(), MofNCompleteColumn(), text)
-            self._task = self._bar.add_task("", total=state.max_steps, completed=state.global_step, text="")
-            self._bar.start()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Remember the loss."""
@@ -351,28 +337,16 @@ class Progress(TrainerCallback):
             self._paused += self._now() - self._pause_began
             self._pause_began = 0.0
 
-    def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Stop the clock and leave the bar as it is."""
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Stop the clock."""
         self.on_step_begin(args, state, control)
-        self.close()
-
-    def close(self) -> None:
-        """Release the terminal, however the run ended."""
-        bar, self._bar = self._bar, None
-        if bar is not None:
-            with contextlib.suppress(OSError):
-                bar.stop()
 
     def _show(self, state: TrainerState) -> None:
-        text = self.line(state.global_step, state.max_steps)
-        if self._bar is not None:
-            with contextlib.suppress(OSError):
-                self._bar.update(self._task, completed=state.global_step, text=text)
         first_or_last = state.global_step in (self.first_step + 1, state.max_steps)
         if first_or_last or self._now() - self._last_line >= PLAIN_LINE_EVERY_S:
             self._last_line = self._now()
-            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text,
-                        extra={"file_only": self._bar is not None})  # fmt: skip
+            text = self.line(state.global_step, state.max_steps)
+            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text)
 
     def line(self, step: int, steps: int) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""

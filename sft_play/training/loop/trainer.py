@@ -259,7 +259,7 @@ def build_trainer(
     mix = sources.mix(seed=config.train.seed, sizes=packed) if sources else None
     if mix is not None and packs is not None:
         for line in mix_table(mix, shown="packed"):
-            logger.info("Packing: %s", line)
+            logger.debug("Packing: %s", line)
     trainer = (kind or PlannedTrainer)(
         model=model,
         args=arguments,
@@ -347,7 +347,7 @@ def _packs_of(
     """
     if not wants_packing(config):
         if config.data.packing != "none":
-            logger.info(
+            logger.debug(
                 "Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode
             )
         return None, tuple(sizes)
@@ -356,7 +356,7 @@ def _packs_of(
     packs = joined(parts)
     effective, setting = plan.batch.effective_batch, config.train.effective_words
     chats_per_row = len(rows) / len(packs)
-    logger.info(
+    logger.debug(
         "Packing: %s chats in %s rows of at most %d tokens (%.1f%% padding); a step of %d rows sees %.1f chats on "
         "average, %.1f a row",
         f"{len(rows):,}", f"{len(packs):,}", plan.max_seq_len, 100 * (1 - packs.tokens.mean() / plan.max_seq_len),

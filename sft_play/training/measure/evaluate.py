@@ -86,7 +86,7 @@ def evaluate_before(job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, *, res
     if distributed.is_first():
         job.folder.update_manifest(before=before.as_json())
         match = "" if before.exact_match is None else f", exact match {before.exact_match:.1%}"
-        logger.info("Before training: held-out loss %.4f%s", before.loss, match)
+        logger.debug("Before training: held-out loss %.4f%s", before.loss, match)
     return before
 
 
@@ -128,7 +128,7 @@ class BeforeTraining(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
         self._engine_check = check_engine(self._trainer, self._job.plan)
-        logger.info("%s", self._engine_check.line)
+        logger.debug("%s", self._engine_check.line)
         self.measure()
 
     def measure(self) -> None:

@@ -273,7 +273,7 @@ class LoadMeter:
             memory.host_load_bytes,
             tuple(ram for _, ram in figures),
         )
-        logger.info("%s", self._measured.line)
+        logger.debug("%s", self._measured.line)
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

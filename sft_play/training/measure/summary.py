@@ -30,7 +30,7 @@ from sft_play.training.proofs.compiling import CompileFacts
 from sft_play.training.proofs.kernels import Taken
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.engine_check import EngineCheck
-from sft_play.units import GIB
+from sft_play.units import GIB, duration_of
 
 logger = logging.getLogger(__name__)
 
@@ -112,27 +112,38 @@ class Result:
         }
 
 
-def summary_lines(job: RunJob, result: Result, summary: dict[str, Any]) -> list[str]:
-    """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what to try next."""
+def summary_lines(job: RunJob, result: Result) -> list[str]:
+    """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what is next."""
     predicted = f" ({job.plan.speed.tokens_per_s:,.0f} predicted)" if job.plan.speed_known else ""
     steps, speed = result.trained.steps, result.trained.tokens_per_s
     earlier = result.trained.steps_before
     now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
     now += f" ({result.trained.skipped_steps} skipped: not finite)" if result.trained.skipped_steps else ""
-    lines = [f"Steps: {now} in {result.wall_s:.0f} s; {speed:,.0f} tokens/s in training{predicted}"]
-    lines += [result.trained.compiled.line] if result.trained.compiled else []
-    lines += _figure_lines(result)
-    lines += _answer_lines(result.before, result.after)
-    lines += [_memory_line(result.trained.peak_bytes), _moments_line(result.by_moment)]
-    others = result.kernels.words(job.plan)
-    lines += [others] if others else []
-    lines.append(f"Written to: {job.folder.path}")
+    lines = [
+        f"Steps: {now} in {duration_of(result.wall_s)}; {speed:,.0f} tokens/s in training{predicted}",
+        *_figure_lines(result),
+        *_answer_lines(result.before, result.after),
+        _memory_line(result.trained.peak_bytes),
+        f"Written to: {job.folder.path}",
+    ]
     if result.exit_code:  # its error says how to resume
         return lines
     if result.status == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
+    return lines if job.folder.run is not None else [*lines, _next_lines(job)[0], *_try_next(job)]
+
+
+def detail_lines(job: RunJob, result: Result, summary: dict[str, Any]) -> list[str]:
+    """What a run's log has beside those."""
+    peak = result.trained.peak_bytes
+    lines = [result.trained.compiled.line] if result.trained.compiled else []
+    lines += [_peak_line(peak), _moments_line(result.by_moment)]
+    others = result.kernels.words(job.plan)
+    lines += [others] if others else []
+    if result.status != "finished":
+        return lines
     lines.append(f"Trained weights: {summary['model_path']}")
-    return lines if job.folder.run is not None else [*lines, *_next_lines(job)]
+    return lines if job.folder.run is not None else [*lines, *_next_lines(job)[1:]]
 
 
 def _figure_lines(result: Result) -> list[str]:
@@ -181,22 +192,26 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SAMPLE_CHARACTERS else text[: _SAMPLE_CHARACTERS - 1] + "…"
 
 
-def _memory_line(peak: dict[str, int | None]) -> str:
-    def show(value: int | None) -> str:
-        return f"{value / GIB:.2f} GiB" if value is not None else "not measured"
+def _show(size: int | None) -> str:
+    return f"{size / GIB:.2f} GiB" if size is not None else "not measured"
 
+
+def _memory_line(peak: dict[str, int | None]) -> str:
+    """One figure predicted and one measured, both of what plans are made and corrected by."""
+    on_cpu = "measured_rss" in peak
+    measured = peak["measured_rss"] if on_cpu else peak["measured_reserved"]
+    what = "above the libraries' own" if on_cpu else "reserved on a GPU"
+    return f"Peak memory {what}: {_show(peak['predicted_reserved'])} predicted, {_show(measured)} measured"
+
+
+def _peak_line(peak: dict[str, int | None]) -> str:
+    """The figures that are not in `_memory_line`."""
     if "measured_rss" in peak:
         level, measured = peak["level_rss"] or 0, peak["measured_rss"]
-        whole = "" if measured is None else f" (the process had {show(level + measured)} resident)"
-        return (
-            f"Peak memory above the {show(level)} of Python and its libraries: predicted "
-            f"{show(peak['predicted_reserved'])}, measured {show(measured)}{whole}"
-        )
-    return (
-        f"Peak memory: {show(peak['predicted_allocated'])} predicted, {show(peak['measured_allocated'])} measured "
-        f"(allocated); {show(peak['predicted_reserved'])} predicted, {show(peak['measured_reserved'])} measured "
-        "(reserved)"
-    )
+        whole = None if measured is None else level + measured
+        return f"Resident memory: {_show(level)} of Python and its libraries before the run, {_show(whole)} at its peak"
+    allocated = _show(peak["predicted_allocated"]), _show(peak["measured_allocated"])
+    return "Peak memory allocated on a GPU: {} predicted, {} measured".format(*allocated)
 
 
 def _moments_line(peaks: Mapping[str, Mapping[str, int | None]]) -> str:
@@ -217,9 +232,15 @@ def _next_lines(job: RunJob) -> list[str]:
         lines.append(f"As one model, without its base: make merge RUN={run}")
     if "tensorboard" in job.loaded.config.train.report_to:
         lines.append(f"See the curves: make tensorboard RUN={run}")
-    if Path(job.loaded.path).name == Path(CONFIG).name:
-        lines.append('Try next: make train CONFIG=configs/run_bnb.yaml SET="data.train_path=…" (your own data)')
     return lines
+
+
+def _try_next(job: RunJob) -> list[str]:
+    """After the starter: a model of the hub, on a CPU one that it can train, with the user's data."""
+    if Path(job.loaded.path).name != Path(CONFIG).name:
+        return []
+    model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "  # at most CPU_PARAMS
+    return [f'Try next: make train CONFIG=configs/run_bnb.yaml SET="{model}data.train_path=…" (your own data)']
 
 
 def finish(
@@ -242,7 +263,9 @@ def finish(
     job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
     if result.status == "finished" and prepared.backend.name != "unsloth":  # its process knows no template
         describe(job, prepared, summary)
-    for line in summary_lines(job, result, summary):
+    for line in detail_lines(job, result, summary):
+        logger.debug("%s", line)
+    for line in summary_lines(job, result):
         logger.info("%s", line)
     distributed.barrier()
     if result.exit_code:

@@ -132,7 +132,7 @@ class UpdateCheck(TrainerCallback):
         self.facts = UpdateFacts(
             *dtypes_of(self._trainer), moved_share=round(moved / seen, 4) if seen else None, rounding=self._rounding
         )
-        logger.info("%s", self.facts.line)
+        logger.debug("%s", self.facts.line)
         if self.facts.lost:
             logger.warning("%s", self.facts.warning)
 

@@ -71,9 +71,9 @@ def begin(hf_config: Any, plan: Plan, *, attention: str, device: torch.device) -
     try:
         runs = chosen(call, dtype=getattr(torch, plan.precision.compute), device=device)
     except Exception as error:  # a private function of torch's: without it only this line is missing
-        logger.info("Attention kernel: %s is planned; PyTorch does not say which it takes (%s)", planned, error)
+        logger.debug("Attention kernel: %s is planned; PyTorch does not say which it takes (%s)", planned, error)
         return
-    logger.info("Attention kernel: %s", _words(runs, capability, cudnn=step.cudnn))
+    logger.debug("Attention kernel: %s", _words(runs, capability, cudnn=step.cudnn))
     if runs != planned:
         logger.warning(
             "Attention kernel: PyTorch %s with cuDNN %s takes %s here, and the plan counts on %s: memory and speed may "

@@ -57,7 +57,7 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
     _require_kernels(plan, config)
     free, total = torch.cuda.mem_get_info()
     need = plan.memory.reserved + plan.memory.margin
-    logger.info("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
+    logger.debug("GPU memory: %.1f GiB free after the CUDA context, %.1f planned", free / GIB, need / GIB)
     if plan.hardware.pages:
         # Windows' driver would page GPU memory to the host, where a step takes many times as long, without a message
         limit = min(free + torch.cuda.memory_reserved(), plan.budget_bytes) - DESKTOP_BYTES
@@ -68,7 +68,7 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
             "would page to the host's memory, many times as slow (%.1f GiB of what is free are left to the desktop)",
             limit / GIB, DESKTOP_BYTES / GIB,
         )  # fmt: skip
-    logger.info("%s", allocator_words(os.environ))
+    logger.debug("%s", allocator_words(os.environ))
     if need <= free:
         return
     message = (

@@ -34,6 +34,8 @@ from sft_play.training.proofs.kernels import check_kernels
 
 logger = logging.getLogger(__name__)
 
+_ROW_SHOWN = 300
+"""Characters of the first row that a terminal shows."""
 OF_THE_MODEL = ("weights", "tokenizer", "adapter")
 """Facts that all stages of a run share."""
 
@@ -145,21 +147,31 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
     if config.train.load_best_model_at_end and splits.val is None:
         raise ConfigError("train.load_best_model_at_end=true needs validation rows: give data.val_path or val_fraction")
     for name, split in (("train", splits.train), ("val", splits.val), ("test", splits.test)):
-        _log(split.report.lines(name) if split else [])
+        remarks = split.report.remarks(name) if split else []
+        for line in split.report.lines(name) if split else []:
+            logger.log(logging.INFO if line in remarks else logging.DEBUG, "%s", line)
     _log(mask_lines(splits.train.report, tokenizer.tokenizer))
+    held_out = [f"{len(one.rows):,} {name}" for name, one in (("val", splits.val), ("test", splits.test)) if one]
+    shown = splits.train.report.short_line(max_seq_len=plan.max_seq_len)
+    logger.info("Data: %s; held out: %s", shown, " and ".join(held_out) or "none")
     count, effective = len(splits.train.rows), plan.batch.effective_batch
     if count < effective:
         logger.warning(
             "Data train: %d rows are fewer than one effective batch of %d: each step sees all of them", count, effective
         )
     row = one_line(show_row(splits.train.first(), tokenizer.tokenizer), limit=2_000)
-    logger.info("First training row, trained part in [[ ]]: %s", row)
+    # a long prompt would leave no place for what is trained
+    begin = max(0, row.find("[[") - _ROW_SHOWN // 3) if len(row) > _ROW_SHOWN else 0
+    shown = one_line(f"{'…' if begin else ''}{row[begin:]}", limit=_ROW_SHOWN)
+    if shown != row:
+        logger.debug("First training row, whole: %s", row)
+    logger.info("First training row, trained part in [[ ]]: %s", shown)
     return splits
 
 
 def _log(lines: Iterable[str]) -> None:
     for line in lines:
-        logger.info("%s", line)
+        logger.debug("%s", line)
 
 
 def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def _train(building: Path, start: Path, corpus: Path, *, seed: int) -> None:
                 last = [*last[-8:], line.rstrip()]
                 shown = _shown(line.rstrip(), building)
                 if shown is not None:
-                    logger.info("base | %s", shown)
+                    logger.log(logging.INFO if shown.startswith("step ") else logging.DEBUG, "base | %s", shown)
         except BaseException:  # this process was told to stop: a half-trained base is of no use
             process.kill()
             raise

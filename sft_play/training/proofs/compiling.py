@@ -130,7 +130,7 @@ class Compiler(TrainerCallback):
     def _say(self, *, again: bool) -> None:
         facts, (graphs, known) = self.facts, self._said
         if graphs is None or (again and facts.graphs > graphs):
-            logger.info("%s", facts.line)
+            logger.debug("%s", facts.line)
             graphs = facts.graphs
         for kind, text in facts.problems.items():
             if kind not in known:
@@ -158,7 +158,7 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
         return None
     seconds = time.perf_counter() - began
     blocks = compile_in_place(model)
-    logger.info("Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, proof.words)
+    logger.debug("Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, proof.words)
     return Compiler(proof_s=seconds)
 
 

@@ -100,14 +100,14 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
 
     proof, reason = agreed(tried)
     if reason is not None:
-        say = logger.warning if config.train.kernels == "liger" else logger.info
+        say = logger.warning if config.train.kernels == "liger" else logger.debug
         say("Kernels: the plain ones; train.kernels=%s: %s", config.train.kernels, reason)
         _require_room(config, plan, reason)
         return Taken(reason=reason)
     _left_by.append(_names_of_module(model))
     replaced = _swap(model)
     assert proof is not None
-    logger.info("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), proof.words)
+    logger.debug("Kernels: Liger's %s (on small models of this class: %s)", ", ".join(replaced), proof.words)
     return Taken(replaced)
 
 

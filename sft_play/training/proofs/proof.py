@@ -184,7 +184,7 @@ def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> 
         )  # fmt: skip
         return
     varlen.use_flash(used=True)
-    logger.info("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", error)
+    logger.debug("Attention: on this GPU PyTorch's varlen kernel is within %.1g of a call for each chat", error)
 
 
 def relative_error(

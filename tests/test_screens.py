@@ -1,0 +1,342 @@
+"""What a person sees of help, plan, check and train: how many lines, and that the rest is where it is said to be."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.hardware import named
+from sft_play.facts.models.architecture import shape_of
+from sft_play.planner.advice.suggestions import make_advised_plan
+from sft_play.planner.plan import Plan, PlanRequest, Work
+from sft_play.planner.screen import FEW_STEPS, fit_line, plan_screen, warnings
+from sft_play.process.variables import VARIABLES, is_taken
+from sft_play.units import duration_of
+from tests import warm
+from tests.conftest import ROOT, clean_environment
+
+BEFORE_STEP_1 = 12
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = re.findall(r"^([a-z-]+):", MAKEFILE, re.MULTILINE)
+
+
+@pytest.fixture(autouse=True)
+def _as_a_person_types(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WHY")
+
+
+def make(*words: str) -> str:
+    answer = subprocess.run(["make", *words], cwd=ROOT, capture_output=True, text=True, env=clean_environment())
+    assert (answer.returncode, answer.stderr) == (0, ""), answer
+    return answer.stdout
+
+
+# --- make -------------------------------------------------------------------------------------------------------------
+
+
+def test_make_alone_is_twelve_lines_at_most_and_names_targets_that_there_are():
+    lines = make().splitlines()
+    assert len(lines) <= 12
+    assert all(len(line) <= 120 for line in lines)
+    assert lines[0].startswith("sft_play: fine-tune a language model. First: make train ")
+    named_targets = set(re.findall(r"(?:\bmake|\|) +([a-z-]+)", "\n".join(lines)))
+    assert {"train", "plan", "check", "resume", "chat", "ship", "export"} <= named_targets
+    assert named_targets <= {*TARGETS, "new"}
+    assert "make help ALL=1" in lines[-1]
+
+
+def test_help_of_everything_is_one_variable_away():
+    text = make("help", "ALL=1")
+    assert all(re.search(rf"^  {target} +\S", text, re.MULTILINE) for target in TARGETS)
+    assert make("ALL=1") == text
+    assert make("help", "ALL=0") == make()
+
+
+def test_help_of_a_target_names_its_variables_and_runs_nothing():
+    chance = random.Random(3)
+    for target in ["plan", "clean", "train-tb", "train-and-watch", *chance.sample(sorted({*TARGETS} - {"help"}), 4)]:
+        before = sorted(path.name for path in ROOT.iterdir())
+        lines = make("help", target).splitlines()
+        told = re.search(rf"^{target}:.*## (.*)$", MAKEFILE, re.MULTILINE)
+        assert told is not None
+        assert lines[0] == f"make {target}: {told[1]}"
+        taken = [name for name in VARIABLES if is_taken(name, target)]
+        assert re.findall(r"^  ([A-Z_]+)=", "\n".join(lines[1:]), re.MULTILINE) == taken
+        assert sorted(path.name for path in ROOT.iterdir()) == before
+
+
+# --- plan -------------------------------------------------------------------------------------------------------------
+
+MODELS = ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-30B-A3B")
+MACHINES = (
+    "1xRTX3060",
+    "1xRTX4090,ram=64GiB",
+    "2xH200",
+    "8xH100,ram=512GiB",
+    "2x8xH100,ram=1TiB",
+    "cpu,ram=64GiB,cores=8",
+)
+
+
+def random_plan(chance: random.Random) -> tuple[Any, Plan]:
+    batch = chance.choice([16, 32, 48])
+    text = f"train: {{effective_batch_size: {batch}, bf16: {chance.choice(['true', 'false'])}}}\n"
+    text += f"tuning: {{mode: {chance.choice(['qlora', 'lora', 'full'])}}}\n"
+    config = config_from_text(f"model: {{name: {chance.choice(MODELS)}}}\n{text}", name="x")
+    work = Work(chance.choice([1, 15, 19, 20, 500]), 10**6) if chance.random() < 0.7 else None
+    request = PlanRequest(config, shape_of(config.model.name), named(chance.choice(MACHINES)))
+    return config, make_advised_plan(request, work=lambda effective: work)
+
+
+def test_the_page_of_a_plan_is_four_lines_and_a_line_for_each_warning():
+    chance, seen = random.Random(5), set()
+    for _ in range(40):
+        config, plan = random_plan(chance)
+        start = ["Start: make train CONFIG=my.yaml"] if plan.fits else []
+        head, batch, data, *warned, last = plan_screen(plan, config, start=start, is_here=False)
+        assert ("FITS" in head, "DOES NOT FIT" in head) == (plan.fits, not plan.fits)
+        assert head.startswith(config.model.name.split("/")[1])
+        product_of = re.sub(r"groups of \d+", "groups", batch.partition(";")[0])
+        numbers = [int(text) for text in re.findall(r"\d+", product_of)]
+        product = 1
+        for number in numbers[1:]:
+            product *= number
+        assert numbers[0] == product == plan.batch.effective_batch
+        assert "not here" in data
+        assert ("make train" in last) == plan.fits
+        assert last.endswith("Why, and what else was compared: make plan ... WHY=1")
+        few = plan.work is not None and plan.work.steps < 20
+        long = plan.work is not None and not plan.hardware.gpus and 10**6 / plan.speed.tokens_per_s >= 3600
+        assert len(warned) == few + long
+        assert all(line.startswith("Warning: ") for line in warned)
+        assert not re.search(r"\b0\.\d h\b", "\n".join([head, batch, fit_line(plan, config)]))
+        seen.add((plan.fits, bool(warned), plan.work is None, bool(plan.hardware.gpus)))
+    assert len(seen) >= 8, seen
+
+
+def test_fifteen_steps_are_few_and_twenty_are_not():
+    config = config_from_text(f"model: {{name: {MODELS[0]}}}", name="x")
+    plan = make_advised_plan(PlanRequest(config, shape_of(MODELS[0]), named("1xRTX4090")))
+    by_steps = {steps: warnings(dataclasses.replace(plan, work=Work(steps, None)), config) for steps in (1, 15, 20)}
+    assert FEW_STEPS == 20
+    assert "15 optimizer steps are few" in by_steps[15][0]
+    assert "1 optimizer step is few" in by_steps[1][0]
+    assert by_steps[20] == []
+    given = config_from_text(f"model: {{name: {MODELS[0]}}}\ntrain: {{max_steps: 3}}", name="x")
+    assert warnings(dataclasses.replace(plan, work=Work(3, None)), given) == []  # as asked for
+
+
+def test_a_plan_says_the_same_in_four_lines_and_with_why(command, monkeypatch):
+    words = ("plan", "--config", "configs/run_bnb.yaml", "--hardware", "1xRTX3060")
+    monkeypatch.chdir(ROOT)
+    code, short = command(*words)
+    assert (code, len(short.splitlines())) == (0, 4), short
+    monkeypatch.setenv("WHY", "1")
+    code, long = command(*words)
+    assert code == 0
+    assert len(long.splitlines()) > 20
+    for part in ("Because: ", "Candidates:", "Launch: make train CONFIG=configs/run_bnb.yaml", "Predicted peak: "):
+        assert part in long
+        assert part not in short
+    (need,) = re.findall(r"FITS, ([\d.]+ of [\d.]+) GiB", short)
+    assert f"{need} GiB" in long
+
+
+def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
+    """A 3B on a CPU: the plan said that it fits, and named a command that is refused."""
+    monkeypatch.chdir(ROOT)
+    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
+    for name in ("sft_play.commands.machine.detect", "sft_play.starting.start.detect"):
+        monkeypatch.setattr(name, lambda: machine)
+    monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
+    monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
+    code, refused = command("train", "--config", "configs/run_bnb.yaml")
+    why = refused.partition("error: ")[2]
+    assert (code, "no GPU was detected here" in why) == (2, True)
+    code, said = command("plan", "--config", "configs/run_bnb.yaml")
+    assert (code, f"warning: a run here would stop: {why}" in said) == (0, True)
+    assert "NOT STARTED on this machine" in said
+    assert "make train" not in said
+    code, said = command("plan", "--config", "configs/run_bnb.yaml", "--json")
+    assert json.loads(said.splitlines()[0])["launch"] is None
+    code, said = command("plan", "--config", "configs/run_bnb.yaml", "train.device=cpu")
+    assert (code, "Start: make train" in said, "would stop" in said) == (0, True, False)
+
+
+def test_durations_are_in_the_unit_that_a_person_would_take():
+    chance = random.Random(7)
+    units = {"second": 1, "minute": 60, "hour": 3600, "day": 86400}
+    for _ in range(500):
+        seconds = 10 ** chance.uniform(-1, 7)
+        number, unit = duration_of(seconds).split()
+        size = units[unit.removesuffix("s")]
+        assert float(number) * size == pytest.approx(max(1, seconds), rel=0.04, abs=0.5 * (size < 3600) * size)
+        if unit != "days":
+            assert float(number) < 91
+        assert float(number) >= (1.5 if size > 1 else 1)
+    assert [duration_of(s) for s in (0, 1, 40, 480, 11520, 456 * 3600)] == [
+        "1 second", "1 second", "40 seconds", "8 minutes", "3.2 hours", "19.0 days",
+    ]  # fmt: skip
+
+
+# --- check and train --------------------------------------------------------------------------------------------------
+
+
+def run_yaml(folder: Path, model: Path, rows: Path) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(
+        f"model: {{name: {model}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        f"data: {{train_path: {rows}, val_path: null, test_path: null, val_fraction: 0.2}}\n"
+        "train: {effective_batch_size: 4, epochs: 1, report_to: [], logging_steps: 1, save_steps: 10}\n"
+        f"eval: {{generate_rows: 4, max_new_tokens: 4}}\noutput: {{dir: {folder}/outputs, name: one}}\n"
+    )
+    return path
+
+
+@pytest.mark.build
+def test_check_says_one_line_or_what_is_wrong(tmp_path, tiny_llama, sums, command, monkeypatch):
+    config = run_yaml(tmp_path, tiny_llama, sums)
+    code, said = command("check", "--config", str(config))
+    assert code == 0, said
+    (line,) = said.splitlines()
+    assert re.fullmatch(r"\[check\] Ready to train: \d+ ok \(\d+ s\); WHY=1 shows each", line)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(sums.read_text() + '{"messages": []}\n')
+    code, said = command("check", "--config", str(config), f"data.train_path={broken}")
+    assert code == 2
+    assert "PROBLEM  rows: train" in said
+    assert not re.search(r"^ok ", said, re.MULTILINE)
+    assert re.search(r"^Not ready: 1 problem", said, re.MULTILINE)
+    with monkeypatch.context() as patch:  # what make train would refuse is a problem here too
+        patch.setattr("sft_play.launch.machine.CPU_PARAMS", 10)
+        code, said = command("check", "--config", str(config))
+        assert (code, "PROBLEM  memory plan" in said, "no GPU was detected here" in said) == (2, True, True)
+        assert "no GPU was detected here" in command("train", "--config", str(config))[1]
+        patch.setenv("HARDWARE", "cpu,ram=64GiB,cores=4")
+        assert command("check", "--config", str(config))[0] == 0
+    monkeypatch.setenv("WHY", "1")
+    code, said = command("check", "--config", str(config))
+    assert (code, len(re.findall(r"^ok  ", said, re.MULTILINE)) > 10) == (0, True)
+
+
+def messages(text: str) -> list[str]:
+    """What lines of a terminal, or of train.log, say."""
+    return [re.sub(r"^(\[[a-z-]+\]( warning:)?|\S+ [A-Z]+ [\w.]+:) ", "", line) for line in text.splitlines()]
+
+
+ONLY_IN_THE_LOG = (
+    *("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks verified", "Trainable parameters: "),
+    *("Loading took ", "Before training: ", "Dtypes: ", "Trained weights: ", "Peak memory by moment: "),
+)
+
+
+def known_words(ranks: int) -> list[str]:
+    where = "the CPU" if ranks == 1 else f"the CPU ({ranks} ranks)"
+    return [
+        f"Auto-calculated batch size: {4 // ranks} per process, gradient accumulation: 1",
+        "Effective batch size: 4",
+        f"Starting new bnb {'distributed ' if ranks > 1 else ''}run with fp32 precision on {where}",
+    ]
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path, tiny_llama, sums):
+    config = run_yaml(tmp_path, tiny_llama, sums)
+    command = "train" if ranks == 1 else "train-distributed"
+    environment = clean_environment(SFT_PLAY_CACHE=str(tmp_path / "cache"))
+    answer = subprocess.run(
+        [warm.python(), "-m", "sft_play", command, "--config", str(config)],
+        cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300,
+    )  # fmt: skip
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    shown = messages(answer.stdout)
+    first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
+    assert first <= BEFORE_STEP_1, "\n".join(shown[:first])
+    assert shown[0] == f"Base model: {tiny_llama} ({config})"
+    for words in known_words(ranks):
+        assert shown[:first].count(words) == 1, words
+    begun = "\n".join(shown[:first])
+    assert re.search(r"^Plan: LoRA( in ddp)? fits, [\d.]+ of [\d.]+ GiB per process; \d+ steps; ", begun, re.MULTILINE)
+    rows = (
+        rf"^Data: \d+ rows of {re.escape(str(sums))}, \d+% of [\d,]+ tokens trained, longest \d+, none cut; held out: "
+    )
+    assert re.search(rows + r"\d+ val$", begun, re.MULTILINE)
+    assert re.search(r"^First training row, trained part in \[\[ \]\]: .*\[\[", begun, re.MULTILINE)
+    assert f"Run folder: {tmp_path}/outputs/one" in begun
+    assert re.search(r"^\d+ optimizer steps are few: more train.epochs", begun, re.MULTILINE)
+    # the end: held-out before and after, three answers, one figure of memory predicted and one measured, what is next
+    last = shown[max(number for number, line in enumerate(shown) if line.startswith("step ")) :]
+    assert len(last) <= 18
+    assert sum(line.startswith("Held-out ") for line in last) == 2
+    assert sum(line.startswith("Asked: ") for line in last) == 3
+    (memory,) = [line for line in last if "memory" in line]
+    assert re.fullmatch(r"Peak memory above the libraries' own: [\d.]+ GiB predicted, [\d.]+ GiB measured", memory)
+    assert f"Talk to it: make chat RUN={tmp_path}/outputs/one" in last
+    assert last[-1] == f"Report: {tmp_path}/outputs/one/report.html"
+    # the log has all of it, the reasons too
+    log = messages((tmp_path / "outputs" / "one" / "train.log").read_text())
+    assert [line for line in shown if line not in log and not line.startswith("Report: ")] == []
+    for part in ONLY_IN_THE_LOG:
+        assert any(line.startswith(part) for line in log), part
+        assert not any(line.startswith(part) for line in shown), part
+    reasons = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())["reasons"]
+    assert [f"Because: {reason}" for reason in reasons if f"Because: {reason}" not in log] == []
+
+
+@pytest.mark.build
+def test_step_lines_are_the_same_in_a_terminal_in_a_pipe_and_in_the_log(capsys, monkeypatch):
+    import logging
+
+    from sft_play.log import set_up_logging
+    from sft_play.training.loop.callbacks import Progress
+
+    written: dict[bool, str] = {}
+    for is_terminal in (True, False):
+        set_up_logging("train")
+        monkeypatch.setattr(sys.stdout, "isatty", lambda answer=is_terminal: answer, raising=False)
+        progress = Progress(tokens=lambda: 100, now=functools.partial(next, iter(range(10**6))))
+        state: Any = type("State", (), {"global_step": 0, "max_steps": 40, "is_world_process_zero": True})()
+        progress.on_train_begin(None, state, None)
+        for step in range(1, 41):
+            state.global_step = step
+            progress.on_step_begin(None, state, None)
+            progress.on_step_end(None, state, None)
+            progress.on_log(None, state, None, {"loss": 1.0 / step, "tokens_per_s": 10.0})
+        progress.on_train_end(None, state, None)
+        written[is_terminal] = capsys.readouterr().out
+    assert written[True] == written[False] != ""
+    assert all(line.startswith("[train] step ") for line in written[True].splitlines())
+    logging.getLogger().handlers[:] = []
+
+
+def test_what_the_starter_proposes_next_can_be_trained_on_a_cpu():
+    from types import SimpleNamespace
+
+    from sft_play.config.load import load_config, split_overrides
+    from sft_play.launch.machine import require_machine
+    from sft_play.training.measure.summary import _try_next
+
+    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
+    for hardware in (machine, named("1xRTX4090")):
+        job: Any = SimpleNamespace(
+            loaded=SimpleNamespace(path=Path("configs/run_starter.yaml")), plan=SimpleNamespace(hardware=hardware)
+        )
+        (line,) = _try_next(job)
+        found = re.search(r"make train CONFIG=(\S+) SET=\"(.*)\"", line)
+        assert found is not None
+        config = load_config(ROOT / found[1], overrides=split_overrides(found[2])).config
+        require_machine(config, hardware, {}, params=lambda name=config.model.name: shape_of(name).params)
+        assert ("0.5B" in config.model.name) == (not hardware.gpus)
+    job.loaded.path = Path("my.yaml")
+    assert _try_next(job) == []
