@@ -30,7 +30,7 @@ HELP = {
     "gpu-selftest": "measure kernels, peaks, speeds and layouts on this machine's GPUs, and compare with the plan",
     "mask-score": "score the loss masks of chat templates (TEMPLATES=, TOKENIZER=)",
     "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, "
-    "transformers' defaults of configs, the variables in make's help",
+    "transformers' defaults of configs, docs/what-fits.md, the variables in make's help",
 }
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 
@@ -130,6 +130,11 @@ def _generate() -> Answer:
         renewed = importlib.import_module("sft_play.trace.meta_shape").class_defaults(CLASS_DEFAULTS)
         (Path.cwd() / table).write_text(defaults_text(renewed), encoding="utf-8")
         written.append(table)
+    fits = Path("docs/what-fits.md")
+    if (Path.cwd() / fits).is_file():
+        page = tool("what_fits", command="generate").page((Path.cwd() / fits).read_text(encoding="utf-8"))
+        (Path.cwd() / fits).write_text(page, encoding="utf-8")
+        written.append(fits)
     for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
         if makefile.is_file():
             text = with_variables(makefile.read_text(encoding="utf-8"), maintaining=makefile.parent.name != "")

@@ -1,0 +1,90 @@
+"""What fits where: common models and modes on common cards, by the plan. `sft-play generate` writes docs/what-fits.md.
+
+The plan's closed form, without a trace, earlier runs or kernels of other packages: the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from sft_play.config.load import load_config
+from sft_play.facts.hardware import named
+from sft_play.files import ROOT
+from sft_play.planner.advice.questions import largest_that_fits
+from sft_play.planner.plan import PlanRequest, make_plan
+from sft_play.starting.plan_run import shape_for
+
+CARDS = ("RTX3060", "RTX4090", "RTX5090", "L4", "L40S", "A100-80GB", "H100", "H200", "B200")
+MODELS = (
+    *("Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B-Instruct", "Qwen/Qwen3-14B"),
+    *("google/gemma-3-27b-it", "Qwen/Qwen3-32B", "meta-llama/Llama-3.3-70B-Instruct"),
+)
+MODES = ("qlora", "lora", "full")
+ROW_TOKENS, ROWS = 2048, 16
+"""Tokens of a row, and rows of an optimizer step, at which the speed is predicted."""
+_BASE = ROOT / "configs" / "run_bnb.yaml"
+_ABOUT = """# What fits where
+
+One card, nothing offloaded to RAM, rows of one length, {rows} rows an optimizer step, as `make plan` predicts it
+(closed form, no trace). Written by `make -C benchmarks generate`; the figures are of {date}.
+
+Each cell has the longest rows that fit (tokens, with one row per pass and every layer recomputed), and for rows of
+{tokens:,} tokens the micro-batch, the tokens per second with the error of its kind of run (`speed_error`), and the
+hours for a million tokens. `-`: does not fit. `?`: no published run of the kind was compared. The longest rows keep the
+plan's margin free; how well memory is predicted is in [memory-model.md](memory-model.md), speed in
+[plan.md](plan.md). The same for your run: `make plan CONFIG=my.yaml HARDWARE=1xRTX4090 MAX=seq_len`.
+"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What fits of one model in one mode on one card; None: not even the shortest rows, or not rows of ROW_TOKENS."""
+
+    longest: int | None
+    micro_batch: int | None = None
+    tokens_per_s: float | None = None
+    error: float | None = None
+
+    def __str__(self) -> str:
+        if self.longest is None:
+            return "-"
+        if self.micro_batch is None or self.tokens_per_s is None:
+            return f"{self.longest:,}"
+        error = "?" if self.error is None else f"±{self.error:.0%}"
+        hours = 1e6 / self.tokens_per_s / 3600
+        return f"{self.longest:,}; micro {self.micro_batch}, {self.tokens_per_s:,.0f}/s {error}, {hours:.2g} h"
+
+
+def cell(model: str, mode: str, card: str) -> Cell:
+    """The plan of one model in one mode on one card."""
+    overrides = (
+        f"model.name={model}", f"tuning.mode={mode}", f"model.max_seq_len={ROW_TOKENS}",
+        f"train.effective_batch_size={ROWS}", "data.train_path=rows.jsonl", "data.val_path=null",
+    )  # fmt: skip
+    config = load_config(_BASE, overrides=overrides).config
+    request = PlanRequest(config, shape_for(config), named(f"1x{card}"), ("single",), has_eval=False)
+    longest = largest_that_fits("seq_len", request).value
+    if longest is None or not (plan := make_plan(request)).fits:
+        return Cell(longest)
+    speed = plan.speed.tokens_per_s if plan.speed_known else None
+    return Cell(longest, plan.batch.micro_batch, speed, plan.speed_error.share if plan.speed_error else None)
+
+
+def tables(models: Sequence[str] = MODELS, cards: Sequence[str] = CARDS) -> str:
+    """A table for each model: a line for each card, a column for each mode."""
+    lines = []
+    for model in models:
+        lines += [f"\n## {model}\n", f"| card | {' | '.join(MODES)} |", f"|{'---|' * (1 + len(MODES))}"]
+        lines += [f"| {card} | {' | '.join(str(cell(model, mode, card)) for mode in MODES)} |" for card in cards]
+    return "\n".join(lines) + "\n"
+
+
+def page(before: str = "") -> str:
+    """The page; it keeps the date that it has (`before`) where no figure has changed."""
+    written = tables()
+    _, _, old = before.partition("\n\n## ")
+    if old and written == f"\n## {old}":
+        return before
+    return _ABOUT.format(rows=ROWS, tokens=ROW_TOKENS, date=datetime.now(UTC).date()) + written

@@ -1,0 +1,66 @@
+"""docs/what-fits.md is what the plan says today, and its date is that of its figures."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+
+import pytest
+
+from benchmarks import what_fits
+from sft_play.cli import main
+from tests.conftest import ROOT
+
+PAGE = (ROOT / "docs" / "what-fits.md").read_text(encoding="utf-8")
+ROWS = {
+    (model, card): dict(zip(what_fits.MODES, cells, strict=True))
+    for model, table in re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    for card, *cells in (
+        [part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[3:] if line
+    )
+}
+
+
+def test_the_page_has_every_card_model_and_mode():
+    assert set(ROWS) == {(model, card) for model in what_fits.MODELS for card in what_fits.CARDS}
+    assert re.search(r"the figures are of 20\d\d-\d\d-\d\d", PAGE)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_cell_is_what_plan_says_of_it(seed, tmp_path, capfd):
+    """By the command, as a person would ask; a run YAML of its own."""
+    chosen = random.Random(seed)
+    (model, card), mode = chosen.choice(sorted(ROWS)), chosen.choice(what_fits.MODES)
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        f"model: {{name: {model}, max_seq_len: 2048}}\ntuning: {{mode: {mode}}}\ntrain: {{effective_batch_size: 16}}\n"
+        "data: {train_path: rows.jsonl, val_path: null, test_path: null}\n"
+    )
+    words = ["plan", "--config", str(config), "--hardware", f"1x{card}", "--strategy", "single", "--max", "seq_len"]
+    capfd.readouterr()
+    main([*words, "--json"])
+    said = json.loads(capfd.readouterr().out)
+    longest = said["max"]["value"]
+    shown = ROWS[model, card][mode]
+    assert shown.partition(";")[0] == ("-" if longest is None else f"{longest:,}")
+    if said["fits"]:
+        figures = re.fullmatch(r"[\d,]+; micro (\d+), ([\d,]+)/s (?:±(\d+)%|\?), (\S+) h", shown)
+        assert figures is not None, shown
+        assert int(figures[1]) == said["micro_batch"]
+        assert int(figures[2].replace(",", "")) == round(said["tokens_per_s"])
+        assert figures[3] == (
+            None if said["speed_error"]["share"] is None else f"{said['speed_error']['share'] * 100:.0f}"
+        )
+        assert float(figures[4]) == pytest.approx(1e6 / said["tokens_per_s"] / 3600, rel=0.06)
+    else:
+        assert ";" not in shown
+
+
+def test_the_date_stays_where_no_figure_changes(monkeypatch):
+    _, _, tables = PAGE.partition("\n\n## ")
+    monkeypatch.setattr(what_fits, "tables", lambda: f"\n## {tables}")
+    assert what_fits.page(PAGE) == PAGE
+    monkeypatch.setattr(what_fits, "tables", lambda: f"\n## {tables}| x |\n")
+    assert what_fits.page(PAGE) != PAGE
+    assert what_fits.page(PAGE).partition("\n\n## ")[2] == f"{tables}| x |\n"
