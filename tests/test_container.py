@@ -1,0 +1,113 @@
+"""The Dockerfile and the devcontainer, as far as they can be checked without a network: what they copy is there and
+builds by the lock, and nothing of a person's checkout gets in."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT, clean_environment
+
+TEXT = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+STEPS = [
+    (word.upper(), rest.strip())
+    for word, rest in re.findall(
+        r"^([A-Z]+)\s+(.*)$", re.sub(r"^#.*\n", "", TEXT, flags=re.MULTILINE).replace("\\\n", " "), re.MULTILINE
+    )
+]
+IGNORED = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+
+
+def ignored(path: str) -> bool:
+    """Whether Docker leaves a path out: a pattern matches it or a folder above it; `**/` is any depth."""
+    parts = path.split("/")
+    return any(
+        fnmatch.fnmatchcase("/".join(parts[: count + 1]), pattern)
+        or (pattern.startswith("**/") and fnmatch.fnmatchcase(parts[count], pattern[3:]))
+        for pattern in IGNORED
+        for count in range(len(parts))
+    )
+
+
+def test_the_instructions_are_dockers_in_an_order_that_builds():
+    words = [word for word, _ in STEPS]
+    assert set(words) <= {"ARG", "FROM", "RUN", "WORKDIR", "COPY", "ENV", "CMD"}
+    assert words[:2] == ["ARG", "FROM"]  # only an ARG may come before FROM
+    assert words.index("COPY") < max(place for place, word in enumerate(words) if word == "RUN")
+    for word, rest in STEPS:
+        if word == "RUN":  # the shell reads each
+            subprocess.run(["bash", "-n", "-c", rest], check=True)
+        if word == "CMD":
+            assert json.loads(rest) == ["sft-play", "--help"]
+    assert shlex.split(dict(STEPS)["ENV"]) == ["PATH=/opt/sft_play/.venv/bin:${PATH}"]
+
+
+def test_cuda_and_torch_are_of_one_version_and_the_rest_is_what_a_run_needs():
+    arguments = dict(rest.split("=") for word, rest in STEPS if word == "ARG")
+    major, minor, _ = arguments["CUDA"].split(".")
+    assert arguments["TORCH"] == f"cu{major}{minor}"
+    other = re.search(r"--build-arg CUDA=(\d+)\.(\d+)\.\d+ --build-arg TORCH=cu(\d+)", TEXT)
+    assert other is not None
+    assert other[3] == other[1] + other[2]
+    assert dict(STEPS)["FROM"].startswith("nvidia/cuda:${CUDA}-runtime-")
+    installed = next(rest for _, rest in STEPS if "apt-get install" in rest).split()
+    assert {"gcc", "g++", "make", "git", "python3", "python3-venv", "python3-dev"} <= set(installed)
+
+
+def test_the_image_has_what_setup_and_make_read_and_nothing_else_of_a_checkout(tmp_path):
+    for path in (".git/config", ".venv/bin/python", ".venv-unsloth/x", "data/my.jsonl", "outputs/run/adapter/x", ".env",
+                 "sft_play/planner/__pycache__/x.pyc", "build/lib/x", ".coverage.1"):  # fmt: skip
+        assert ignored(path), path
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
+    kept = [path for path in tracked if path and not ignored(path)]
+    lost = [path for path in tracked if path and ignored(path)]
+    assert not lost, lost  # sft_play/data and benchmarks/data.py are code
+    for path in kept:
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(ROOT / path, tmp_path / path)
+    run = next(rest for word, rest in STEPS if word == "RUN" and "make setup" in rest)
+    words = shlex.split(run.replace("${TORCH}", "cu130"))
+    words = words[words.index("make") :]
+    dry = subprocess.run(
+        [words[0], "-n", *words[1:]], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+    )
+    assert dry.returncode == 0, dry.stderr
+    assert "scripts/setup_env.py setup" in dry.stdout
+    assert (tmp_path / "requirements.lock").is_file()
+
+
+def test_jobs_and_devcontainer_find_the_project_where_the_image_has_it():
+    place = next(rest for word, rest in STEPS if word == "WORKDIR")
+    assert f'"{place}/scripts/train_distributed.sh"' in (ROOT / "sft_play" / "launch" / "jobs.py").read_text()
+    container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
+    folder = ROOT / ".devcontainer"
+    assert (folder / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"
+    assert (folder / container["build"]["context"]).resolve() == ROOT
+    assert container["containerEnv"]["VENV"] == f"{place}/.venv"
+    assert container["customizations"]["vscode"]["settings"]["python.defaultInterpreterPath"].startswith(place)
+    for schema in container["customizations"]["vscode"]["settings"]["yaml.schemas"]:
+        assert (ROOT / schema).is_file()
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_hadolint_has_nothing_to_say():
+    ignored_rules = ["--ignore", "DL3008"]  # versions of Ubuntu's packages: those of the base image's release
+    ended = subprocess.run(["hadolint", *ignored_rules, str(ROOT / "Dockerfile")], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_the_page_names_what_the_dockerfile_says():
+    page = (ROOT / "docs" / "gpus.md").read_text(encoding="utf-8")
+    for line in ("docker build -t sft-play .", "docker run --rm --gpus all --ipc=host"):
+        assert line in TEXT
+        assert line in page
+    assert Path(ROOT / ".dockerignore").is_file()
