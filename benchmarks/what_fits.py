@@ -66,6 +66,7 @@ def cell(model: str, mode: str, card: str) -> Cell:
     config = load_config(_BASE, overrides=overrides).config
     request = PlanRequest(config, shape_for(config), named(f"1x{card}"), ("single",), has_eval=False)
     longest = largest_that_fits("seq_len", request).value
+    assert not isinstance(longest, str)  # which MAX=model answers with
     if longest is None or not (plan := make_plan(request)).fits:
         return Cell(longest)
     speed = plan.speed.tokens_per_s if plan.speed_known else None

@@ -81,7 +81,9 @@ def _guarded(run: "Any", words: "Sequence[str]", name: str) -> int:
         if text is None:
             raise
         return _refuse(name, words, text)
-    except SystemExit:  # of --help, or of a library
+    except SystemExit as error:  # of --help, or of a library
+        code = error.code if isinstance(error.code, int) else int(bool(error.code))
+        _answer(words, code, f"a library ended the command: {error}")
         raise
     except BaseException as error:
         if not _was_stopped(error):

@@ -385,6 +385,13 @@ def test_with_json_every_ending_has_its_kind(capfd, monkeypatch):
     assert entry.main() == 130
     answer = json.loads(capfd.readouterr().out)
     assert (answer["kind"], answer["exit"]) == ("stopped", 130)
+    monkeypatch.setattr(ending, "_has_answered", False)
+    monkeypatch.setattr(load("gpu-info"), "run", raising(SystemExit("a library gave up")))
+    with pytest.raises(SystemExit):
+        entry.main()
+    answer = json.loads(capfd.readouterr().out)
+    assert (answer["kind"], answer["exit"]) == ("failed", 1)
+    assert "a library gave up" in answer["error"]
     monkeypatch.setenv("RANK", "1")  # of a launcher's ranks the first answers
     monkeypatch.setattr(load("gpu-info"), "run", raising(ConfigError("no")))
     assert main(["gpu-info", "--json"]) == 2

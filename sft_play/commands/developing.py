@@ -131,9 +131,9 @@ def _generate() -> Answer:
         (Path.cwd() / table).write_text(defaults_text(renewed), encoding="utf-8")
         written.append(table)
     fits = Path("docs/what-fits.md")
-    if (Path.cwd() / fits).is_file():
-        page = tool("what_fits", command="generate").page((Path.cwd() / fits).read_text(encoding="utf-8"))
-        (Path.cwd() / fits).write_text(page, encoding="utf-8")
+    if fits.is_file():  # in a checkout
+        page = tool("what_fits", command="generate").page(fits.read_text(encoding="utf-8"))
+        fits.write_text(page, encoding="utf-8")
         written.append(fits)
     for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
         if makefile.is_file():

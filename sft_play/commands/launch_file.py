@@ -22,53 +22,47 @@ from sft_play.log import one_line
 HELP = {
     "launch-file": "write a job for FOR=slurm, skypilot or kubeflow that trains CONFIG and resumes after preemption"
 }
-_SKYPILOTS = {"A100-40GB": "A100"}
-"""What SkyPilot calls a GPU of the catalogue otherwise."""
+_SKYPILOTS = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
 
 
 def run(request: Request) -> Answer:
     """Write the file of the planned run; raises DoesNotFit where none would start."""
-    scheduler = SCHEDULERS.get(request.for_ or "")
-    if scheduler is None:
+    if request.for_ not in SCHEDULERS:
         given = f"FOR={one_line(request.for_)} is not" if request.for_ else "make launch-file needs FOR=,"
         raise ConfigError(f"{given} one of {', '.join(SCHEDULERS)}")
+    text_of, suffix, submits = SCHEDULERS[request.for_]
     planned = plan.run(request)
     if planned.refused is not None:
         raise planned.refused
     loaded = load_config(request.config, overrides=request.overrides)
     job = _job(request, loaded, planned.data)
-    path = request.out or Path(f"{job.name}{scheduler.suffix}")
-    text = scheduler.text(job)
+    path, text = request.out or Path(f"{job.name}{suffix}"), text_of(job)
     _write(path, text, force=request.force)
-    submit = f"{scheduler.submit} {shlex.quote(str(path))}"
     command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
-    place = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}"
-    data = {"path": str(path), "for": request.for_, "launch": command, "text": text, "submit": submit,
-            "nodes": job.nodes, "gpus_per_node": job.gpus_per_node}  # fmt: skip
-    tried = ["Predicted not to fit, within the prediction's error: the run tries it"] if planned.exit_code else []
-    lines = [*tried, f"Written to: {path}, for {place}", f"On each node: {command}", f"Submit: {submit}"]
+    doubt = ", predicted not to fit, and tried" if planned.exit_code else ""
+    place = f"{job.nodes} node{'s' * (job.nodes > 1)} with {job.gpus_per_node} x {job.gpu}{doubt}"
+    data = {"path": str(path), "for": request.for_, "launch": command, "submit": f"{submits} {shlex.quote(str(path))}",
+            "nodes": job.nodes, "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
+    lines = [f"Written to: {path}, for {place}", f"On each node: {command}", f"Submit: {data['submit']}"]
     return Answer(data, lines, to_out=False)
 
 
 def _job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> Job:
-    hardware, folder, deepspeed = planned["hardware"], Path.cwd(), request.options.deepspeed
-    if not hardware["gpus"]:
+    nodes, gpus, deepspeed = planned["hardware"]["nodes"], planned["hardware"]["gpus"], request.options.deepspeed
+    if not gpus:
         raise ConfigError("this machine has no GPU: name the machines of the job, such as HARDWARE=2x8xH100")
     file = ["--deepspeed", "--deepspeed-config", str(deepspeed.file)] if deepspeed and deepspeed.file else []
     name = job_name(loaded.config.output.name or loaded.path.stem)
-    gpu = hardware["gpus"][0]["name"]
-    entries = find(gpu, hardware["gpus"][0]["total_bytes"])
-    gpu = entries[0].name if entries else gpu
-    nodes = hardware["nodes"]
+    gpu = next((entry.name for entry in find(gpus[0]["name"], gpus[0]["total_bytes"])), gpus[0]["name"])
     return Job(
         name=name,
         config=loaded.path.absolute(),
         words=[*(file or ["--strategy", planned["layout"]]), *loaded.overrides],
         nodes=nodes,
-        gpus_per_node=len(hardware["gpus"]) // nodes,
+        gpus_per_node=len(gpus) // nodes,
         gpu=_SKYPILOTS.get(gpu, gpu) if request.for_ == "skypilot" else gpu,
         checkout=ROOT,
-        folder=folder,
+        folder=Path.cwd(),
         bucket=f"sft-play-{name}-{hashlib.sha256(f'{loaded.path.absolute()}'.encode()).hexdigest()[:8]}",
         venv=os.environ.get("VENV") and str(Path(os.environ["VENV"]).absolute()),
         local={text: Path(text).expanduser().absolute() for text in _local_paths(loaded, file[-1:])},
@@ -80,16 +74,14 @@ def _local_paths(loaded: LoadedConfig, more: list[str]) -> Iterator[str]:
     data, model = loaded.config.data, loaded.config.model.name
     named = [data.train_path, data.val_path, data.test_path, data.text_path, model, *more]
     named += [path for source in data.sources for path in (source.path, source.val_path)]
-    yield from dict.fromkeys(path for path in named if path and Path(path).expanduser().exists())
+    return (path for path in dict.fromkeys(named) if path and Path(path).expanduser().exists())
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
     """Write the file aside and rename it; raises ConfigError where another one is there or the disk refuses."""
     try:
         if path.is_dir() or (path.exists() and not force and path.read_text(encoding="utf-8") != text):
-            raise ConfigError(
-                f"{path} exists and says something else; remove it, name another OUT=, or FORCE=1 replaces it"
-            )
+            raise ConfigError(f"{path} exists and says something else; name another OUT=, or FORCE=1 replaces it")
         atomic.write(path, text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"OUT={one_line(str(path))} cannot be written: {error}") from None

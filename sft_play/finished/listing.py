@@ -156,22 +156,17 @@ def best_of(metrics: Sequence[dict[str, Any]], summary: dict[str, Any]) -> tuple
 def best_checkpoint(folder: RunFolder) -> dict[str, Any]:
     """`best_step` and `best_checkpoint` for programs: the step of the best evaluation, by train.metric_for_best_model,
     and the path of its checkpoint; None where there is none. Of a run with stages those of its newest stage."""
-    last = _last_stage(folder)
+    lines = [one for _, one in metric_lines(folder.metrics_path)] if folder.metrics_path.is_file() else []
+    last = next((str(one["stage"]) for one in reversed(lines) if one.get("stage")), None)
     part = folder.of_stage(last, is_last=True) if last else folder
     train = read_json(part.path / "resolved.json").get("train")
-    name = train.get("metric_for_best_model", "loss") if isinstance(train, dict) else "loss"
-    sign = -1 if name == "loss" else 1
+    by_match = isinstance(train, dict) and train.get("metric_for_best_model") == "exact_match"
+    name, sign = ("exact_match", 1) if by_match else ("loss", -1)
     judged = [(sign * entry[name], entry["step"]) for entry in evaluations(folder.metrics_path, stage=part.stage)
               if entry["step"] and isinstance(entry[name], (int, float)) and math.isfinite(entry[name])]  # fmt: skip
     step = max(judged, key=lambda one: (one[0], -one[1]))[1] if judged else None
     path = part.checkpoints / f"checkpoint-{step}"
     return {"best_step": step, "best_checkpoint": str(path) if path.is_dir() else None}
-
-
-def _last_stage(folder: RunFolder) -> str | None:
-    """The newest stage that has logged a step; None for a run without stages."""
-    lines = metric_lines(folder.metrics_path) if folder.metrics_path.is_file() else ()
-    return next((str(one["stage"]) for _, one in reversed(list(lines)) if one.get("stage")), None)
 
 
 def _date(text: Any) -> datetime | None:

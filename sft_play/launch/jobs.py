@@ -10,18 +10,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-CPUS_PER_GPU = 4
-"""What a job asks for: tokenising and loading rows in the background, as `scripts/train_slurm.sbatch` asks."""
-GRACE_S = 300
-"""Seconds between the signal and the end: what a step and a checkpoint may take."""
-BUCKET = "/sft-play"
-"""Where SkyPilot mounts the bucket for the run folders."""
-VOLUME = "/workspace"
-"""Where Kubeflow's pods mount the volume with data and run folders, and where they run."""
+CPUS_PER_GPU, GRACE_S = 4, 300
+"""As in `scripts/train_slurm.sbatch`; GRACE_S: seconds to save, between the signal and the end."""
+BUCKET, VOLUME = "/sft-play", "/workspace"
+"""Where SkyPilot mounts the bucket for run folders, and where Kubeflow's pods mount the volume and run."""
 
 
 @dataclass(frozen=True)
@@ -156,18 +152,9 @@ spec:
 {replicas}"""
 
 
-@dataclass(frozen=True)
-class Scheduler:
-    """How a scheduler's file is written, named and submitted."""
-
-    text: Callable[[Job], str]
-    suffix: str
-    submit: str
-
-
 SCHEDULERS = {
-    "slurm": Scheduler(slurm, ".sbatch", "sbatch"),
-    "skypilot": Scheduler(skypilot, ".sky.yaml", "sky jobs launch"),
-    "kubeflow": Scheduler(kubeflow, ".kubeflow.yaml", "kubectl apply -f"),
+    "slurm": (slurm, ".sbatch", "sbatch"),
+    "skypilot": (skypilot, ".sky.yaml", "sky jobs launch"),
+    "kubeflow": (kubeflow, ".kubeflow.yaml", "kubectl apply -f"),
 }
-"""By their names for FOR=."""
+"""By their names for FOR=: the text of a job's file, how its name ends, and what submits it."""
