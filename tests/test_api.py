@@ -24,7 +24,9 @@ def test_a_plan_is_that_of_the_command(capsys):
     assert main(["plan", "--config", str(GEMMA), "--hardware", "2xH200", "--json", batch]) == 0
     answer = json.loads(capsys.readouterr().out)
     run = load_config(GEMMA, overrides=[batch])
-    assert answer == {**json.loads(json.dumps(plan(run, hardware="2xH200").as_json())), "ok": True, "kind": "done"}
+    assert answer.pop("launch").startswith("make train-distributed CONFIG=")
+    planned = json.loads(json.dumps(plan(run, hardware="2xH200").as_json()))
+    assert answer == {**planned, "ok": True, "kind": "done", "exit": 0}
     assert not plan(run, hardware="1xRTX3060").fits
 
 

@@ -436,7 +436,7 @@ def test_clean_removes_the_event_files_of_finished_runs_and_nothing_else(several
     assert events(tmp_path / "far") == {"away"}
     removed = [str(several / "finished" / "tb" / f"events.out.tfevents.{number}.host") for number in (0, 1)]
     # kept: 2 x 3 unfinished, 2 behind links
-    answer = {"ok": True, "kind": "done", "removed": removed, "freed_bytes": 2000, "kept": 8}
+    answer = {"ok": True, "kind": "done", "exit": 0, "removed": removed, "freed_bytes": 2000, "kept": 8}
     assert answer_in(printed) == answer
     assert (several / "finished" / "tb" / "notes.txt").exists()
     assert "There are no event files of finished runs" in on("tb-clean", several)[1]  # and nothing to ask about
