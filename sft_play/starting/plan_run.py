@@ -255,9 +255,8 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
 
 def log_plan(plan: Plan, config: RunConfig) -> None:
     """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons."""
-    known = show.known_lines(plan, config)
     for line in [show.choice_line(plan), *show.share_lines(plan, config), *show.batch_lines(plan, config)]:
-        logger.log(logging.INFO if line in known else logging.DEBUG, "%s", line)
+        logger.log(logging.INFO if line in show.known_lines(plan, config) else logging.DEBUG, "%s", line)
     logger.info("%s", fit_line(plan, config))
     for warning in warnings(plan, config):
         logger.warning("%s", warning)
