@@ -51,13 +51,15 @@ _HEADERS = (
 @contextlib.contextmanager
 def judging() -> Iterator[Judge]:
     """Cases of requests to one server with a tiny model."""
+    from transformers import LlamaForCausalLM
+
     from sft_play.finished.answer import serve
     from sft_play.finished.run import find_finished
     from tests.finished_runs import finished_run, make_base
-    from tests.test_merge import llama
+    from tests.models import make_llama
 
     with own_surroundings(), tempfile.TemporaryDirectory(prefix="fuzz-serve-") as home:
-        model = llama()  # type: ignore[no-untyped-call]
+        model = LlamaForCausalLM.from_pretrained(make_llama(Path(home) / "whole"))
         finished_run(Path(home) / "run", make_base(Path(home) / "base", model))
         service = serve.TransformersService(find_finished(Path(home), "run"), "127.0.0.1", 0)
         endpoint = service.start()
