@@ -8,13 +8,14 @@ rank twice where two nodes have the same NODE_RANK, and would end in tracebacks.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -99,7 +100,8 @@ def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
     deadline = time.monotonic() + limit_s
     try:
         store = _served(nodes, addresses, limit_s) if nodes.rank == 0 else _found(nodes, mine, limit_s)
-        cards = _exchange(store, nodes, mine, deadline, limit_s)
+        with _until_it_ends(nodes):
+            cards = _exchange(store, nodes, mine, deadline, limit_s)
     except DistError as error:
         words = one_line(str(error).partition("\n")[0], limit=200)
         raise HardwareError(f"the nodes lost each other at {nodes.place}: {words}; start all of them again") from None
@@ -156,6 +158,23 @@ def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
         f"{misread}{'; else ' * bool(misread)}start the same command there with NODE_RANK=0; where it runs, "
         f"{trap}"
     )
+
+
+@contextlib.contextmanager
+def _until_it_ends(nodes: Nodes) -> Iterator[None]:
+    """Stay until node 0 no longer serves the meeting: torchrun, which calls at the same port next, would find this
+    store in place of its own, and lose it."""
+    if nodes.rank == 0:
+        yield
+        return
+    line = None
+    with contextlib.suppress(OSError):  # where nothing listens any more, the store will say so
+        line = socket.create_connection((str(nodes.address), int(nodes.port or 0)), timeout=_LEAVE_S)
+    with line or contextlib.nullcontext():
+        yield
+        if line is not None:
+            with contextlib.suppress(OSError):
+                line.recv(1)  # the store sends nothing: this ends when it closes, or when the time is over
 
 
 def _refused(address: str, port: int) -> str | None:
