@@ -151,12 +151,15 @@ class PlannedLoop(CheckpointedLoop):
         self.step_memory = StepMemory(self, cut)
         self.train_dataset: Any = TrainingRows(options["train_dataset"], packs=packs, joined=not cut.padded)
         is_flat = not cut.padded or (packs is not None and ("flash" in attention or attention == varlen.ATTENTION))
-        pad_id = int(self.processing_class.pad_token_id)  # TRL makes sure that there is one
-        parts = layout.context_parallel
-        part = distributed.batch_rank(layout) % parts
-        self.data_collator: Any = Collator(
-            pad_id, flat=is_flat, by_source=by_source, masks=masks, part=part, parts=parts,
-            tells_lengths=varlen.needs_lengths(attention), row_tokens=row_tokens,
+        self.data_collator: Any = self._collator(flat=is_flat, by_source=by_source, masks=masks, row_tokens=row_tokens)
+
+    def _collator(self, **options: Any) -> Collator:
+        parts = self._layout.context_parallel
+        return Collator(
+            int(self.processing_class.pad_token_id),  # TRL makes sure that there is one
+            part=distributed.batch_rank(self._layout) % parts, parts=parts,
+            tells_lengths=varlen.needs_lengths(str(self.model.config.get_text_config()._attn_implementation)),
+            **options,
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------

@@ -148,15 +148,8 @@ def build_model_spec(
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
     resize_to = _resize(config, vocab_size, tokenizer_size, added=set(new_rows))
-    peft_config, untrained = None, frozenset[str]()
-    if config.tuning.mode != "full":
-        peft_config, on_adapters = peft_config_of(config, skeleton, new_rows=list(new_rows))
-        notes += on_adapters
-    else:
-        untrained = without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
-        if untrained:
-            names = ", ".join(sorted(untrained))
-            notes.append(f"Trainable: all but {one_line(names, limit=200)}, which get no gradient by their class")
+    peft_config, untrained, on_training = _trained(config, skeleton, list(new_rows))
+    notes += on_training
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
@@ -174,6 +167,18 @@ def build_model_spec(
         new_rows,
         is_dequantised,
     )  # fmt: skip
+
+
+def _trained(
+    config: RunConfig, skeleton: Any, new_rows: list[int]
+) -> tuple[PeftLoraConfig | None, frozenset[str], list[str]]:
+    """The adapters, or in full the parameters that get no gradient; with notes."""
+    if config.tuning.mode != "full":
+        peft_config, notes = peft_config_of(config, skeleton, new_rows=new_rows)
+        return peft_config, frozenset(), notes
+    untrained = without_gradient(skeleton, trust_remote_code=config.model.trust_remote_code)
+    names = one_line(", ".join(sorted(untrained)), limit=200)
+    return None, untrained, [f"Trainable: all but {names}, which get no gradient by their class"] * bool(untrained)
 
 
 def _measured(
