@@ -288,7 +288,7 @@ def watched():
 
 def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "eager")
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     handler = torch._dynamo.callback.callback_handler
     listening = len(handler.start_callbacks), len(handler.end_callbacks), torch._dynamo.config.optimize_ddp
     model = AutoModelForCausalLM.from_config(llama())
@@ -341,7 +341,7 @@ def test_breaks_and_functions_that_are_given_up_are_said_once(watched, caplog, m
 
 def test_blocks_of_which_nothing_compiles_are_said_to_run_the_plain_code(watched, caplog):
     """As checkpointed ones do that break: a graph that recomputes has to be whole."""
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     model = AutoModelForCausalLM.from_config(llama()).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for block in model.model.layers:

@@ -243,7 +243,7 @@ class Scaled:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_steps_that_loss_scaling_skips_are_no_fault(max_grad_norm, caplog):
     run = Scaled(max_grad_norm=max_grad_norm)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         run.step(8.0)  # 65,536 x 8: infinite until the scale is 4,096
         assert not run.gradients.done
         while not run.gradients.done:

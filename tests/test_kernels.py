@@ -122,7 +122,7 @@ def config(kernels: str) -> Any:
 
 
 def test_only_what_computes_the_same_is_taken(monkeypatch, caplog, formula):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     asked = stand_in(monkeypatch, formula)
     model = AutoModelForCausalLM.from_config(llama())
     module = sys.modules[type(model).__module__]
@@ -179,7 +179,7 @@ def test_the_small_models_are_as_wide_as_the_real_rows(monkeypatch):
     ],
 )
 def test_what_cannot_run_is_refused_if_it_is_asked_for_by_name(monkeypatch, caplog, given, words):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     asked = stand_in(monkeypatch, "right")
     kernels.check_kernels(config("auto"), plan(**given))
     if words is None:

@@ -324,7 +324,7 @@ def test_a_kernel_that_is_right_is_used(monkeypatch, caplog, compute):
         return right(*given, **options)
 
     monkeypatch.setattr(varlen, "flash", watched)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.DEBUG)
     state = torch.get_rng_state()
     proof.trust_kernel(*prepared(compute=compute), device=torch.device("cpu"))
     assert varlen._flash_in_use

@@ -345,7 +345,7 @@ def began(monkeypatch, caplog, plan: Any, machine: Machine, spec: Any = None) ->
     monkeypatch.setattr(torch.version, "cuda", ".".join(map(str, machine.wheel.cuda)))
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: machine.wheel.cudnn)
     caplog.clear()
-    with caplog.at_level(logging.INFO), FakeTensorMode():
+    with caplog.at_level(logging.DEBUG), FakeTensorMode():
         chosen = spec or spec_of()
         sdpa.begin(chosen.hf_config, plan, attention=chosen.attention.name, device=torch.device("cuda", 0))
     return caplog.text

@@ -105,7 +105,7 @@ def test_paging_becomes_an_out_of_memory_error_below_what_the_desktop_is_left(mo
     config, plan = plan_on(paging("RTX4090"), "train.batch_size=1")
     cuda = Cuda(free=free, total=23.99)
     cuda.put_in(monkeypatch, device_checks)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         device_checks.check_gpu(plan, config)
     assert cuda.fraction is not None
     limit = cuda.fraction * cuda.total
@@ -148,7 +148,7 @@ def test_memory_is_page_locked_where_the_driver_gives_some(monkeypatch, caplog, 
     assert trainer._pins(plain)
     assert asked == []
     _, shared = plan_on(paging("RTX4090"))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         assert trainer._pins(shared) == works
     assert asked == [(trainer.PIN_TRIED, True)]
     assert ("WSL: memory cannot be page-locked (CUDA error: out of memory)" in caplog.text) != works
