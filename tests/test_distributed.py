@@ -156,7 +156,7 @@ def test_a_launch_that_fails_leaves_nothing_half_written(world):
         ({"STRATEGY": "dpd"}, "did you mean ddp?"),
         (
             {"STRATEGY": "zero3", "SET": "tuning.mode=qlora train.optim=paged_adamw_8bit"},
-            "STRATEGY=zero3 cannot run this job: bitsandbytes' 8-bit states do not support sharded parameters",
+            "STRATEGY=zero3 cannot run this job: bitsandbytes' optimizers do not support sharded parameters",
         ),
         ({"NPROC": "0"}, "NPROC=0 is not a whole number from 1"),
         ({"NPROC": "3"}, "does not split over"),
