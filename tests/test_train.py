@@ -334,6 +334,13 @@ def test_checkpoints_are_kept_to_the_limit(train):
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["checkpoint-3", "checkpoint-4"]
 
 
+@pytest.fixture
+def any_rate(monkeypatch):
+    """Lets a run have a learning rate that ruins it."""
+    monkeypatch.setattr("sft_play.config.validation.MOST_LEARNING_RATE", float("inf"))
+
+
+@pytest.mark.usefixtures("any_rate")
 def test_the_best_model_is_kept_and_loaded_at_the_end(train):
     """A learning rate that ruins the model: the first evaluation is the best one, and patience ends the run."""
     same = [
@@ -396,6 +403,7 @@ class TestGradientCheck:
         check.on_pre_optimizer_step(None, self.State(), None, model=model)
         assert check.done
 
+    @pytest.mark.usefixtures("any_rate")
     def test_a_run_that_its_learning_rate_broke_names_the_learning_rate(self, train):
         """Not the tensors: at the third step no gradient is left, or the loss is not a number."""
         code, printed, _ = train("one", "train.learning_rate=1e6", "train.max_steps=8", "train.on_nan=stop")
@@ -430,6 +438,7 @@ class TestGradientCheck:
         assert "layers.0" in printed
 
 
+@pytest.mark.usefixtures("any_rate")
 def test_a_loss_that_is_not_a_number_stops_the_run(train):
     code, printed, folder = train(
         "one", "tuning.mode=full", "train.learning_rate=1e30", "train.max_grad_norm=0.0", "train.max_steps=6"

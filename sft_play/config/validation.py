@@ -30,6 +30,8 @@ from sft_play.config.yaml_io import (
 )
 from sft_play.spelling import LIKE_A_TYPO, did_you_mean
 
+MOST_LEARNING_RATE = 1.0
+"""Rates above it are slips, such as 2e4 for 2e-4: published ones end at 1e-2."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -232,10 +234,10 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
         add("train.early_stopping_patience", "needs train.load_best_model_at_end: true")
     if train.metric_for_best_model == "exact_match" and config.eval.generate_rows == 0:
         add("train.metric_for_best_model", "exact_match needs eval.generate_rows above 0")
-    if config.learning_rate > 1:
+    if config.learning_rate > MOST_LEARNING_RATE:
         mantissa, _, power = f"{config.learning_rate:e}".partition("e+")
         meant = f"{float(mantissa):g}e-{int(power) or 4}"
-        add("train.learning_rate", f"{config.learning_rate:,g} is above 1, where nothing learns; did you mean {meant}?")
+        add("train.learning_rate", f"{config.learning_rate:,g} is above {MOST_LEARNING_RATE:g}, where nothing learns; did you mean {meant}?")
     for option in training_options():
         value = option.value(config)
         if not option.is_read_by(train.optim) and value != option.default:
