@@ -237,7 +237,8 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
     if config.learning_rate > MOST_LEARNING_RATE:
         mantissa, _, power = f"{config.learning_rate:e}".partition("e+")
         meant = f"{float(mantissa):g}e-{int(power) or 4}"
-        add("train.learning_rate", f"{config.learning_rate:,g} is above {MOST_LEARNING_RATE:g}, where nothing learns; did you mean {meant}?")
+        too_high = f"{config.learning_rate:,g} is above {MOST_LEARNING_RATE:g}, where nothing learns"
+        add("train.learning_rate", f"{too_high}; did you mean {meant}?")
     for option in training_options():
         value = option.value(config)
         if not option.is_read_by(train.optim) and value != option.default:
