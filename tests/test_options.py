@@ -238,7 +238,7 @@ def trainer(config: RunConfig) -> Facts:
             seen["packs"] = options["packs"] and len(options["packs"])
             kind, _ = options.get("optimizer_cls_and_kwargs", (None, {}))
             seen["optimizer"] = kind and kind.__name__
-            self.step_memory = SimpleNamespace()
+            self.step_memory = SimpleNamespace(told=[])
 
         def remove_callback(self, *_: Any) -> None: ...
 
