@@ -97,7 +97,7 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
 
 
 def _count(config: RunConfig) -> None:
-    with importing():
+    with importing(shown=True):
         import numpy as np
 
         from sft_play.data.build.splits import build_splits
