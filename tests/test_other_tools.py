@@ -95,7 +95,7 @@ HINTS = {
     "optimizer: adamw_bnb_8bit": "here it is train.optim: adamw_8bit",
     "optim: lion": "here it is train.optim: lion_32bit",
     "use_muon: true": "here it is train.optim: muon",
-    "tokens: [<think>]": "here it is model.add_tokens: [<think>]",
+    "tokens: [<think>]": 'here it is model.add_tokens: ["<think>"] (their rows are resized, begun and trained with it)',
     "report_to: none": "here it is train.report_to: []",
     "deepspeed: ds_z3.json": "make train-deepspeed DEEPSPEED_CONFIG=ds_z3.json",
     "deepspeed: zero3": "make train-distributed STRATEGY=zero3",

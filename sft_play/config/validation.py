@@ -173,6 +173,8 @@ def _leaf_of(location: list[str]) -> str:
 
 def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
     hint = hint_at(value, raw, leaf.expects) or habit
+    if habit and "did you mean" in hint:  # another tool's word is no slip of ours
+        hint = habit
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
 
 
