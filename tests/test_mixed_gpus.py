@@ -126,6 +126,6 @@ def test_one_gpu_of_a_mixed_machine_is_told_what_those_that_are_alike_would_do(m
     config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml")
     whole = machine("NVIDIA GeForce RTX 3060", "NVIDIA A100 80GB PCIe", "NVIDIA A100 80GB PCIe")
     plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), whole.first(1)))
-    with caplog.at_level("INFO"):
+    with caplog.at_level("DEBUG"):
         plan_stages.log_what_all_would_do(config, whole, plan)
     assert "On the alike 2 GPUs the plan would use ddp (make train-distributed GPUS=1,2)" in caplog.text

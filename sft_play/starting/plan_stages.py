@@ -259,7 +259,7 @@ def _resolved_deepspeed(plan: Plan, config: RunConfig, raw: dict[str, Any], name
     resolved, lines = fill(raw, numbers, name=name, torch_adam="; ".join(obstacles) or None)
     _log_deepspeed(lines)
     if offloads and resolved.get("zero_force_ds_cpu_optimizer", True) and (words := compiling_words()):
-        _log_deepspeed((words,))
+        logger.info("DeepSpeed: %s", words)  # a wait of minutes
     return resolved
 
 
