@@ -59,7 +59,14 @@ def pytest_configure() -> None:
         warm.keep()
 
 
+@pytest.hookimpl(tryfirst=True)  # before what is marked slow is left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.slow_tests import listed
+
+    left_out = listed()
+    for item in items:
+        if item.nodeid in left_out:
+            item.add_marker(pytest.mark.slow)
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
