@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 LIST = Path(__file__).with_suffix(".txt")
-QUICK_VARIANT_S = 2.0
+QUICK_VARIANT_S = 1.0
 """A further variant of a test stays if it takes no longer."""
-QUICK_TEST_S = 10.0
+QUICK_TEST_S = 6.0
 """A test stays with its quickest variant if that takes no longer."""
 
 

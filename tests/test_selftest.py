@@ -25,6 +25,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.planner import calibration
+from sft_play.planner.batching import BatchPlan
 from sft_play.units import GIB
 from tests import warm
 from tests.conftest import ROOT
@@ -180,7 +181,7 @@ def own_message(said: str = TORCH_SAYS) -> str:
     plan = SimpleNamespace(
         memory=SimpleNamespace(required=30 * GIB),
         budget_bytes=int(23.2 * GIB),
-        batch=SimpleNamespace(micro_batch=32, grad_accum=2),
+        batch=BatchPlan(32, 2, 1),
     )
     return out_of_memory_message(plan, RuntimeError(said))  # type: ignore[arg-type]
 

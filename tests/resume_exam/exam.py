@@ -21,6 +21,7 @@ from typing import Any
 import numpy
 import torch
 import transformers
+from transformers.trainer_callback import CallbackHandler
 
 from tests.models import TEXTS, make_llama
 
@@ -58,7 +59,7 @@ def _of(value: Any) -> str:
 
 
 def state_of(trainer: Any) -> dict[str, str]:
-    """Digests of everything that the next update depends on."""
+    """Digests of everything that the next update depends on, of what has its model, optimizer and scheduler."""
     saved = trainer.optimizer.state_dict()
     tensors = [
         one if one.dim() else one.reshape(1)
@@ -81,23 +82,25 @@ def state_of(trainer: Any) -> dict[str, str]:
 def watched() -> Iterator[dict[int, Step]]:
     """Every step of every Trainer that runs meanwhile, by its number."""
     steps: dict[int, Step] = {}
-    plain = transformers.Trainer.training_step
+    begin, plain = CallbackHandler.on_step_begin, transformers.Trainer.training_step
+
+    def on_step_begin(self: Any, args: Any, state: Any, control: Any) -> Any:
+        steps[state.global_step] = Step(state_of(self))
+        return begin(self, args, state, control)
 
     def training_step(self: Any, model: Any, inputs: Any, *words: Any, **options: Any) -> Any:
-        number = self.state.global_step
-        if number not in steps:
-            steps[number] = Step(state_of(self))
-        steps[number].batches.append(_digest(inputs["input_ids"], inputs["labels"]))
-        steps[number].rows += [_row(ids) for ids in inputs["labels"]]
         loss = plain(self, model, inputs, *words, **options)
-        steps[number].losses.append(float(loss))
+        if (step := steps.get(self.state.global_step)) is not None:  # before the first one, rows are only tried
+            step.batches.append(_digest(inputs["input_ids"], inputs["labels"]))
+            step.rows += [_row(ids) for ids in inputs["labels"]]
+            step.losses.append(float(loss))
         return loss
 
-    transformers.Trainer.training_step = training_step
+    CallbackHandler.on_step_begin, transformers.Trainer.training_step = on_step_begin, training_step
     try:
         yield steps
     finally:
-        transformers.Trainer.training_step = plain
+        CallbackHandler.on_step_begin, transformers.Trainer.training_step = begin, plain
 
 
 def _row(labels: torch.Tensor) -> str:
