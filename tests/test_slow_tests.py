@@ -9,7 +9,7 @@ import random
 import pytest
 
 from tests.conftest import ROOT
-from tests.slow_tests import QUICK_TEST_S, QUICK_VARIANT_S, listed, measured, slow
+from tests.slow_tests import KEPT, QUICK_TEST_S, QUICK_VARIANT_S, listed, measured, slow
 
 
 @functools.cache
@@ -45,6 +45,10 @@ def test_each_test_keeps_its_quickest_variant_unless_that_takes_long(seed):
             assert node in stays
         if node in stays and duration > QUICK_VARIANT_S:
             assert len([one for one in stays if seconds[one] > QUICK_VARIANT_S]) == 1
+
+
+def test_parts_of_one_test_stay():
+    assert slow({f"{KEPT[0]}::test_x[{part}]": 20.0 for part in range(3)}) == []
 
 
 def test_seconds_are_read_by_node_id(tmp_path):
