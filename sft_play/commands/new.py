@@ -32,7 +32,7 @@ _Written = tuple[list[str], Mapping[str, Plain], list[str]]
 
 
 def run(request: Request) -> Answer:
-    """Write the file, which loads, and say what stands in it."""
+    """Write the run YAML, after it has been loaded once, and show it."""
     if request.from_ is None and (request.model is None or request.data is None):
         raise ConfigError(_missing(request))
     out = _out(request)

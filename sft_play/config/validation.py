@@ -172,9 +172,8 @@ def _leaf_of(location: list[str]) -> str:
 
 
 def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
-    hint = hint_at(value, raw, leaf.expects) or habit
-    if habit and "did you mean" in hint:  # another tool's word is no slip of ours
-        hint = habit
+    # another tool's word is no slip of ours
+    hint = hint_at(value, raw, leaf.expects, guesses=not habit) or habit
     return f"expected {leaf.expects}, found {show(value, raw=raw if not isinstance(value, str) else None)}{hint}"
 
 
@@ -189,8 +188,9 @@ def _habit(name: str, value: Plain) -> str:
     return f"; {text}" if is_answer else ""
 
 
-def hint_at(value: Plain, raw: str | None, expected: str) -> str:
-    """What may have been meant by a value where another kind was expected; empty where nothing comes to mind."""
+def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = True) -> str:
+    """What may have been meant by a value where another kind was expected, by its spelling too if it `guesses`; empty
+    where nothing comes to mind."""
     if isinstance(value, str):
         word = value.lower()
         if "true or false" in expected and word in ("yes", "on", "y", "no", "off", "n"):
@@ -202,7 +202,7 @@ def hint_at(value: Plain, raw: str | None, expected: str) -> str:
         if "number" in expected and value.replace("_", "").replace(",", "").isdigit():
             return "; write the number without separators"
         alike = 0.6 if len(value) > 3 else LIKE_A_TYPO  # `gpu` is not a misspelt `cpu`
-        near = did_you_mean(value, expected.replace(",", " ").split(), alike=alike)
+        near = did_you_mean(value, expected.replace(",", " ").split(), alike=alike) if guesses else ""
         return f"; {near}" if near else ""
     if isinstance(value, (bool, int, float)) and "text" in expected and "list" not in expected:
         return f'; put it in quotes: "{raw if raw is not None else value}"'

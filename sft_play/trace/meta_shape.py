@@ -131,9 +131,7 @@ def measure(
     measured = []
     for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
         kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
-        at = f"{path}.{place}."
-        linears = [replace(one, adaptable=at + one.path not in without_adapter) for one in kind.linears]
-        measured.append(replace(kind, linears=tuple(linears)))
+        measured.append(_adapted(kind, f"{path}.{place}.", without_adapter))
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
     heads = _number(hf_config, "num_attention_heads") or 1
@@ -165,16 +163,27 @@ def measure(
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
         position_rows=_learned_positions(model, hidden),
-        outer_linears=tuple(
-            replace(_linear(place.rpartition(".")[2], module), adaptable=place not in without_adapter)
-            for place, module in model.named_modules()
-            if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
-        ),
+        outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
         note=f"that of {type(model).__name__}, measured on its class",
     )
     return replace(shape, outer_params=count(model) - shape.params)
+
+
+def _adapted(kind: LayerKind, at: str, without_adapter: Container[str]) -> LayerKind:
+    """The block with what of it gets adapters; `at`: the beginning of its modules' full names."""
+    linears = (replace(one, adaptable=at + one.path not in without_adapter) for one in kind.linears)
+    return replace(kind, linears=tuple(linears))
+
+
+def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[Linear, ...]:
+    """The linear layers outside of the blocks, without the head."""
+    return tuple(
+        replace(_linear(place.rpartition(".")[2], module), adaptable=place not in without_adapter)
+        for place, module in model.named_modules()
+        if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
+    )
 
 
 def _norms(block: nn.Module, hidden: int) -> int:

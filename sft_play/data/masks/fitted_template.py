@@ -128,8 +128,8 @@ class FittedTemplate:
         return not text.strip()
 
     def empty_think(self, text: str) -> int:
-        """Length of the empty think block that a text begins with, white space behind it too. Its opening mark may
-        stand in the prompt."""
+        """Length of the empty think block that a text begins with, and of the white space after it. Its opening mark
+        may be part of the prompt."""
         opening, closing = map(re.escape, self.habits.think[:2] or ("\0", "\0"))
         match = re.match(rf"\s*(?:{opening}\s*)?{closing}\s*", text)
         return match.end() if match else 0
