@@ -234,13 +234,13 @@ def test_what_imports_made_is_left_out_of_collections(watched):
     assert frozen > 300_000  # about a million; Python's own are a few hundred at most
 
 
-def test_a_process_that_has_torch_is_left_as_it_is(caplog):
+def test_a_process_that_has_torch_is_left_as_it_is(caplog, monkeypatch):
     import torch  # noqa: F401
 
-    before = gc.get_freeze_count()
+    monkeypatch.setattr(gc, "freeze", lambda: pytest.fail("frozen"))  # frozen objects that die are counted no more
     with caplog.at_level("INFO"), heap.importing():
         assert gc.isenabled()
-    assert (gc.get_freeze_count(), gc.isenabled(), caplog.text) == (before, True, "")
+    assert (gc.isenabled(), caplog.text) == (True, "")
 
 
 @pytest.mark.parametrize("is_interrupted", [False, True])
