@@ -71,6 +71,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
+def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """The values of a parameter in the tests of this file that are run: a fixture makes no more than they ask for."""
+    specs = [getattr(one, "callspec", None) for one in request.session.items if one.path == request.path]
+    values = [spec.params[name] for spec in specs if spec is not None and name in spec.params]
+    return [value for place, value in enumerate(values) if value not in values[:place]]
+
+
 _IMPORTS_OF_LIBRARIES = 300
 _frozen_modules = 0
 

@@ -1,7 +1,9 @@
 """The trainer's paths on a pretended GPU (`tests.pretended`), beside the same on the CPU, and with tensors that are
 left on the host: writes what each found.
 
-python -m tests.pretended_steps MODEL OUT
+python -m tests.pretended_steps MODEL OUT CASES LEFT
+
+CASES and LEFT are JSON: which of `CASES` and of the names of `LEFT`.
 """
 
 from __future__ import annotations
@@ -237,19 +239,19 @@ def without_copies(compute_loss: Any) -> Any:
 def main() -> None:
     """Write what every case found."""
     out = Path(sys.argv[2])
+    cases, names = (json.loads(words) for words in sys.argv[3:])
     folders = models(Path(sys.argv[1]), out.parent)
     device = pretended.register()  # before any backward pass: autograd counts devices once
     found: dict[str, Any] = {"cpu": {}, "gpu": {}}
-    for *case, kind in CASES:
+    for *case, kind in cases:
         made = trainer_of(folders[kind], out.parent / "cpu", *case, None)
         found["cpu"][" ".join((*case, kind))] = story(made)
     with on_a_gpu():
-        for *case, kind in CASES:
+        for *case, kind in cases:
             made = trainer_of(folders[kind], out.parent / "gpu", *case, device)
             found["gpu"][" ".join((*case, kind))] = story(made)
         found["left"] = {
-            name: refused(folders["llama"], out.parent / "left", rows, leaving, device)
-            for name, (rows, leaving) in LEFT.items()
+            name: refused(folders["llama"], out.parent / "left", *LEFT[name], device) for name in names
         }
     out.write_text(json.dumps(found))
 

@@ -1,10 +1,13 @@
 """One of two ranks: tiny models divided over both, against the same models whole. Writes what it found as JSON.
 
-torchrun --standalone --nproc-per-node 2 --module tests.ranks_mesh OUT
+torchrun --standalone --nproc-per-node 2 --module tests.ranks_mesh KINDS OUT
+
+KINDS is JSON: which types are divided.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.families import TENSOR_PARALLEL
 from sft_play.planner.layout import Layout
 from sft_play.training.loop.collate import Collator
 from sft_play.training.model import context_parallel, tensor_parallel
@@ -156,13 +158,12 @@ def refused(kind: str) -> str:
     return ""
 
 
-def main(out: Path) -> None:
+def main(kinds: list[str], out: Path) -> None:
     """Everything, written by rank 0."""
     dist.init_process_group("gloo")
     found: dict[str, Any] = {"divided": {}, "shared": {}, "refused": {}}
-    for kind in sorted(TENSOR_PARALLEL):
-        changes = {"full": False, "lora": True}
-        for mode, adapters in changes.items():
+    for kind in kinds:
+        for mode, adapters in {"full": False, "lora": True}.items():
             found["divided"][f"{kind} {mode}"] = divided(kind, adapters=adapters)
     found["divided"]["qwen3 full bf16"] = divided("qwen3", adapters=False, dtype=torch.bfloat16)
     found["shared"] = {
@@ -177,4 +178,4 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import subprocess
@@ -406,28 +407,30 @@ RUNS: dict[str, tuple[str, str, list[str]]] = {
     "zero3": ("zero3", "lora", ["train.bf16=true", MIXED + "reduce=float32", MIXED + "buffer=bfloat16"]),
 }
 """Name: layout, mode, settings. Two micro-batches a step, or six."""
+FEW = ("ddp", "fsdp", "zero2")
 
 
-@pytest.fixture(scope="module")
-def many(tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]:
-    """All of `RUNS` over two CPU ranks: what the engine was told, the counted communication, the losses."""
+@pytest.fixture(scope="module", params=["few", pytest.param("all", marks=pytest.mark.slow)])
+def found(request, tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]:
+    """Of few or all of `RUNS` over two CPU ranks: what the engine was told, the counted communication, the losses."""
     if find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed here")
-    folder = tmp_path_factory.mktemp("many")
+    folder = tmp_path_factory.mktemp("runs")
     uneven_run(folder, tiny_llama)
+    runs = {name: RUNS[name] for name in (FEW if request.param == "few" else RUNS)}
     same = ["distributed.profile_communication=1", "train.max_steps=3", "eval.before_training=false",
             "data.val_path=null", "train.learning_rate=1e-3"]  # fmt: skip
     words = [
         ["train", "--config", f"{folder}/run.yaml", "--strategy", layout, f"tuning.mode={mode}",
          f"output.name={name.replace(' ', '-')}", *same, *settings]
-        for name, (layout, mode, settings) in RUNS.items()
+        for name, (layout, mode, settings) in runs.items()
     ]  # fmt: skip
     (folder / "runs.json").write_text(json.dumps(words))
     command = [warm.python(), "-m", "tests.many_runs", f"{folder}/runs.json", f"{folder}/found.json"]
     answer = subprocess.run(command, cwd=ROOT, env=clean_environment(), capture_output=True, text=True, timeout=580)
     assert answer.returncode == 0, (answer.stdout + answer.stderr)[-5000:]
     found = {}
-    for name, told in zip(RUNS, json.loads((folder / "found.json").read_text()), strict=True):
+    for name, told in zip(runs, json.loads((folder / "found.json").read_text()), strict=True):
         run = folder / "outputs" / name.replace(" ", "-")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         counted = json.loads((run / "profile" / "communication.json").read_text())
@@ -437,40 +440,52 @@ def many(tmp_path_factory, tiny_llama) -> dict[str, dict[str, object]]:
     return found
 
 
+all_runs = pytest.mark.parametrize("found", [pytest.param("all", marks=pytest.mark.slow)], indirect=True)
+
+
+@all_runs
 @pytest.mark.build
-def test_every_key_reaches_its_engine(many):
-    assert many["ddp"]["find_unused_parameters"] is False
-    assert many["ddp fp16"]["find_unused_parameters"] is True
-    assert many["ddp"]["comm_hook"] == ""
-    assert many["ddp fp16"]["comm_hook"] == "fp16_compress_hook"
-    assert "policy" not in many["fsdp"]
-    assert many["fsdp step"]["policy"] == ["torch.bfloat16", "torch.float32"]
-    assert many["zero2"]["communication_data_type"] == "torch.bfloat16"
-    assert many["zero3"]["communication_data_type"] == "torch.float32"
-    assert many["zero3"]["buffers"] == ["torch.bfloat16"]
-    assert many["fsdp step"]["buffers"] == ["torch.float32"]
+def test_every_key_reaches_its_engine(found):
+    assert found["ddp"]["find_unused_parameters"] is False
+    assert found["ddp fp16"]["find_unused_parameters"] is True
+    assert found["ddp"]["comm_hook"] == ""
+    assert found["ddp fp16"]["comm_hook"] == "fp16_compress_hook"
+    assert "policy" not in found["fsdp"]
+    assert found["fsdp step"]["policy"] == ["torch.bfloat16", "torch.float32"]
+    assert found["zero2"]["communication_data_type"] == "torch.bfloat16"
+    assert found["zero3"]["communication_data_type"] == "torch.float32"
+    assert found["zero3"]["buffers"] == ["torch.bfloat16"]
+    assert found["fsdp step"]["buffers"] == ["torch.float32"]
+
+
+def bytes_of(found: dict[str, dict[str, object]], run: str, kind: str) -> int:
+    return found[run]["counted"]["kinds"][kind]["bytes"]  # type: ignore[index,no-any-return]
 
 
 @pytest.mark.build
-def test_gradients_are_added_up_as_often_and_in_the_dtype_that_was_asked_for(many):
-    def kind(run: str, name: str) -> int:
-        return many[run]["counted"]["kinds"][name]["bytes"]  # type: ignore[index,no-any-return]
+def test_gradients_are_added_up_in_every_micro_batch_or_once_a_step(found):
+    ddp = bytes_of(found, "ddp", "all_reduce")
+    assert bytes_of(found, "zero2", "all_reduce") == pytest.approx(ddp, rel=1e-3)  # twice, half the bytes
+    assert bytes_of(found, "fsdp", "reduce_scatter") == pytest.approx(2 * ddp, rel=1e-2)
+    assert found["fsdp"]["whole_gradients"] == 0
 
+
+@all_runs
+@pytest.mark.build
+def test_gradients_are_added_up_as_often_and_in_the_dtype_that_was_asked_for(found):
+    kind = functools.partial(bytes_of, found)
     assert kind("ddp fp16", "all_reduce") == pytest.approx(kind("ddp", "all_reduce"), rel=1e-3)  # twice, half the bytes
-    assert kind("zero2", "all_reduce") == pytest.approx(kind("ddp", "all_reduce"), rel=1e-3)  # so too
-    assert kind("fsdp", "reduce_scatter") == pytest.approx(2 * kind("ddp", "all_reduce"), rel=1e-2)
     assert kind("zero3", "reduce_scatter") == 2 * kind("fsdp step", "reduce_scatter")
     assert kind("ddp four and two", "all_reduce") == pytest.approx(2 * kind("ddp six", "all_reduce"), rel=1e-3)
     assert kind("fsdp four and two", "reduce_scatter") == pytest.approx(kind("fsdp", "reduce_scatter"), rel=1e-3)
-    whole = many["fsdp step"]["counted"]["planned_bytes"]["reduce_scatter"]  # type: ignore[index]
-    assert many["fsdp"]["whole_gradients"] == 0
-    assert many["fsdp step"]["whole_gradients"] == whole  # on every rank
+    whole = found["fsdp step"]["counted"]["planned_bytes"]["reduce_scatter"]  # type: ignore[index]
+    assert found["fsdp step"]["whole_gradients"] == whole  # on every rank
 
 
 @pytest.mark.build
-def test_the_closed_forms_bytes_are_the_counted_ones(many):
-    for name, found in many.items():
-        counted = found["counted"]
+def test_the_closed_forms_bytes_are_the_counted_ones(found):
+    for name, run in found.items():
+        counted = run["counted"]
         assert counted["agrees"], (name, counted["difference"])
         assert abs(counted["difference"]) < 0.02, (name, counted["difference"])
         for kind, planned in counted["planned_bytes"].items():
@@ -478,11 +493,11 @@ def test_the_closed_forms_bytes_are_the_counted_ones(many):
 
 
 @pytest.mark.build
-def test_what_was_counted_is_timed_for_each_rank_and_can_be_opened(many):
+def test_what_was_counted_is_timed_for_each_rank_and_can_be_opened(found):
     import gzip
 
-    for name, found in many.items():
-        counted = found["counted"]
+    for name, run in found.items():
+        counted = run["counted"]
         assert [rank["rank"] for rank in counted["ranks"]] == [0, 1], name
         assert all(0 < rank["communication_s"] <= rank["step_s"] for rank in counted["ranks"])
         assert all(rank["exposed_s"] <= rank["communication_s"] + 1e-6 for rank in counted["ranks"])
@@ -490,21 +505,22 @@ def test_what_was_counted_is_timed_for_each_rank_and_can_be_opened(many):
         waits = [rank["waiting_s"] for rank in counted["ranks"]]
         assert all(wait is None or 0 <= wait < counted["step_s"] for wait in waits)
         assert all(kind["seconds"] > 0 for kind in counted["kinds"].values() if kind["bytes"] > 1000)
-        assert "bytes a step" in found["log"]
-        assert "they agree" in found["log"]
-    with gzip.open(many["fsdp"]["trace"]) as trace:
+        assert "bytes a step" in run["log"]
+        assert "they agree" in run["log"]
+    with gzip.open(found["fsdp"]["trace"]) as trace:
         events = json.load(trace)["traceEvents"]
     assert sum(event.get("name") == "c10d::_reduce_scatter_base_" for event in events) == 6
 
 
+@all_runs
 @pytest.mark.build
-def test_losses_are_those_of_ddp_whatever_travels_and_how_often(many):
+def test_losses_are_those_of_ddp_whatever_travels_and_how_often(found):
     """In fp32 how often gradients are added up changes only the order of sums; half precision changes their digits."""
-    wanted = many["ddp"]["losses"]
-    assert many["fsdp"]["losses"] == pytest.approx(wanted, rel=1e-5)
+    wanted = found["ddp"]["losses"]
+    assert found["fsdp"]["losses"] == pytest.approx(wanted, rel=1e-5)
     for name in ("ddp four and two", "fsdp four and two"):
-        assert many[name]["losses"] == pytest.approx(many["ddp six"]["losses"], rel=1e-5), name
+        assert found[name]["losses"] == pytest.approx(found["ddp six"]["losses"], rel=1e-5), name
     for name in ("ddp fp16", "zero2"):
-        assert many[name]["losses"] == pytest.approx(wanted, rel=4e-3), name
-        assert many[name]["losses"][0] == pytest.approx(wanted[0], rel=1e-6), name
-    assert many["fsdp step"]["losses"] == pytest.approx(many["zero3"]["losses"], rel=2e-2)
+        assert found[name]["losses"] == pytest.approx(wanted, rel=4e-3), name
+        assert found[name]["losses"][0] == pytest.approx(wanted[0], rel=1e-6), name
+    assert found["fsdp step"]["losses"] == pytest.approx(found["zero3"]["losses"], rel=2e-2)

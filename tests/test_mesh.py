@@ -32,6 +32,7 @@ from sft_play.planner.candidates import candidate_of
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, layouts_for
 from sft_play.planner.mesh import AXES, Mesh, mesh_of
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from tests.conftest import chosen
 from tests.models import uneven_run
 from tests.ranks import found_by_ranks
 from tests.ranks_mesh import NOT_DIVIDED
@@ -193,18 +194,25 @@ def test_the_types_that_are_divided_are_those_of_transformers():
     assert set(FAMILIES) >= TENSOR_PARALLEL
 
 
+FEW = ("llama", "qwen3")
+"""Types that the default suite divides; the others are left to `-m slow`."""
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> dict[str, Any]:
+def found(request, tmp_path_factory) -> dict[str, Any]:
     """What two ranks found (tests/ranks_mesh.py)."""
-    found: dict[str, Any] = found_by_ranks("tests.ranks_mesh", folder=tmp_path_factory.mktemp("mesh"))
+    kinds = json.dumps(chosen(request, "divided"))
+    found: dict[str, Any] = found_by_ranks("tests.ranks_mesh", kinds, folder=tmp_path_factory.mktemp("mesh"))
     return found
 
 
 @pytest.mark.build
 @pytest.mark.parametrize("mode", ["full", "lora"])
-@pytest.mark.parametrize("kind", sorted(TENSOR_PARALLEL))
-def test_a_model_of_two_parts_has_the_loss_and_gradients_of_the_whole_one(found, kind, mode):
-    one = found["divided"][f"{kind} {mode}"]
+@pytest.mark.parametrize(
+    "divided", [pytest.param(kind, marks=[] if kind in FEW else [pytest.mark.slow]) for kind in sorted(TENSOR_PARALLEL)]
+)
+def test_a_model_of_two_parts_has_the_loss_and_gradients_of_the_whole_one(found, divided, mode):
+    one = found["divided"][f"{divided} {mode}"]
     assert one["loss"] < 1e-6
     assert one["gradients"] < 2e-5
     assert one["held"] < 0.65  # embedding and head are whole on both

@@ -9,27 +9,35 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tests.conftest import clean_environment
-from tests.pretended_steps import CASES, LEFT
+from tests.conftest import chosen, clean_environment
+from tests.pretended_steps import CASES, LEFT, MODES, ROWS
 
 pytestmark = pytest.mark.build
 
 
 @pytest.fixture(scope="module")
-def found(tiny_llama, tmp_path_factory) -> dict[str, Any]:
+def found(request, tiny_llama, tmp_path_factory) -> dict[str, Any]:
     """What a process with a pretended GPU found: registering the device cannot be undone."""
     out = tmp_path_factory.mktemp("pretended") / "found.json"
-    words = [warm.python(), "-m", "tests.pretended_steps", str(tiny_llama), str(out)]
+    asked = [json.dumps(chosen(request, name)) for name in ("case", "name")]
+    words = [warm.python(), "-m", "tests.pretended_steps", str(tiny_llama), str(out), *asked]
     ran = subprocess.run(words, env=clean_environment(), capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     return json.loads(out.read_text())
 
 
-@pytest.mark.parametrize("case", [" ".join(case) for case in CASES])
+def few_of(case: tuple[str, ...]) -> list[pytest.MarkDecorator]:
+    """Each kind of rows with one mode, and the mixture; the others are left to `-m slow`."""
+    mode, rows, _, kind = case
+    is_one = kind == "mixtral" if rows == "padded" else mode == dict(zip(ROWS, MODES * 2, strict=True))[rows]
+    return [] if is_one else [pytest.mark.slow]
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=" ".join(case), marks=few_of(case)) for case in CASES])
 def test_training_evaluation_and_answers_stay_on_the_gpu(found, case):
     """With the losses, weights and answers of the CPU. In bf16 the lists of autocast differ between the two;
     bitsandbytes multiplies on a CPU by other kernels, and Adam's first steps are of one size whatever the gradient."""
-    gpu, cpu = found["gpu"][case], found["cpu"][case]
+    gpu, cpu = (found[device][" ".join(case)] for device in ("gpu", "cpu"))
     tolerance = 1e-3 if "bf16" in case else 1e-5
     assert gpu["device"] == "pretend:0"
     assert gpu["on_host"] == []
