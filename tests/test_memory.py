@@ -186,10 +186,10 @@ def test_optimizers_differ_by_their_states():
     fused, listed, paged, factored = map(found, ("adamw_torch_fused", "adamw_torch", "paged_adamw_8bit", "adafactor"))
     assert fused.terms["optimizer"] == pytest.approx(4 * params, rel=0.01)
     assert listed.moments["optimizer"] - fused.moments["optimizer"] == 2 * params
-    assert paged.terms["optimizer"] == 0
     tables = llama_8b().vocab_size * H  # of the embedding, whose states transformers' Trainer keeps in fp32
     managed = paged.outside_allocator - fused.outside_allocator
-    assert managed == pytest.approx(2.03 * (params - tables) + 8 * tables, rel=0.01)
+    assert managed == pytest.approx(2 * (params - tables) + 8 * tables, rel=1e-3)
+    assert paged.terms["optimizer"] == pytest.approx(2 * 4 / 256 * (params - tables), rel=0.02)  # scales are not
     assert factored.terms["optimizer"] < 0.01 * params
 
 

@@ -196,7 +196,8 @@ def test_somewhere_rounding_makes_a_run_fit():
     assert terms["weights"] == pytest.approx(2 * params, rel=0.02)
     assert terms["optimizer"] == pytest.approx(8 * params, rel=0.02)
     eight = planned(run("full", "train: {optim: paged_adamw_8bit, weight_updates: stochastic}"), "1xRTX4090")
-    assert eight.memory.terms["optimizer"] == 0
+    scales = 2 * 4 / 256 * eight.memory.terms["weights"] / 2
+    assert 0.5 * scales < eight.memory.terms["optimizer"] < scales  # states are paged, embeddings' have none
 
 
 # --- adapters ---------------------------------------------------------------------------------------------------------

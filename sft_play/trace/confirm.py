@@ -31,7 +31,7 @@ from sft_play.trace.settings import Device, StepSettings, TracedPeak, TraceUnava
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 16
+TRACE_VERSION = 17
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
 SHAPE_VERSION = 6
 """The same for shapes."""
@@ -41,7 +41,7 @@ STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", 
 OPTIMIZERS = {
     "adamw_torch_fused": "adamw_fused",
     "adamw_torch": "adamw_foreach",
-    "paged_adamw_8bit": "paged_adamw_8bit",
+    "paged_adamw_8bit": "paged_adamw_8bit_wide_embeddings",
     "adamw_8bit": "adamw_8bit_wide_embeddings",
     "lion_32bit": "lion_32bit_bnb",
     "lion_8bit": "lion_8bit_wide_embeddings",

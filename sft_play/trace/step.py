@@ -288,7 +288,7 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
     if name != settings.optimizer:
         wide = [one.weight for one in model.modules() if isinstance(one, torch.nn.Embedding)]
     if name in states:
-        count = 1 if name.startswith("lion") else 2
+        count = 0 if name.startswith("paged") else 1 if name.startswith("lion") else 2  # in the allocator
         return fakes.StateOptimizer(trained, states[name], log, wide={id(one): count for one in wide})
     if name == "muon":
         from sft_play.training.loop.muon import MuonWithAdamW, matrices_of

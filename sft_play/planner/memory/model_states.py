@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from sft_play.config.schema import BITSANDBYTES, LoraConfig, RunConfig
-from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape
+from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape, Stacked
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.structure import ROW_ROLES, Numbers, is_target, part_of_linear, roles, stacked_adapter
 from sft_play.planner.memory.tape import rest_of_segment
@@ -18,6 +18,8 @@ ABSMAX_BLOCK = 256
 """Absmax values that share one of their own under double quantisation (bitsandbytes functional.py, quantize_4bit)."""
 STATE_BLOCK = 256
 """Elements that share one absmax in bitsandbytes' 8-bit optimizers."""
+PAGED_FROM = 100_000
+"""Elements of a tensor from which on its states are paged (bitsandbytes optimizer.py, `get_state_buffer`)."""
 
 
 def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
@@ -69,21 +71,31 @@ def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
     """LoRA parameters: r * (inputs + outputs) on each targeted linear layer, and on each expert of a targeted stack;
     DoRA adds one number per output of a layer."""
-    outer = sum(_adapter_of(linear, lora) for linear in shape.outer_linears)
-    return outer + sum(kind.count * adapters_of(kind, lora) for kind in shape.layers)
+    return sum(rows * columns * count for rows, columns, count in _factors(shape, lora))
 
 
 def adapters_of(kind: LayerKind, lora: LoraConfig) -> int:
     """The same for one block."""
-    return sum(_adapter_of(linear, lora) for linear in kind.linears) + sum(
-        stacked_adapter(one, lora) for one in kind.stacked
-    )
+    return sum(rows * columns for rows, columns in _factors_on(kind.linears, kind.stacked, lora))
 
 
-def _adapter_of(linear: Linear, lora: LoraConfig) -> int:
-    if not is_target(linear, lora.target_modules):
-        return 0
-    return lora.r * (linear.inputs + linear.outputs) + (linear.outputs if lora.use_dora else 0)
+def _factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
+    """Rows, columns and number of the tensors of LoRA's adapters."""
+    for linears, stacks, count in (
+        (shape.outer_linears, (), 1),
+        *((k.linears, k.stacked, k.count) for k in shape.layers),
+    ):
+        yield from ((*sides, count) for sides in _factors_on(linears, stacks, lora))
+
+
+def _factors_on(linears: Sequence[Linear], stacks: Sequence[Stacked], lora: LoraConfig) -> Iterator[tuple[int, int]]:
+    for linear in linears:
+        if is_target(linear, lora.target_modules):
+            yield from ((lora.r, linear.inputs), (linear.outputs, lora.r))
+            yield from ((1, linear.outputs),) * lora.use_dora
+    for one in stacks:
+        if stacked_adapter(one, lora):
+            yield from ((lora.r * one.experts, one.inputs), (one.outputs, lora.r * one.experts))
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -104,6 +116,12 @@ class Trained:
     states: int
     rows: int = 0
     """Of the parameters: rows of embeddings that new tokens have, and that PEFT puts into a copy of the whole table."""
+    small: int = 0
+    """Of the parameters: those in tensors below `PAGED_FROM`."""
+    largest: int = 0
+    """Parameters of the largest tensor."""
+    sides: int = 0
+    """Rows and columns of all tensors; for a vector its elements."""
 
     @property
     def rounded(self) -> bool:
@@ -113,29 +131,38 @@ class Trained:
 
 def trained(config: RunConfig, shape: ModelShape, widths: Numbers) -> Trained:
     """The trained parameters: all of them, or adapters and modules_to_save (PEFT copies those)."""
+    table = shape.vocab_size + shape.hidden_size
     if config.tuning.mode == "full":
-        states = widths.states or widths.weights
-        return Trained(shape.params, widths.weights, embedding=True, head=True, states=states)
+        sides = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
+        return Trained(
+            shape.params, widths.weights, embedding=True, head=True, states=widths.states or widths.weights,
+            small=shape.other_params, largest=largest_tensor(shape),
+            sides=sides + (1 if shape.tied else 2) * table + shape.other_params,
+        )  # fmt: skip
     lora = config.tuning.lora
     names = {name.rpartition(".")[2] for name in lora.modules_to_save}
     embedding, head = bool(names & EMBEDDING_NAMES), bool(names & HEAD_NAMES)
     whole = adapter_params(shape, lora) + shape.table_params * (embedding + head)
     tables = 1 if shape.tied and not (embedding or head) else 2 - embedding - head
     rows = len(config.model.add_tokens) * tables * (shape.table_params // shape.vocab_size)
-    return Trained(whole + rows, widths.adapters, embedding, head, widths.adapters, rows)
+    factors = list(_factors(shape, lora))
+    sizes = [(one * other, count) for one, other, count in factors]
+    return Trained(
+        whole + rows, widths.adapters, embedding, head, widths.adapters, rows,
+        small=sum(size * count for size, count in sizes if size < PAGED_FROM),
+        largest=max([size for size, _ in sizes] + [shape.table_params] * (embedding or head), default=0),
+        sides=sum((one + other) * count for one, other, count in factors) + table * (embedding + head),
+    )  # fmt: skip
 
 
 def optimizer_bytes(optim: str, shape: ModelShape, parameters: Trained, *, full: bool) -> int:
     """Optimizer states in the allocator. AdamW: two of the parameter's dtype (torch keeps states in it), Muon one;
-    bitsandbytes' own: `bitsandbytes_states`, but none where they are paged; Adafactor: a row and a column of fp32 for
+    bitsandbytes' own: `bitsandbytes_states`, without those that are paged; Adafactor: a row and a column of fp32 for
     each matrix."""
     if optim in BITSANDBYTES:
-        return 0 if optim.startswith("paged") else bitsandbytes_states(optim, shape, parameters)
+        return bitsandbytes_states(optim, shape, parameters) - paged_bytes(optim, shape, parameters)
     if optim == "adafactor":
-        linears = sum(count * (linear.inputs + linear.outputs) for linear, count in shape.linears)
-        tables = (1 if shape.tied else 2) * (shape.vocab_size + shape.hidden_size)
-        rows_and_columns = linears + tables + shape.other_params
-        return 4 * rows_and_columns if full else int(0.02 * parameters.params * 4)
+        return 4 * parameters.sides
     rests = _rests(shape, parameters.states) if full and parameters.params == shape.params else 0
     second = sum(count * linear.weights for linear, count in shape.linears) if optim == "muon" else 0
     return 2 * (parameters.states * parameters.params + rests) - parameters.states * second
@@ -144,29 +171,41 @@ def optimizer_bytes(optim: str, shape: ModelShape, parameters: Trained, *, full:
 def bitsandbytes_states(optim: str, shape: ModelShape, parameters: Trained) -> int:
     """States of bitsandbytes' optimizers, two of AdamW and one of Lion: fp32, or a byte and a 256th of an fp32 absmax.
     Those of whole embeddings are fp32 always (transformers' `create_optimizer`)."""
-    states = 1 if "lion" in optim else 2
-    wide = parameters.params if "32bit" in optim else shape.embedding_params if parameters.embedding else 0
-    return int(states * (4 * wide + (parameters.params - wide) * (1 + 4 / STATE_BLOCK)))
+    wide = _wide(optim, shape, parameters)
+    return int(_states_of(optim) * (4 * wide + (parameters.params - wide) * (1 + 4 / STATE_BLOCK)))
 
 
 def paged_bytes(optim: str, shape: ModelShape, parameters: Trained) -> int:
-    """States that are managed memory, outside the allocator."""
-    return bitsandbytes_states(optim, shape, parameters) if optim.startswith("paged") else 0
+    """Of those: states that are managed memory, outside the allocator; scales and small tensors' never are."""
+    if not optim.startswith("paged"):
+        return 0
+    wide = _wide(optim, shape, parameters)
+    return _states_of(optim) * (4 * wide + parameters.params - wide - parameters.small)
 
 
-def optimizer_transient(optim: str, shape: ModelShape, parameters: Trained, *, full: bool) -> int:
+def _wide(optim: str, shape: ModelShape, parameters: Trained) -> int:
+    """Parameters with states in fp32."""
+    return parameters.params if "32bit" in optim else shape.embedding_params if parameters.embedding else 0
+
+
+def _states_of(optim: str) -> int:
+    return 1 if "lion" in optim else 2
+
+
+def optimizer_transient(optim: str, shape: ModelShape, parameters: Trained) -> int:
     """Temporary bytes of the optimizer's step. Fused AdamW: none; foreach AdamW (`adamw_torch`): the list of square
-    roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor; Muon: a matrix's update, two
-    iterates of it in bf16 and two products of its shorter sides (torch/optim/_muon.py). Stochastic rounding steps an
-    fp32 copy of one tensor and of its gradient."""
-    largest = largest_tensor(shape) if full else parameters.params
+    roots, as large as the parameters; Adafactor: two fp32 copies of the largest tensor, and where it has 16 bits it and
+    its gradient in fp32; Muon: a matrix's update, two iterates of it in bf16 and two products of its shorter sides
+    (torch/optim/_muon.py). Stochastic rounding steps an fp32 copy of one tensor and of its gradient."""
+    largest = parameters.largest
     copies = 8 * largest if parameters.rounded else 0
     if optim == "adamw_torch":
         return copies + (4 * largest if parameters.rounded else parameters.width * parameters.params)
     if optim == "muon":
         sides = [(linear.weights, min(linear.inputs, linear.outputs)) for linear, _ in shape.linears]
         return copies + max((parameters.states + 4) * size + 4 * short**2 for size, short in sides)
-    return copies + (8 * largest if optim == "adafactor" else 0)
+    own = 8 if parameters.states == 4 else 16
+    return copies + (own * largest if optim == "adafactor" else 0)
 
 
 @dataclass(frozen=True)
@@ -277,8 +316,8 @@ def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *,
     own = -(-whole.params // layout.shard)
     half = 2 * (own if layout.shards_params else whole.params)
     gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else whole.params)
-    # two of fp32 for AdamW; paged states are managed memory, outside the allocator
-    states = {"paged_adamw_8bit": 0, "adafactor": own // 12}.get(optim, 8 * own)
+    # two of fp32 for AdamW; paged states are managed memory, outside the allocator, but for their scales
+    states = {"paged_adamw_8bit": 8 * own // STATE_BLOCK, "adafactor": own // 12}.get(optim, 8 * own)
     frozen = (frozen - kept) // layout.shard if layout.shards_params else frozen
     on_gpu = not layout.offloads_params
     host = 16 * own if layout.offloads_states else 0  # fp32 masters, two states and gradients

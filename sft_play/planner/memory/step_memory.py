@@ -204,7 +204,8 @@ class Walk:
         """Every block's bytes as the estimate has them, and the width of each one's input and of the last one's
         output."""
         blocks: list[BlockBytes] = []
-        widths = [self.width]
+        copied = self.trained.embedding and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
+        widths = [self.numbers.adapters if copied else self.width]
         for layer, place in enumerate(self.shape.layer_order):
             # the first block's input has a gradient if the embedding trains, or checkpointing asks for one (PEFT)
             block = block_bytes(
@@ -349,7 +350,7 @@ class Walk:
         held = [self._batch(self.step.micro_batch, self.specs, trains=True)]
         if self.shape.embedding_dropout:
             held[0] += self.step.tokens * self.shape.hidden_size  # its mask
-        passing = optimizer_transient(self.config.train.optim, self.shape, self.part, full=self.full)
+        passing = optimizer_transient(self.config.train.optim, self.shape, self.part)
         if self.step.layout.shards_states:
             passing //= self.step.layout.shard
         update = self._at("optimizer", self.resident.gradients, 0, optimizer_step=passing)
@@ -402,9 +403,13 @@ class Walk:
         head = self._head(self.step.micro_batch, grad=True)
         gathered = gathering.head if gathering else 0
         yield self._at("head", self._older_gradients(), held[-1], loss_head=head.backward, gather_buffers=gathered)
-        with_embedding = gathering is not None and self.shape.tied  # one unit, sharded when the embedding is done
+        # tied: one gradient with the embedding's, which it waits for: it is one sharded unit, or not yet added up
         new = 0 if self.adds_up else self._kept_of(head.gradients)
-        done = self._older_gradients() + (head.gradients if with_embedding else new)
+        if self.shape.tied and gathering:
+            new = head.gradients
+        elif self.shape.tied and self.full and self.adds_up:
+            new = self.shape.table_params * self.numbers.weights
+        done = self._older_gradients() + new
         for layer, block in reversed(list(enumerate(self.layers))):
             yield self._at(
                 "backward",
@@ -429,9 +434,12 @@ class Walk:
             for gathered in self.gathering.end(dense):
                 yield self._at("backward", before, live, gather_buffers=gathered)
             return
-        # `done` counts the embedding's gradient once, or its shard: `dense` is beside it
-        beside = self._table() or self.shape.tied or self._accumulating() or self.step.layout.shards_grads
-        yield self._at("backward", done, live + (dense if beside else 0))
+        # `done` counts the embedding's gradient once, or its shard: `dense` is beside it, and so is the head's that
+        # waits for it to be added to an older one; copies of tied modules (PEFT's modules_to_save) are not tied
+        tied = self.shape.tied and self.full
+        beside = self._table() or tied or self._accumulating() or self.step.layout.shards_grads
+        twice = tied and self.adds_up
+        yield self._at("backward", done, live + dense * ((2 if twice else 1) if beside else 0))
 
     def evaluation(self, rows: int) -> Iterator[tuple[Moment, Terms]]:
         """A batch of the evaluation: the last block of each kind, then the head; nothing is held for a backward pass
