@@ -388,6 +388,7 @@ def model_spec(config: RunConfig) -> Facts:
         "attention": drawn.attention.name,
         "has_adapter": bool(adapter),
         "trainable": trainable_note(config, drawn),
+        "notes": " ".join(drawn.notes),
         **listed,
     }
 
@@ -642,6 +643,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(adapters, "tuning.lora.dtype", "bfloat16", "dtype", "bfloat16"),
     one(adapters, "tuning.lora.dtype", "float32", "dtype", "float32", ["tuning.lora.dtype=bfloat16"]),
     one(model_spec, "tuning.lora.use_dora", "true", "use_dora", True),
+    one(model_spec, "tuning.lora.init", "pissa", "r", 32),
+    one(model_spec, "tuning.lora.init", "loftq", "notes", Says("alpha 32, started by loftq on")),
     one(trainer, "tuning.lora.loraplus_lr_ratio", 16, "loraplus_lr_ratio", 16.0),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
     ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",

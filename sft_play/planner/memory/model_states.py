@@ -83,7 +83,7 @@ def adapters_of(kind: LayerKind, lora: LoraConfig) -> int:
 def _adapter_of(linear: Linear, lora: LoraConfig) -> int:
     if not is_target(linear, lora.target_modules):
         return 0
-    return lora.r * (linear.inputs + linear.outputs) + (linear.outputs if lora.use_dora else 0)
+    return lora.rank * (linear.inputs + linear.outputs) + (linear.outputs if lora.use_dora else 0)
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -257,7 +257,7 @@ def adapters_elsewhere(config: RunConfig, shape: ModelShape, ranks: int) -> int:
         for role, linear in roles(kind, shape).items():
             if is_target(linear, lora.target_modules):
                 own = part_of_linear(linear, ranks, by_row=role in ROW_ROLES)
-                total += kind.count * lora.r * (linear.inputs - own.inputs + linear.outputs - own.outputs)
+                total += kind.count * lora.rank * (linear.inputs - own.inputs + linear.outputs - own.outputs)
     return total
 
 
