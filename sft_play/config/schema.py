@@ -234,15 +234,16 @@ class ProcessConfig(Section):
     drop_leaks: bool = leaf(False, owner="data.process")
     """Leave out training rows that are also in val or test (for files that come with their own splits)."""
 
-    near_duplicates: Literal["ignore", "count", "drop"] = leaf("ignore", owner="data.process")
-    """Rows that are nearly an earlier one: look for none, count and name them, or keep only the first."""
+    near_duplicates: Literal["ignore", "count", "drop"] = leaf("count", owner="data.process")
+    """Rows that are nearly an earlier one: count and name them, keep only the first, or look for none."""
 
     compare_with: tuple[Name, ...] = leaf((), owner="data.process")
-    """Files, folders or hub ids, such as your own test file or a benchmark's, in whose rows training rows are looked
-    for; those found are counted and named."""
+    """Files, folders or hub ids, such as a benchmark's test file, in whose rows training rows are looked for; those
+    found are counted and named, as are those nearly in data.val_path and data.test_path unless near_duplicates is
+    ignore."""
 
     drop_overlaps: bool = leaf(False, owner="data.process")
-    """Leave out training rows that are nearly a row of compare_with."""
+    """Leave out training rows that are nearly a row of those files."""
 
     similarity: float = leaf(0.8, owner="data.process", ge=0.5, le=0.99)
     """Rows are nearly the same from this Jaccard similarity of their runs of three words on."""
