@@ -277,8 +277,6 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
         return (
             "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
         )
-    if layout.is_zero and config.tuning.mode != "full" and config.tuning.lora.loraplus_lr_ratio != 1:
-        return "tuning.lora.loraplus_lr_ratio: under DeepSpeed losses were not those of one process (fsdp's are)"
     if because := _cannot_start(layout, config):
         return because
     if layout.tensor_parallel > 1 and (because := _not_tensor_parallel(layout, config, shape, hardware)):
