@@ -277,13 +277,7 @@ def _start_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, f"loftq starts at what NF4 lost, and tuning.mode is {config.tuning.mode}; use qlora, or pissa"
         if lora.use_dora:
             yield key, "loftq changes what DoRA's magnitudes were taken from; remove tuning.lora.use_dora"
-        return
-    if lora.dropout:
-        yield "tuning.lora.dropout", f"{lora.dropout:g} would drop parts of the base that pissa trains; remove it"
-    if config.train.weight_decay:
-        why = "would shrink parts of the base that pissa trains, and those that take them off"
-        yield "train.weight_decay", f"{config.train.weight_decay:g} {why}; remove it"
-    if lora.use_rslora:
+    elif lora.use_rslora:
         yield "tuning.lora.use_rslora", "pissa divides its start by the scale; set tuning.lora.alpha instead"
 
 

@@ -94,7 +94,8 @@ def load_trainer(
         in_fp32 = widens and config.tuning.mode != "qlora"
         fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, in_fp32=in_fp32)
     if prepared.is_adapter:
-        adapter_start.freeze_half(trainer.model, config.tuning.lora)
+        is_late = plan.choice.layout.is_fsdp and source is None
+        adapter_start.freeze_half(trainer.model, config.tuning.lora, is_divided_later=is_late)
     return trainer
 
 

@@ -95,10 +95,17 @@ def principal(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.T
     return left[:, :rank] * roots, (right[:, :rank] * roots).T
 
 
-def freeze_half(model: nn.Module, lora: LoraConfig) -> None:
-    """Let the second half of PiSSA's adapters have no gradient; called when the model is divided as it will be."""
+def freeze_half(model: nn.Module, lora: LoraConfig, *, is_divided_later: bool = False) -> None:
+    """Let the second half of PiSSA's adapters have no gradient; called when the model is divided as it will be.
+
+    Raises:
+        ModelError: accelerate divides it later (`is_divided_later`), into parameters of its own.
+    """
     if lora.init != "pissa":
         return
+    if is_divided_later:
+        why = "under FSDP this base is divided only when training begins, where half of an adapter cannot be frozen"
+        raise ModelError(f"tuning.lora.init=pissa: {why}; use STRATEGY=ddp or zero3")
     for name, weight in model.named_parameters():
         dim: Literal[0, 1] | None = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
         if dim is None or not weight.requires_grad:
