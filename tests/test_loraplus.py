@@ -64,6 +64,24 @@ def test_only_lora_b_moves_faster(train):  # noqa: F811
         assert moved == pytest.approx([ratio * 1e-3] * len(moved), rel=1e-2)
 
 
+def test_an_optimizer_that_is_asked_for_twice_has_the_ratio_once(tmp_path, tiny_llama):
+    """As under DeepSpeed, where deepspeed_init and the Trainer both ask."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, TrainingArguments
+
+    from sft_play.training.loop.loop import PlannedLoop
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_llama), LoraConfig(target_modules=["q_proj"]))
+    arguments = TrainingArguments(output_dir=str(tmp_path), learning_rate=1e-3, report_to=[], use_cpu=True)
+    loop = object.__new__(PlannedLoop)  # as far as the Trainer's own method reads it
+    vars(loop).update(
+        model=model, args=arguments, optimizer=None, optimizer_cls_and_kwargs=None, _loraplus_lr_ratio=16.0
+    )
+    first = loop.create_optimizer()
+    assert loop.create_optimizer() is first
+    assert [group["lr"] for group in first.param_groups] == [1e-3, 16e-3]
+
+
 def test_the_ratio_lowers_the_automatic_rate():
     from tests.test_learning_rate import run
 
@@ -75,7 +93,9 @@ def test_the_ratio_lowers_the_automatic_rate():
     assert plus.learning_rate == plain.learning_rate / 16
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "zero2", "zero3"))]
+)
 def test_ranks_lose_what_one_process_does(tmp_path, tiny_llama, strategy):
     uneven_run(tmp_path, tiny_llama)
     words = ("--config", f"{tmp_path}/run.yaml", "tuning.mode=lora", PLUS, "tuning.lora.use_dora=false")
@@ -85,13 +105,3 @@ def test_ranks_lose_what_one_process_does(tmp_path, tiny_llama, strategy):
     one, many = (losses(tmp_path / "outputs" / name) for name in ("one", "many"))
     assert len(one) == 5
     assert many == pytest.approx(one, rel=2e-5)
-
-
-@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
-def test_deepspeed_is_refused_by_name(command, run_yaml, monkeypatch, strategy):  # noqa: F811
-    monkeypatch.setenv("STRATEGY", strategy)
-    words = ("plan", "--config", str(run_yaml), "--hardware", "2xH100", "tuning.mode=lora")
-    code, printed = command(*words, PLUS)
-    assert code == 2
-    assert "tuning.lora.loraplus_lr_ratio: under DeepSpeed" in printed
-    assert command(*words)[0] == 0

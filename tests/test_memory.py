@@ -169,6 +169,23 @@ def test_targets_are_matched_by_the_modules_own_names():
     assert params("target_modules: [q_proj], target_parameters: auto") == 32 * 16 * (H + Q)  # it has no experts
 
 
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_pissa_takes_what_an_adapter_of_twice_the_rank_does(mode):
+    """And, while it is loaded, its largest layer in fp32; of NF4 that layer in bf16 twice too."""
+    pissa, wide = (
+        estimate(run(f", lora: {{{words}}}", mode), llama_8b(), BF16, Step(1, 1, 2048))
+        for words in ("r: 8, init: pissa", "r: 16")
+    )
+    assert pissa.terms == wide.terms
+    largest = 4096 * 14336
+    more = pissa.load_bytes - wide.load_bytes
+    if mode == "lora":
+        assert more == 4 * largest
+    else:  # where the last layer is quantised, adapters are not there yet
+        adapters = 4 * adapter_params(llama_8b(), run(", lora: {r: 16}").tuning.lora)
+        assert more == (4 + 2 * 2) * largest - max(0, 2 * largest - adapters)
+
+
 def test_modules_saved_beside_adapters_train_with_their_states():
     plain = estimate(run(mode="lora"), llama_8b(), BF16, Step(1, 1, 2048))
     saved = run(", lora: {modules_to_save: [embed_tokens, lm_head]}", "lora")

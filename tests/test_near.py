@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.data.near import MARGIN, MISSED, Similar, bands_of, shingles_of, similarity_of
+from sft_play.data.near import MARGIN, MISSED, Similar, Sketches, bands_of, shingles_of, similarity_of
 from sft_play.data.process import process
 from sft_play.errors import ConfigError, DataError
 from tests.conftest import chat
@@ -64,18 +64,20 @@ def test_pairs_are_found_and_no_others(seed):
     draw = random.Random(seed)
     threshold = draw.choice([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99])
     texts = varied(draw, draw.choice([20, 5000]))
-    index = Similar(threshold)
+    sketches = Sketches(threshold)
+    index = Similar(sketches)
     reported = 0
     for number, text in enumerate(texts):
         likeness = [(jaccard(text, other), -place) for place, other in enumerate(texts[:number])]
-        found, best = index.nearest(text), max(likeness, default=(0.0, 0))
+        sketch = sketches.of(text)
+        found, best = index.nearest(sketch), max(likeness, default=(0.0, 0))
         if found is None:
             assert best[0] < min(threshold + MARGIN, (1 + threshold) / 2)
         else:
             reported += 1
             assert found[0] == pytest.approx(jaccard(text, texts[int(found[1])]), abs=1e-12)
             assert found[0] >= threshold
-        index.add(text, str(number))
+        index.add(sketch, str(number))
     assert 0 < reported < len(texts)
 
 
@@ -145,7 +147,7 @@ def rows_with_copies() -> list[dict]:
 @needs_datasketch
 def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(run, tmp_path):
     rows = rows_with_copies()
-    report, kept = run("near_duplicates=count", rows=rows)
+    report, kept = run(rows=rows)
     assert kept == list(range(1, 23))
     assert report.near.count == 1  # the exact one is a duplicate
     assert report.duplicates.count == 1
@@ -159,7 +161,7 @@ def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(r
     assert json.loads((tmp_path / "out" / "report.json").read_text())["near_duplicates"]["dropped"] is True
     report, kept = run("near_duplicates=drop", "similarity=0.99", rows=rows)
     assert 21 in kept
-    report, kept = run(rows=rows)
+    report, kept = run("near_duplicates=ignore", rows=rows)
     assert report.near_dropped is None
     assert not any("Near" in line for line in report.lines())
 
@@ -179,7 +181,7 @@ def test_a_test_files_question_is_found_in_training_rows_whatever_its_form(run, 
     fixed = ("val_fraction=0", "test_fraction=0")
     report, kept = run(f"compare_with=[{other}]", "similarity=0.9", *fixed, rows=rows_with_copies())
     assert len(kept) == 22
-    assert [report.overlaps[other].count, report.near.count] == [1, 0]
+    assert [report.overlaps[other].count, report.near.count] == [1, 1]
     assert re.fullmatch(r".*raw\.jsonl:8 \(like .*test\.jsonl:2, 1\.00\)", report.overlaps[other].first[0])
     report, kept = run(
         f"compare_with=[{other}]", "similarity=0.9", "drop_overlaps=true", *fixed, rows=rows_with_copies()
@@ -193,7 +195,7 @@ def test_held_out_rows_are_left_alone_by_what_they_overlap_with(run, tmp_path):
     other = write(tmp_path / "test.jsonl", *rows_with_copies())
     rows = [*rows_with_copies(), *(chat(f"is {n} left to train on?", f"yes, {n} is") for n in range(9))]
     report, _ = run(f"compare_with=[{other}]", "drop_overlaps=true", "val_fraction=0.5", rows=rows)
-    assert report.overlaps[other].count == report.dropped["nearly a row of compare_with"].count
+    assert report.overlaps[other].count == report.dropped["nearly a row of a held-out file"].count
     assert report.splits["val"].rows > 3
 
 
@@ -210,3 +212,55 @@ def test_what_cannot_be_read_or_is_no_similarity_is_refused(run, tmp_path):
     pytest.importorskip("datasketch")
     with pytest.raises(DataError, match=r"data.process.compare_with: .*gone"):
         run(f"compare_with=[{tmp_path}/gone.jsonl]", rows=rows_with_copies())
+
+
+@needs_datasketch
+def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
+    """Where they exist, and are neither written here nor raw rows to train on."""
+    rows = [chat(LONG.format(f"city{n}"), f"answer {n} " * 9) for n in range(8)]
+    raw = write(tmp_path / "raw.jsonl", *rows)
+    test = write(tmp_path / "mine.jsonl", rows[3])
+    fixed = "val_fraction: 0, test_fraction: 0"
+
+    def overlaps(held_out: str, more: str = ""):
+        text = (f"model: {{name: no/model}}\ndata: {{train_path: {raw}, {held_out}, "
+                f"process: {{raw_path: {raw}, out_dir: {tmp_path}/out, {fixed}{more}}}}}")  # fmt: skip
+        return process(config_from_text(text, name="test"), token_counter=lambda texts: [1] * len(texts), force=True)
+
+    found = overlaps(f"test_path: {test}").overlaps
+    assert [(name, places.count) for name, places in found.items()] == [(test, 1)]
+    assert overlaps(f"test_path: {test}", ", drop_overlaps: true").rows_kept == 7
+    assert len(overlaps(f"val_path: {test}, test_path: {test}", f", compare_with: [{test}]").overlaps) == 1
+    assert not overlaps(f"test_path: {test}", ", near_duplicates: ignore").overlaps
+    assert not overlaps(f"val_path: {raw}, test_path: {tmp_path}/none.jsonl").overlaps
+    assert not overlaps(f"val_path: {tmp_path}/out/train.jsonl").overlaps
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    report = overlaps(f"test_path: {tmp_path}/bad.parquet")
+    assert not report.overlaps
+    assert report.rows_kept == 8
+
+
+@needs_datasketch
+def test_rows_of_one_form_are_compared_with_few_and_in_bounded_time():
+    """Texts that share most of their words share their keys; of those only the likeliest are compared."""
+    draw, sketches = random.Random(1), Sketches(0.9)
+    index = Similar(sketches)
+    form = [f"w{n}" for n in range(60)]
+    for number in range(600):
+        words = [f"x{number}y{place}" if draw.random() < 0.12 else word for place, word in enumerate(form)]
+        index.add(sketches.of(" ".join(words)), str(number))
+    assert all(len(numbers) <= 256 for table in index._tables for numbers in table.values())
+    copy = [*words[:-1], "other"]
+    found = index.nearest(sketches.of(" ".join(copy)))
+    assert found is not None
+    assert found[0] == pytest.approx(jaccard(" ".join(words), " ".join(copy)))
+
+
+@needs_datasketch
+def test_counting_stops_where_it_would_take_too_much_memory(run, monkeypatch):
+    monkeypatch.setattr("sft_play.data.process.MOST_INDEX_BYTES", 8_000)
+    rows = rows_with_copies()
+    report, _ = run(rows=rows)
+    assert report.near.count == 0  # the row that it is like came fourth, after the first three were kept
+    assert "Near-duplicates: rows were compared with the first 3 that have none" in "\n".join(report.lines())
+    assert run("near_duplicates=drop", rows=rows)[0].near.count == 1

@@ -388,6 +388,7 @@ def model_spec(config: RunConfig) -> Facts:
         "attention": drawn.attention.name,
         "has_adapter": bool(adapter),
         "trainable": trainable_note(config, drawn),
+        "notes": " ".join(drawn.notes),
         **listed,
     }
 
@@ -642,6 +643,8 @@ PROBES: list[tuple[str, Probe]] = [
     one(adapters, "tuning.lora.dtype", "bfloat16", "dtype", "bfloat16"),
     one(adapters, "tuning.lora.dtype", "float32", "dtype", "float32", ["tuning.lora.dtype=bfloat16"]),
     one(model_spec, "tuning.lora.use_dora", "true", "use_dora", True),
+    one(model_spec, "tuning.lora.init", "pissa", "r", 32),
+    one(model_spec, "tuning.lora.init", "loftq", "notes", Says("alpha 32, started by loftq on")),
     one(trainer, "tuning.lora.loraplus_lr_ratio", 16, "loraplus_lr_ratio", 16.0),
     one(splits, "data.train_path", "WORLD/other.jsonl", "source", "WORLD/other.jsonl"),
     ("data.sources", Probe(splits, ["data.sources=[{path: WORLD/train.jsonl}, {path: WORLD/other.jsonl, max_rows: 7}]",
@@ -688,9 +691,9 @@ PROBES: list[tuple[str, Probe]] = [
     one(processed, "data.process.test_fraction", 0.0, "test", None, RAW),
     one(processed, "data.process.drop_duplicates", "true", "train", 2, RAW_DOUBLE),
     one(processed, "data.process.drop_leaks", "true", "train", 1, RAW_LEAKY),
-    one(processed, "data.process.near_duplicates", "count", "near", 1, RAW_NEAR),
+    one(processed, "data.process.near_duplicates", "ignore", "near", 0, RAW_NEAR),
     one(processed, "data.process.near_duplicates", "drop", "train", 2, RAW_NEAR),
-    one(processed, "data.process.similarity", 0.9, "near", 0, [*RAW_NEAR, "data.process.near_duplicates=count"]),
+    one(processed, "data.process.similarity", 0.9, "near", 0, RAW_NEAR),
     one(processed, "data.process.compare_with", "[WORLD/double.jsonl]", "overlaps", 1, RAW_NEAR),
     one(processed, "data.process.drop_overlaps", "true", "train", 2, NEAR_AND_ONE),
     one(styled, "data.style.system", "be loud", "system", "be loud", STYLED),

@@ -48,6 +48,8 @@ class EarlierAdapter:
     """`tuning.mode` of the run that trained it; None where no run of this toolkit is beside it."""
     tokens: list[Plain]
     """`model.add_tokens` of that run, whose rows the adapter has."""
+    needs_nf4: bool = False
+    """Whether it was started at what NF4 lost of the base."""
 
 
 def put_adapter(document: YamlDocument) -> list[Problem]:
@@ -81,6 +83,9 @@ def put_adapter(document: YamlDocument) -> list[Problem]:
         problems.append(document.problem(("model", "add_tokens"), f"{why}: the adapter's is taken"))
     if adapter.mode is not None:
         tuning.setdefault("mode", adapter.mode)
+    if adapter.needs_nf4 and tuning.get("mode") == "lora":
+        why = f"lora, and the adapter {one_line(adapter.place)} was started at what NF4 lost (tuning.lora.init=loftq)"
+        problems.append(document.problem(("tuning", "mode"), f"{why}; use qlora, or merge it (make merge)"))
     model["adapter"] = adapter.place
     return problems
 
@@ -110,7 +115,9 @@ def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
     settings = _settings(_read(folder / CONFIG_FILE), place, lambda: path, has_tokens=bool(tokens))
     if not path.is_file():
         raise ConfigError(f"{place} holds no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
-    return EarlierAdapter(place, settings, resolved.get("tuning", {}).get("mode"), tokens)
+    tuning = resolved.get("tuning") or {}
+    needs_nf4 = (tuning.get("lora") or {}).get("init") == "loftq"
+    return EarlierAdapter(place, settings, tuning.get("mode"), tokens, needs_nf4)
 
 
 def adapter_folder(place: str) -> Path:

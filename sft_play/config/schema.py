@@ -158,6 +158,12 @@ class LoraConfig(Section):
     modules_to_save: tuple[Name, ...] = leaf((), owner="training.prepare.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 
+    init: Literal["default", "pissa", "loftq"] = leaf("default", owner="training.model.adapter_start")
+    """Where adapters start. default: B is zero. pissa: at the base's principal directions
+    (https://huggingface.co/papers/2404.02948), which a frozen half of the adapter takes off again, so that it has twice
+    the rank in memory and files. loftq, for qlora: at what NF4 lost of the base
+    (https://huggingface.co/papers/2310.08659)."""
+
     use_rslora: bool = leaf(False, owner="training.prepare.lora_config")
     """Rank-stabilised scaling (https://huggingface.co/papers/2312.03732)."""
 
@@ -171,6 +177,16 @@ class LoraConfig(Section):
     dtype: Annotated[Literal["auto", "float32", "bfloat16"], TorchName] = leaf("auto", owner="planner.gradients")
     """Dtype of the adapters and their optimizer states; auto is float32. bfloat16 halves both, but loses updates that
     are smaller than 1/256 of a weight. Runs that do not compute in bf16 keep float32."""
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapters in memory and in files: PiSSA has a frozen half beside the one that trains."""
+        return 2 * self.r if self.init == "pissa" else self.r
+
+    @property
+    def alpha_of_rank(self) -> int:
+        """The alpha that keeps the scale at that rank."""
+        return self.alpha * self.rank // self.r
 
 
 class TuningConfig(Section):
@@ -218,15 +234,16 @@ class ProcessConfig(Section):
     drop_leaks: bool = leaf(False, owner="data.process")
     """Leave out training rows that are also in val or test (for files that come with their own splits)."""
 
-    near_duplicates: Literal["ignore", "count", "drop"] = leaf("ignore", owner="data.process")
-    """Rows that are nearly an earlier one: look for none, count and name them, or keep only the first."""
+    near_duplicates: Literal["ignore", "count", "drop"] = leaf("count", owner="data.process")
+    """Rows that are nearly an earlier one: count and name them, keep only the first, or look for none."""
 
     compare_with: tuple[Name, ...] = leaf((), owner="data.process")
-    """Files, folders or hub ids, such as your own test file or a benchmark's, in whose rows training rows are looked
-    for; those found are counted and named."""
+    """Files, folders or hub ids, such as a benchmark's test file, in whose rows training rows are looked for; those
+    found are counted and named, as are those nearly in data.val_path and data.test_path unless near_duplicates is
+    ignore."""
 
     drop_overlaps: bool = leaf(False, owner="data.process")
-    """Leave out training rows that are nearly a row of compare_with."""
+    """Leave out training rows that are nearly a row of those files."""
 
     similarity: float = leaf(0.8, owner="data.process", ge=0.5, le=0.99)
     """Rows are nearly the same from this Jaccard similarity of their runs of three words on."""

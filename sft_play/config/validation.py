@@ -254,9 +254,31 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
     for name, value in (("dropout", lora.dropout), ("use_dora", lora.use_dora)):
         if lora.target_parameters and value:
             add(f"tuning.lora.{name}", f"{value}, and adapters on experts have none; remove it or target_parameters")
+    if config.tuning.mode != "full":
+        for name, message in _start_problems(config):
+            add(name, message)
     if config.tuning.backend_fallback == config.tuning.backend:
         add("tuning.backend_fallback", f"is the backend itself ({config.tuning.backend}); remove it")
     return problems
+
+
+def _start_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """What adapters that start elsewhere than at zero cannot be together with."""
+    lora = config.tuning.lora
+    key, start = "tuning.lora.init", lora.init
+    if start == "default":
+        return
+    if config.model.adapter is not None:
+        yield key, f"{start}, and model.adapter continues one that has started; remove one of them"
+    if lora.target_parameters:
+        yield key, f"{start} is for linear layers, and tuning.lora.target_parameters adapts experts; remove one of them"
+    if start == "loftq":
+        if config.tuning.mode != "qlora":
+            yield key, f"loftq starts at what NF4 lost, and tuning.mode is {config.tuning.mode}; use qlora, or pissa"
+        if lora.use_dora:
+            yield key, "loftq changes what DoRA's magnitudes were taken from; remove tuning.lora.use_dora"
+    elif lora.use_rslora:
+        yield "tuning.lora.use_rslora", "pissa divides its start by the scale; set tuning.lora.alpha instead"
 
 
 def _source_problems(config: RunConfig) -> Iterator[tuple[Path_, str]]:

@@ -8,6 +8,7 @@ Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any, TextIO
 
 from sft_play.config.schema import ProcessConfig, RunConfig
 from sft_play.data.build.stats import RowStats, rows_text
+from sft_play.data.build.workers import News
 from sft_play.data.masks.render import is_trained_turn
-from sft_play.data.near import Similar, compared_texts, texts_to_compare_with
+from sft_play.data.near import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
 from sft_play.data.process_report import (
     SHOWN,
     FileReport,
@@ -48,8 +50,12 @@ from sft_play.data.sources.tables import split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line
+from sft_play.units import GIB
 
 SPLITS = ("train", "val", "test")
+FIRST_NEWS_S = 3.0
+MOST_INDEX_BYTES = 2 * GIB
+"""Of memory that counting near-duplicates takes; leaving them out takes what it needs."""
 _SHOWN_FILES = 50
 
 _LINE = json.JSONEncoder(ensure_ascii=False)
@@ -77,7 +83,8 @@ def process(config: RunConfig, *, force: bool = False, token_counter: TokenCount
 
 
 class _Process:
-    """One pass over the raw files; what grows with them is digests (16 bytes a row) and counts."""
+    """One pass over the raw files; what grows with them is digests (16 bytes a row), what near-duplicates are found by
+    (`near.Similar`) and counts."""
 
     def __init__(self, config: RunConfig, counter: TokenCounter | None) -> None:
         self._config = config
@@ -99,19 +106,27 @@ class _Process:
         """The first file with chats, and the first with plain text: they are not processed together."""
         self._files: dict[str, TextIO] = {}
         self._lengths: RowLengths | None = None
-        self._near = None if self._options.near_duplicates == "ignore" else Similar(self._options.similarity)
+        self._near = None if self._options.near_duplicates == "ignore" else Similar(self._sketches)
         self._others: dict[str, Similar] = {}
-        """The rows of each file of compare_with."""
+        """The rows of each file that training rows are compared with."""
+        self._news = News("Process", "read", first_after_s=FIRST_NEWS_S)
+
+    @functools.cached_property
+    def _sketches(self) -> Sketches:
+        """Made where rows are compared: it takes half a second."""
+        return Sketches(self._options.similarity)
 
     def run(self, *, force: bool) -> ProcessReport:
         """Read, check, write."""
         report = self._report
         parts = self._parts()
         for value in self._options.compare_with:
-            other = self._others[one_line(value)] = Similar(self._options.similarity)
-            for text, where in texts_to_compare_with(value, self._config.data):
-                other.add(text, where)
-            report.overlaps[one_line(value)] = Places()
+            self._compare_with(value)
+        for value in self._own_held_out(parts):
+            try:
+                self._compare_with(value)
+            except DataError as error:
+                report.remarks.append(f"Training rows were not compared with {one_line(value)}: {error}")
         out = OutputFolder(
             Path(self._options.out_dir).expanduser(),
             (*(f"{name}.jsonl" for name in SPLITS), "report.json"),
@@ -128,10 +143,38 @@ class _Process:
             for part, split in parts:
                 self._read(part, split, out)
             self._judge()
+            if self._near is not None and self._is_full:
+                with_what = f"the first {len(self._near):,} that have none ({MOST_INDEX_BYTES / GIB:g} GiB of memory)"
+                way = "data.process.near_duplicates=drop compares with all"
+                report.remarks.append(f"Near-duplicates: rows were compared with {with_what}; {way}")
             self._lengths.flush()
             report.splits = {name: report.splits[name] for name in SPLITS if name in report.splits}
             out.write_json("report.json", report.as_json())
         return report
+
+    def _compare_with(self, value: str) -> None:
+        """Read the rows of a file in which training rows are looked for."""
+        other = Similar(self._sketches)
+        news = News(f"Process: {one_line(value)}", "read", first_after_s=FIRST_NEWS_S)
+        for text, where in texts_to_compare_with(value, self._config.data):
+            other.add(self._sketches.of(text), where)
+            news.add(1)
+        self._others[one_line(value)] = other
+        self._report.overlaps[one_line(value)] = Places()
+
+    def _own_held_out(self, parts: list[tuple[Part, str | None]]) -> list[str]:
+        """data.val_path and data.test_path, where they are files here, are neither raw rows to train on nor what is
+        written, and are not compared with yet."""
+        data = self._config.data
+        written = [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
+        raw = {part.path.resolve() for part, split in parts if split not in ("val", "test")}
+        found: dict[Path, str] = {}
+        for value in (data.val_path, data.test_path) if self._near is not None else ():
+            path = Path(value or "").expanduser().resolve()
+            if value and path.exists() and not any(path.is_relative_to(folder) for folder in written):
+                found.setdefault(path, value)
+        given = {Path(value).expanduser().resolve() for value in data.process.compare_with}
+        return [value for path, value in found.items() if path not in raw | given]
 
     def _parts(self) -> list[tuple[Part, str | None]]:
         """The raw files with the splits that they name; the held-out ones first, so that leaks are seen."""
@@ -197,6 +240,7 @@ class _Process:
         try:
             for example in self._examples(part, file):
                 file.rows += 1
+                self._news.add(1)
                 if not isinstance(example, BadRow):
                     stats.count_example(example)
                 problem = example if isinstance(example, BadRow) else self._take(example, split, file, out)
@@ -286,29 +330,45 @@ class _Process:
         return dropped
 
     def _is_similar(self, example: Example, place: str, *, is_new: bool) -> bool:
-        """Whether a row is left out because it is nearly one of a file of compare_with, or an earlier one; counts it
-        either way."""
+        """Whether a row is left out because it is nearly one of a held-out file, or an earlier one; counts it either
+        way. What is nearly an earlier row is not compared with later ones, whether it is left out or not."""
         report, dropped = self._report, False
         if self._near is None and not self._others:
             return False
-        texts = compared_texts(example)
-        for name, other in self._others.items() if place == "train" else ():
-            found = max((one for text in texts if (one := other.nearest(text))), default=None)
-            if found is not None:
-                report.overlaps[name].add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
-                if self._options.drop_overlaps and not dropped:
-                    report.dropped.setdefault("nearly a row of compare_with", Places()).add(example.where)
-                    dropped = True
+        if not is_new and (place != "train" or not self._others):
+            return False
+        sketch = self._sketches.of(whole_text(example))
+        if place == "train" and self._others:
+            dropped = self._is_held_out(example, [sketch, *map(self._sketches.of, long_questions(example))])
         if self._near is None or dropped or not is_new:
             return dropped
-        found = self._near.nearest(texts[0])
+        found = self._near.nearest(sketch)
         if found is not None:
             report.near.add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
             if self._options.near_duplicates == "drop":
                 report.dropped.setdefault("nearly an earlier row", Places()).add(example.where)
                 return True
-        self._near.add(texts[0], example.where)
+        elif not self._is_full:
+            self._near.add(sketch, example.where)
         return False
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether no more rows are added to those that later ones are compared with."""
+        counts = self._options.near_duplicates == "count"
+        return counts and self._near is not None and self._near.bytes >= MOST_INDEX_BYTES
+
+    def _is_held_out(self, example: Example, sketches: list[Sketch]) -> bool:
+        """Whether a training row is left out because it is nearly one of another file; counts it either way."""
+        report, dropped = self._report, False
+        for name, other in self._others.items():
+            found = max((one for sketch in sketches if (one := other.nearest(sketch))), default=None)
+            if found is not None:
+                report.overlaps[name].add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
+                if self._options.drop_overlaps and not dropped:
+                    report.dropped.setdefault("nearly a row of a held-out file", Places()).add(example.where)
+                    dropped = True
+        return dropped
 
     def _judge(self) -> None:
         """Raises DataError for faults, files that do not belong together, and nothing left."""

@@ -277,8 +277,8 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
         return (
             "model.add_tokens: PEFT trains rows of whole embeddings only, and they are divided here or cast (ddp works)"
         )
-    if layout.is_zero and config.tuning.mode != "full" and config.tuning.lora.loraplus_lr_ratio != 1:
-        return "tuning.lora.loraplus_lr_ratio: under DeepSpeed losses were not those of one process (fsdp's are)"
+    if because := _cannot_start(layout, config):
+        return because
     if layout.tensor_parallel > 1 and (because := _not_tensor_parallel(layout, config, shape, hardware)):
         return because
     if layout.context_parallel > 1 and (because := _not_context_parallel(layout, config, shape)):
@@ -292,6 +292,20 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
     if layout.offloads_states and optim not in ("adamw_torch_fused", "adamw_torch"):
         return "DeepSpeed's CPU optimizer is AdamW"
     return refusal(config, choose_precision(config, hardware, shape), layout.name, on_gpu=bool(hardware.gpus))
+
+
+def _cannot_start(layout: Layout, config: RunConfig) -> str | None:
+    """Why adapters cannot start elsewhere than at zero in the layout; None where they can."""
+    lora, name = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}: "
+    if config.tuning.mode == "full" or lora.init == "default":
+        return None
+    if layout.tensor_parallel > 1:
+        return f"{name}singular directions are those of whole matrices, and they are divided here (fsdp works)"
+    if layout.is_fsdp and lora.use_dora:
+        return f"{name}DoRA's layers are divided only when training begins, where half of an adapter cannot be frozen"
+    if lora.init == "loftq" and layout.shards_params and layout.is_zero:
+        return f"{name}ZeRO-3 would divide the base's 16-bit weights too, which are read for it (fsdp and zero2 work)"
+    return None
 
 
 def not_compiled(layout: Layout) -> str | None:

@@ -163,8 +163,8 @@ def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "r": lora.r,
-        "lora_alpha": lora.alpha,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha_of_rank,
         "lora_dropout": lora.dropout,
         "target_modules": targets,
         "target_parameters": sorted(

@@ -8,7 +8,8 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
   a mask or by boundaries; does padding need a mask), `adapter_trial` (which layers take an adapter), `proof` (does
   other code compute the same) with `kernels` (Liger's) and `compiling` (torch.compile).
 - `model/`: `model_loading`, `nf4_experts` (in 4 bits), `language_model` (of an image-text class), `fsdp_loading`
-  (FSDP2, unit by unit), `adapter_inputs`, `sdpa`, `varlen`, `context_parallel`, `tensor_parallel`, `fused_head`.
+  (FSDP2, unit by unit), `adapter_start` (PiSSA, LoftQ), `adapter_inputs`, `sdpa`, `varlen`, `context_parallel`,
+  `tensor_parallel`, `fused_head`.
 - `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
   guarded), `rows` and `collate` (from rows to micro-batches), `muon`, `loraplus`, `rounding`, `callbacks`, `finite`
   (steps that are not), `memory` (steps that run out of it), `curriculum` (stages).

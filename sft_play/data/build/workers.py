@@ -142,9 +142,10 @@ def without_program() -> Iterator[None]:
 class News:
     """Logs progress now and then: `Data train: 20,000 rows prepared, 5,000 a second`."""
 
-    def __init__(self, subject: str, done: str) -> None:
+    def __init__(self, subject: str, done: str, *, first_after_s: float = SECONDS_BETWEEN_NEWS) -> None:
         self._subject, self._done = subject, done
-        self._began, self._logged, self._rows = time.monotonic(), time.monotonic(), 0
+        self._began, self._rows = time.monotonic(), 0
+        self._logged = self._began - SECONDS_BETWEEN_NEWS + first_after_s
 
     def add(self, rows: int) -> None:
         """Count that many more rows as done."""

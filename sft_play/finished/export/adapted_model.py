@@ -18,7 +18,7 @@ from sft_play.errors import ModelError
 from sft_play.finished.run import FinishedRun
 from sft_play.training.checkpoints.full_state_dict import ADAPTER_FILE, adapter_names, is_saved_twice
 from sft_play.training.model.model_loading import DTYPES, quantization
-from sft_play.training.model.nf4_experts import pack, unpacked
+from sft_play.training.model.nf4_experts import through_nf4
 from sft_play.training.prepare.model_spec import build_model_spec
 from sft_play.training.prepare.tokenizer import added_rows
 
@@ -177,7 +177,7 @@ class AdaptedModel:
         if self.base is None or (name not in self.quantized and name not in self.layers):
             return weight
         # from the dtype in which training loaded it before it quantised: from fp32 other values would round otherwise
-        rounded = _through_nf4(base.to(DTYPES[self.precision.load]))
+        rounded = through_nf4(base.to(DTYPES[self.precision.load]))
         if name in self.layers:  # measured with base=original too, where it is what the merged model is off by
             self.sizes.rounding += float((rounded - weight).double().square().sum())
         return rounded if name in self.quantized else weight
@@ -198,16 +198,3 @@ def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:
         layer.merged_adapters.clear()
         setattr(base, name, empty)
     return result
-
-
-def _through_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """The values that a weight has in NF4 with double quantisation, in fp32."""
-    from bitsandbytes.functional import dequantize_4bit
-    from bitsandbytes.nn import Params4bit
-
-    if weight.dim() == 3:  # of all experts
-        packed, packing = pack(weight)
-        return unpacked(packed.data, packing).float()
-    # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
-    quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
-    return cast("torch.Tensor", dequantize_4bit(quantized.data, quantized.quant_state)).float().reshape(weight.shape)

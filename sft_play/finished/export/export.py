@@ -114,7 +114,7 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
     values = read_json(model / "config.json")
     # the base with the adapter is offered as well, but only where vLLM computes what was trained
     limits = engines.engine_findings("vllm", engines.served_of(run.config, engines.architecture_of(values)))
-    rank = engines.vllm_rank(run.config.tuning.lora.r)
+    rank = engines.vllm_rank(run.config.tuning.lora.rank)
     if run.is_adapter and not run.is_quantized and rank and all(limit.verdict != "FAIL" for limit in limits):
         base = local_folder(run.config.model.name) or run.config.model.name
         commands.append(

@@ -204,6 +204,9 @@ def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, repl
     if base is not None and not run.is_quantized:
         mode = f"tuning.mode={run.config.tuning.mode}, on the base's own weights"
         raise ConfigError(f"BASE={base} is for QLoRA runs; {run.folder.path} was trained with {mode}")
+    if base == "original" and run.config.tuning.lora.init == "loftq":
+        why = "its adapter was started at what NF4 lost, which original weights have not lost"
+        raise ConfigError(f"BASE=original: {run.folder.path} has tuning.lora.init=loftq: {why}; leave it out")
     if target.exists() and not replace:
         ways = "make merge-test compares it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
         raise RunFolderError(f"{target} exists (make ship, serve and export merge too): {ways}")

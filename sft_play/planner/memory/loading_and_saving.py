@@ -17,6 +17,7 @@ from sft_play.planner.memory.model_states import (
     weight_bytes,
 )
 from sft_play.planner.memory.step_memory import Terms, Walk
+from sft_play.planner.memory.structure import is_target
 from sft_play.units import MIB
 
 
@@ -46,14 +47,24 @@ def loading_terms(walk: Walk) -> Terms:
         if not layout.shards_params:  # parts of a stack, beside all that is loaded
             passing = (STACKING - 1) * walk.loaded.weights * max((one.weights for one in _stacked(walk)), default=0)
             passing = max(passing, grown - parts.adapters)  # which are not there yet
-        return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": passing}
+        return {"weights": parts.weights, "adapters": parts.adapters, "gather_buffers": max(passing, _started(walk))}
     sizes = [linear.weights for linear, _ in walk.shape.linears]
     sizes += [STACKING * one.weights for one in _stacked(walk)]
     adapters = 4 * walk.trained.params  # not there yet while the last matrices are quantised
     cut = parts.weights + parts.adapters if layout.is_fsdp else 0  # DoRA: accelerate keeps all until FSDP has cut
     weights = weight_bytes(walk.shape, width=walk.loaded.weights, nf4=True)
-    beside = max(cut, grown - adapters, walk.loaded.weights * max(sizes, default=0) - adapters)
+    beside = max(cut, grown - adapters, walk.loaded.weights * max(sizes, default=0) - adapters, _started(walk))
     return {"weights": weights, "adapters": adapters, "gather_buffers": beside}
+
+
+def _started(walk: Walk) -> int:
+    """What it takes to start the largest adapter at its layer's singular directions: the weight in fp32, and as NF4
+    has it and as it was (training/model/adapter_start.py)."""
+    lora = walk.config.tuning.lora
+    if walk.full or lora.init == "default":
+        return 0
+    adapted = (linear.weights for linear, _ in walk.shape.linears if is_target(linear, lora.target_modules))
+    return (4 + (2 * walk.loaded.weights if walk.nf4 else 0)) * max(adapted, default=0)
 
 
 def _stacked(walk: Walk) -> list[Stacked]:
@@ -83,7 +94,8 @@ def read_in_ram(walk: Walk) -> int:
     sizes = sorted((size for size, count, _ in large_tensors(walk.shape) for _ in range(count)), reverse=True)
     # one after the other where each is packed as it comes; what is cast is cast in RAM, by several threads
     at_once = 1 if walk.nf4 or walk.shape.stored_dtype == walk.precision.load else READERS
-    return walk.loaded.weights * sum(sizes[:at_once])
+    beside = copied_in_ram(walk) if walk.nf4 and walk.config.tuning.lora.init == "loftq" else 0  # the base's own
+    return walk.loaded.weights * sum(sizes[:at_once]) + beside
 
 
 def copied_in_ram(walk: Walk) -> int:

@@ -91,11 +91,11 @@ def _factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int, in
 def _factors_on(linears: Sequence[Linear], stacks: Sequence[Stacked], lora: LoraConfig) -> Iterator[tuple[int, int]]:
     for linear in linears:
         if is_target(linear, lora.target_modules):
-            yield from ((lora.r, linear.inputs), (linear.outputs, lora.r))
+            yield from ((lora.rank, linear.inputs), (linear.outputs, lora.rank))
             yield from ((1, linear.outputs),) * lora.use_dora
     for one in stacks:
         if stacked_adapter(one, lora):
-            yield from ((lora.r * one.experts, one.inputs), (one.outputs, lora.r * one.experts))
+            yield from ((lora.rank * one.experts, one.inputs), (one.outputs, lora.rank * one.experts))
 
 
 EMBEDDING_NAMES = frozenset({"embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"})
@@ -296,7 +296,7 @@ def adapters_elsewhere(config: RunConfig, shape: ModelShape, ranks: int) -> int:
         for role, linear in roles(kind, shape).items():
             if is_target(linear, lora.target_modules):
                 own = part_of_linear(linear, ranks, by_row=role in ROW_ROLES)
-                total += kind.count * lora.r * (linear.inputs - own.inputs + linear.outputs - own.outputs)
+                total += kind.count * lora.rank * (linear.inputs - own.inputs + linear.outputs - own.outputs)
     return total
 
 

@@ -137,7 +137,7 @@ def stacked_adapter(stacked: Stacked, lora: LoraConfig) -> int:
     """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0 without one."""
     targets = lora.target_parameters
     chosen = targets == "auto" or any(stacked.matches(target) for target in targets)
-    return lora.r * stacked.experts * (stacked.inputs + stacked.outputs) if chosen else 0
+    return lora.rank * stacked.experts * (stacked.inputs + stacked.outputs) if chosen else 0
 
 
 def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
@@ -213,7 +213,7 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         head_dim=key_dim,
         value_dim=value_dim,
         linears=tuple(
-            (role, LinearSpec(linear.inputs, linear.outputs, lora.r if is_target(linear, adapted) else 0))
+            (role, LinearSpec(linear.inputs, linear.outputs, lora.rank if is_target(linear, adapted) else 0))
             for role, linear in roles(kind, shape).items()
         ),
         norm=_norm(shape),

@@ -235,8 +235,9 @@ def _settings(facts: CardFacts) -> list[list[str]]:
     if config.tuning.mode != "full":
         targets = sorted(spec.peft_config.target_modules or ()) if spec.peft_config is not None else []
         kinds = [name for name, is_on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if is_on]
+        kinds += [{"pissa": "PiSSA", "loftq": "LoftQ"}[lora.init]] if lora.init != "default" else []
         scale = spec.peft_config.lora_alpha if spec.peft_config is not None else lora.alpha
-        rows.append(["adapter", ", ".join([f"r {lora.r}", f"alpha {scale}", f"dropout {lora.dropout:g}", *kinds])])
+        rows.append(["adapter", ", ".join([f"r {lora.rank}", f"alpha {scale}", f"dropout {lora.dropout:g}", *kinds])])
         rows.append(["adapted layers", ", ".join(targets)] if targets else ["adapted layers", "all linear ones"])
         rows += [["trained whole", ", ".join(lora.modules_to_save)]] if lora.modules_to_save else []
     steps = facts.summary.get("steps")

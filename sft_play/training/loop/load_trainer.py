@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from sft_play.config.schema import RunConfig
 from sft_play.planner.memory.model_states import loads_by_unit
+from sft_play.planner.precision import Precision
 from sft_play.training.checkpoints.full_state_dict import fill_adapter
 from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
@@ -16,7 +21,7 @@ from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import configured_stops, stop_ids
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import Watch
-from sft_play.training.model import context_parallel, fsdp_loading, sdpa, tensor_parallel
+from sft_play.training.model import adapter_start, context_parallel, fsdp_loading, sdpa, tensor_parallel
 from sft_play.training.model.fused_head import name_backbone
 from sft_play.training.model.model_loading import load_model, read_model
 from sft_play.training.prepare.lora_config import train_only
@@ -26,7 +31,7 @@ from sft_play.training.proofs.adapter_trial import freeze
 from sft_play.training.proofs.compiling import compile_blocks
 from sft_play.training.proofs.kernels import take_kernels
 from sft_play.training.proofs.proof import trust_kernel
-from sft_play.training.ranks import engines
+from sft_play.training.ranks import distributed, engines
 
 
 def load_trainer(
@@ -72,6 +77,11 @@ def load_trainer(
     trainer.kernels = taken
     if begins_from is not None and prepared.is_adapter:
         fill_adapter(trainer.model, begins_from)
+    elif prepared.is_adapter and (source is None or distributed.is_first()):  # with a source the first rank's are sent
+        read = partial(_base_weights, config, plan.precision, model_spec, source)
+        adapter_start.begin(
+            trainer.model, config.tuning.lora, seed=config.train.seed, device=trainer.args.device, weights=read
+        )
     train_only(trainer.model, config.tuning.trainable)
     freeze(trainer.model, model_spec.untrained)
     trainer.compiler = compile_blocks(trainer.model, config, plan, device=arguments.device)
@@ -83,7 +93,19 @@ def load_trainer(
     if source is not None:
         in_fp32 = widens and config.tuning.mode != "qlora"
         fsdp_loading.shard(trainer, source, layer_class=model_spec.layer_class, in_fp32=in_fp32)
+    if prepared.is_adapter:
+        is_late = plan.choice.layout.is_fsdp and source is None
+        adapter_start.freeze_half(trainer.model, config.tuning.lora, is_divided_later=is_late)
     return trainer
+
+
+def _base_weights(
+    config: RunConfig, precision: Precision, model_spec: ModelSpec, source: fsdp_loading.Source | None
+) -> Mapping[str, torch.Tensor] | None:
+    """The base's own weights by name, where the model holds none, or what NF4 makes of them; None: the model's."""
+    if source is not None or config.tuning.lora.init != "loftq":
+        return source
+    return dict(read_model(config, precision, model_spec).named_parameters(remove_duplicate=False))
 
 
 def trainer_of(

@@ -253,9 +253,10 @@ class PlannedLoop(CheckpointedLoop):
         and a schedule that was made for two then fails in torch from 2.10
         (https://github.com/OpenRLHF/OpenRLHF/issues/1225).
         """
+        is_new = self.optimizer is None  # under DeepSpeed the Trainer asks twice for the same one
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups
-        if self._loraplus_lr_ratio != 1:
+        if self._loraplus_lr_ratio != 1 and is_new:
             fast = faster_by_name(self.model if model is None else model)
             groups = [part for group in groups for part in split_by_rate(group, fast, ratio=self._loraplus_lr_ratio)]
         optimizer.param_groups = [group for group in groups if group["params"]]

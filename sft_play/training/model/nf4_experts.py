@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from bitsandbytes import functional
-from bitsandbytes.nn import Linear4bit
+from bitsandbytes.nn import Linear4bit, Params4bit
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from transformers.integrations.bitsandbytes import Bnb4bitQuantize
@@ -128,6 +128,17 @@ def unpacked(packed: torch.Tensor, packing: Packing) -> torch.Tensor:
     for place, part, state in zip(weight.view(-1).split(numbers), packed.split(sizes), packing.states, strict=True):
         place.copy_(functional.dequantize_4bit(part, state)[0])
     return weight
+
+
+def through_nf4(weight: torch.Tensor) -> torch.Tensor:
+    """The values that a weight, of one layer or of all experts, has in NF4 with double quantisation, in fp32."""
+    if weight.dim() == 3:
+        packed, packing = pack(weight)
+        return unpacked(packed.data, packing).float()
+    # `to` is what quantises, on the device that the weight is on already too (bitsandbytes 0.50)
+    quantized = Params4bit(weight, requires_grad=False, compress_statistics=True, quant_type="nf4").to(weight.device)
+    values: torch.Tensor = functional.dequantize_4bit(quantized.data, quantized.quant_state)
+    return values.float().reshape(weight.shape)
 
 
 # --- loading ----------------------------------------------------------------------------------------------------------

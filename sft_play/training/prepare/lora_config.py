@@ -16,7 +16,7 @@ from peft import LoraConfig as PeftLoraConfig
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from sft_play.config.schema import RunConfig
+from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ModelError
 from sft_play.facts.models.model_shape import AdapterPlaces
 from sft_play.log import one_line
@@ -49,7 +49,8 @@ def peft_config_of(
     if not targets:
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
     _check_saved(config, targets, skeleton)
-    notes = [f"Adapters: r {lora.r}, alpha {lora.alpha} on {', '.join(sorted(targets))}"]
+    start = "" if lora.init == "default" else _checked_start(lora, targets, layers)
+    notes = [f"Adapters: r {lora.r}, alpha {lora.alpha}{start} on {', '.join(sorted(targets))}"]
     stacked = _stacked_targets(config, skeleton)
     if stacked:
         kinds = sorted({name.rpartition(".")[2] for name in stacked})
@@ -57,8 +58,8 @@ def peft_config_of(
     notes += [f"Adapters: {words}" for words in places.words]
     return PeftLoraConfig(
         task_type="CAUSAL_LM",
-        r=lora.r,
-        lora_alpha=lora.alpha,
+        r=lora.rank,
+        lora_alpha=lora.alpha_of_rank,
         lora_dropout=lora.dropout,
         target_modules=targets,
         target_parameters=stacked or None,
@@ -68,6 +69,16 @@ def peft_config_of(
         use_dora=lora.use_dora,
         fan_in_fan_out=any(isinstance(layer, Conv1D) for layer in layers.values()),  # GPT-2's weights are transposed
     ), notes
+
+
+def _checked_start(lora: LoraConfig, targets: Iterable[str], layers: dict[str, nn.Module]) -> str:
+    """Where adapters start, in words; raises ModelError where a layer has fewer singular directions than the rank."""
+    small = [name for name, layer in layers.items() if any(_matches(target, name) for target in targets)
+             and min(layer.weight.shape) < lora.r]  # fmt: skip
+    if small:
+        has = f"{small[0]} has {min(layers[small[0]].weight.shape)} singular directions"
+        raise ModelError(f"tuning.lora.init={lora.init}: {has}, and tuning.lora.r is {lora.r}; use a smaller rank")
+    return f", started by {lora.init}" + (f" (a frozen half makes it r {lora.rank})" if lora.init == "pissa" else "")
 
 
 def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> dict[str, list[int]] | None:

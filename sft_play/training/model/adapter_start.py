@@ -1,0 +1,135 @@
+"""Where adapters start (`tuning.lora.init`), other than at PEFT's zero: PiSSA and LoftQ, without touching the base.
+
+PiSSA (https://huggingface.co/papers/2404.02948) trains the base's largest singular directions A0, B0. PEFT subtracts
+them from the base, so that an adapter fits that base alone until it is converted: to a plain adapter of twice the rank,
+[A, A0] and [B, -B0], on the base as it was. Here the adapter is that from the start, and its second half does not
+train: checkpoints, results and every reader have a plain adapter, in every layout, and 16-bit bases are not rounded
+once more.
+
+LoftQ (https://huggingface.co/papers/2310.08659) with one iteration, as PEFT's `replace_lora_weights_loftq`, which
+leaves the NF4 base as it is, and starts at the largest directions of what quantising lost. PEFT's divides by no scale,
+so that a scale of 2 adds as much error as it takes off, and wants a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sft_play.config.schema import LoraConfig
+from sft_play.errors import ModelError
+from sft_play.training.checkpoints.full_state_dict import gathered_by_zero3
+from sft_play.training.model.fsdp_loading import base_name
+from sft_play.training.model.nf4_experts import through_nf4
+
+Weights = Mapping[str, torch.Tensor]
+"""The base's weights by their names in it."""
+
+ITERATIONS, MORE = 16, 8
+"""Of the randomised SVD: power iterations (PiSSA's own fastest comparison has 16), and directions that are dropped."""
+
+
+@torch.no_grad()
+def begin(
+    model: Any, lora: LoraConfig, *, seed: int, device: torch.device, weights: Callable[[], Weights | None]
+) -> None:
+    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank that calls it.
+
+    Args:
+        weights: returns the base's own weights, where the model holds none, or only what NF4 makes of them; None: the
+            model's are meant.
+
+    Raises:
+        ModelError: the base's files hold no 16-bit weights.
+    """
+    if lora.init == "default":
+        return
+    own = weights()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        for path, layer in _layers(model, lora.init):
+            base = layer.get_base_layer()
+            name = base_name(f"{path}.weight")
+            with gathered_by_zero3(base.weight):
+                weight = dequantize_module_weight(base) if own is None else own[name]
+                b, a = _start(_upright(weight, layer).to(device), name, layer, lora)
+            for part, value in ((layer.lora_A, a), (layer.lora_B, b)):
+                with gathered_by_zero3(part["default"].weight, writer=0):
+                    part["default"].weight.copy_(value)
+
+
+def _layers(model: Any, init: str) -> Iterator[tuple[str, Any]]:
+    """The LoRA layers that start elsewhere; those that NF4 left alone have lost nothing."""
+    for path, module in model.named_modules():
+        if not isinstance(module, LoraLayer) or "default" not in module.lora_A:
+            continue
+        if init == "pissa" or type(module.get_base_layer()).__name__ == "Linear4bit":
+            yield path, module
+
+
+def _upright(weight: torch.Tensor, layer: Any) -> torch.Tensor:
+    """A weight as (outputs, inputs); GPT-2's are transposed."""
+    return weight.T if getattr(layer, "fan_in_fan_out", False) else weight
+
+
+def _start(weight: torch.Tensor, name: str, layer: Any, lora: LoraConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """lora_B and lora_A of a layer at the start."""
+    if not weight.is_floating_point():
+        raise ModelError(f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed")
+    target = weight.float() if lora.init == "pissa" else through_nf4(weight).neg_().add_(weight)
+    b, a = principal(target, lora.r, scale=layer.scaling["default"])
+    return (torch.cat([b, -b], dim=1), torch.cat([a, a])) if lora.init == "pissa" else (b, a)
+
+
+def principal(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """B and A with scale x B A the best approximation of a matrix at this rank, in equal parts."""
+    left, sizes, right = torch.svd_lowrank(matrix, q=min(rank + MORE, *matrix.shape), niter=ITERATIONS)
+    roots = (sizes[:rank] / scale).sqrt()
+    return left[:, :rank] * roots, (right[:, :rank] * roots).T
+
+
+def freeze_half(model: nn.Module, lora: LoraConfig, *, is_divided_later: bool = False) -> None:
+    """Let the second half of PiSSA's adapters have no gradient; called when the model is divided as it will be.
+
+    Raises:
+        ModelError: accelerate divides it later (`is_divided_later`), into parameters of its own.
+    """
+    if lora.init != "pissa":
+        return
+    if is_divided_later:
+        why = "under FSDP this base is divided only when training begins, where half of an adapter cannot be frozen"
+        raise ModelError(f"tuning.lora.init=pissa: {why}; use STRATEGY=ddp or zero3")
+    for name, weight in model.named_parameters():
+        dim: Literal[0, 1] | None = 0 if ".lora_A." in name else 1 if ".lora_B." in name else None
+        if dim is None or not weight.requires_grad:
+            continue
+        if isinstance(weight, DTensor):  # FSDP2 calls these with the reduced gradient, and no others
+            weight.register_post_accumulate_grad_hook(partial(_without_own_half, frozen=_frozen(weight, dim)))
+        else:  # before DDP and DeepSpeed see it
+            weight.register_hook(partial(_without_half, dim=dim))
+
+
+def _without_half(gradient: torch.Tensor, *, dim: Literal[0, 1]) -> torch.Tensor:
+    kept = gradient.clone()
+    kept.narrow(dim, kept.shape[dim] // 2, kept.shape[dim] // 2).zero_()
+    return kept
+
+
+def _frozen(weight: DTensor, dim: Literal[0, 1]) -> torch.Tensor:
+    """Where this rank's part of a weight does not train."""
+    half = torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
+    whole = (half[:, None] if dim == 0 else half).expand(weight.shape).contiguous()
+    return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()
+
+
+def _without_own_half(weight: torch.Tensor, *, frozen: torch.Tensor) -> None:
+    gradient = weight.grad
+    assert isinstance(gradient, DTensor)
+    gradient.to_local().masked_fill_(frozen, 0.0)
