@@ -41,7 +41,6 @@ from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced
 from sft_play.planner.precision import choose_precision
 from sft_play.planner.screen import fit_line, warnings
 from sft_play.runs.manifest import FREE_TO_CHANGE
-from sft_play.starter import BASE_NAME
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
 from sft_play.training.measure.recorded import recorded
@@ -96,7 +95,7 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: 
     backend = backends.choose_backend(
         config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ)), staged=staged
     )
-    if backend.name != "unsloth" or config.model.name == BASE_NAME:
+    if backend.name != "unsloth":
         return backend
     precision = choose_precision(config, hardware, shape_for(config))
     problem = backends.model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)

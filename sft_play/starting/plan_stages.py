@@ -37,7 +37,6 @@ from sft_play.runs.manifest import given_deepspeed
 from sft_play.starting.plan_run import log_plan, plan_for, refuse_early, shape_for
 from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
 from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
-from sft_play.training.prepare.starter_base import with_base
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def count_before_planning(
         trains_here: whether this process trains, and so needs all libraries anyway.
 
     Raises:
-        SftPlayError: as planning, building the starter's base, or reading the rows does.
+        SftPlayError: as planning or reading the rows does.
     """
     is_open = not is_resumed and options.deepspeed is None
     for part in loaded.parts if is_open else ():
@@ -110,7 +109,6 @@ def count_before_planning(
     for part in loaded.parts if is_open else ():
         with in_stage(part.stage):
             refuse_early(part.config, hardware, only=_layouts(options.strategy, hardware))
-    loaded = with_base(loaded)
     prepare_libraries(loaded.config.model.name, hardware)
     if trains_here:
         with importing():

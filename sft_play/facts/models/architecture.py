@@ -26,6 +26,7 @@ from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.spelling import did_you_mean
+from sft_play.starter import BASE, BASE_NAME
 
 Config = dict[str, Any]
 
@@ -133,13 +134,15 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that a model name refers to, or None for a hub id.
+    """The folder that a model name refers to, or None for a hub id; of the starter's base that of this package.
 
     What starts with `/`, `.` or `~`, or whose first part exists here, is a path, never a hub id.
 
     Raises:
         ModelError: it is a path, and no folder.
     """
+    if name == BASE_NAME:
+        return BASE
     path = Path(name)
     with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
         path = path.expanduser()
@@ -302,6 +305,5 @@ KNOWN_MODELS: dict[str, KnownModel] = _known_models()
 
 A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was read,
 the published parameters where they were, and the part of the published config.json that determines sizes (of image-text
-models with the towers), with how the weights are stored. The order of the starter base's fields is part of the key
-under which a made base is kept.
+models with the towers), with how the weights are stored.
 """
