@@ -8,6 +8,7 @@ Nothing is written where a row cannot be used, unless data.on_bad_row=skip.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from sft_play.data.process_report import (
     by_count,
     token_counter,
 )
+from sft_play.data.sources.examples import rows_of
 from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, split_names, walk
 from sft_play.data.sources.formats import (
     Example,
@@ -48,6 +50,7 @@ from sft_play.data.sources.tables import split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 
 SPLITS = ("train", "val", "test")
 _SHOWN_FILES = 50
@@ -124,7 +127,8 @@ class _Process:
             else token_counter(self._config)
         )
         self._lengths = RowLengths(counter, self._config.model.max_seq_len)
-        with out:
+        total = functools.partial(rows_of, [part for part, _ in parts])
+        with out, waiting("Processing raw rows", unit="rows", total=total) as self._news:
             for part, split in parts:
                 self._read(part, split, out)
             self._judge()
@@ -197,6 +201,7 @@ class _Process:
         try:
             for example in self._examples(part, file):
                 file.rows += 1
+                self._news.add()
                 if not isinstance(example, BadRow):
                     stats.count_example(example)
                 problem = example if isinstance(example, BadRow) else self._take(example, split, file, out)

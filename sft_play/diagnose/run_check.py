@@ -34,6 +34,7 @@ from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.heap import importing
+from sft_play.process.waiting import waiting
 
 Lengths = Callable[[], RowTokens | None]
 """The lengths of the rows as training would have them; None where they could not be counted."""
@@ -65,7 +66,8 @@ def check(
     for number, part in enumerate([*others, last], start=1):
         if loaded.stages:
             checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
-        checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
+        with waiting("Checking model, rows, masks, memory and disk"):
+            checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
     return CheckReport(config_path, tuple(checks), time.monotonic() - started)
 
 

@@ -96,7 +96,7 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
 
 
 def _count(config: RunConfig) -> None:
-    with importing(shown=True):
+    with importing():
         import numpy as np
 
         from sft_play.data.build.splits import build_splits

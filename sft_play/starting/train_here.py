@@ -48,7 +48,7 @@ def train_here(
     prepare_libraries(loaded.config.model.name, plan.hardware)
     if ranks is not None:
         check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
-    with importing(shown=True):
+    with importing():
         from sft_play.training.job import run_job_of
         from sft_play.training.run import run
 

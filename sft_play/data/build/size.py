@@ -9,9 +9,9 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.mixing import exact_shares
-from sft_play.data.sources.file_kinds import kind_of
+from sft_play.data.sources.examples import rows_of
 from sft_play.data.sources.files import Part, data_files, find_source, read_part
-from sft_play.data.sources.raw import BadRow, blocks, is_gzipped
+from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -86,14 +86,9 @@ def _of_file(part: Part) -> RoughSize | None:
 
 
 def _rows(part: Part, sample: list[dict[str, Any]], *, at_least: int) -> int:
-    """Rows of a large file: lines counted, row groups added up, others by the bytes that a row takes."""
-    kind = kind_of(part.path, text_wanted=part.text_wanted)
-    if kind == "parquet":
-        from sft_play.data.sources.tables import parquet_groups
-
-        return sum(parquet_groups(part.path))
-    if kind == "lines" and not is_gzipped(part.path):
-        return sum(block.count(b"\n") for block in blocks(part.path))
+    """Rows of a large file: counted, or by the bytes that a row takes."""
+    if (counted := rows_of([part])) is not None:
+        return counted
     row_bytes = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode()) for row in sample) / len(sample)
     packed = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
     return max(at_least, int(part.path.stat().st_size * packed / row_bytes))
