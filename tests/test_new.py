@@ -306,6 +306,16 @@ def test_a_table_from_excel_gets_one_message_for_encoding_and_columns(tmp_path):
     columns = {"prompt": "Frage", "completion": "Antwort"}
     good = data.model_copy(update={"train_path": str(tmp_path / "utf8-x.csv"), "columns": columns})
     look_at(good, data_paths(good), task_mode="sft")
+    # the option that it names needs no other table
+    assert "data.encoding=cp1252 in a run reads it so" in said
+    read = data.model_copy(update={"encoding": "cp1252", "columns": columns})
+    look_at(read, data_paths(read), task_mode="sft")
+    look = first_look(str(path))
+    assert (look.settings["data.encoding"], look.settings["data.columns"]) == ("cp1252", columns)
+    assert "not UTF-8, but cp1252 by its looks" in look.words
+    path.write_bytes(b"Frage;Antwort\nja\xff;nein\n")  # a stray byte is no encoding
+    with pytest.raises(DataError, match="damaged here"):
+        first_look(str(path))
 
 
 def test_a_folder_of_text_under_chats_names_the_task(tmp_path):

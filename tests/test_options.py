@@ -53,6 +53,8 @@ def world(tmp_path_factory, tiny_llama):
         row["frage"], row["antwort"] = "a", "b"
         del row["messages"]
     (folder / "german.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    german = json.dumps(chat("wer?", "\u00c4nne"), ensure_ascii=False)
+    (folder / "cp1252.jsonl").write_bytes(f"{german}\n".encode("cp1252"))
     (folder / "bad.jsonl").write_text(json.dumps(chat("a", "b")) + "\n{}\n")
     (folder / "text.txt").write_text("the light in the kitchen is on. " * 200)
     (folder / "mine.jinja").write_text(
@@ -677,6 +679,7 @@ PROBES: list[tuple[str, Probe]] = [
     unlocks(splits, "data.turns_without_roles", "alternate", "trained", "b<|im_end|>", data("no_roles.jsonl")),
     one(splits, "data.merge_consecutive", "true", "text", Says("user\nx\n\na<|im_end|>"), data("consecutive.jsonl")),
     one(splits, "data.drop_empty", "true", "rows", 1, data("empty.jsonl")),
+    unlocks(splits, "data.encoding", "cp1252", "trained", "\u00c4nne<|im_end|>", data("cp1252.jsonl")),
     one(splits, "data.truncate", "drop", "rows", 1, LONG),
     one(splits, "data.truncate", "prompt", "text", Says("b <|im_end|>"), LONG),
     unlocks(splits, "data.max_lost_fraction", 1.0, "rows", 2, data("long.jsonl")),

@@ -84,7 +84,8 @@ def _translated(request: Request, file: Path) -> _Written:
     given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
     if request.data:
         seen = first_look(request.data).settings
-        given |= {path: value for path, value in seen.items() if path.endswith("_path") or path == "data.columns"}
+        of_files = ("data.columns", "data.encoding")
+        given |= {path: value for path, value in seen.items() if path.endswith("_path") or path in of_files}
     try:
         text = read_text(file)
     except ConfigError as error:

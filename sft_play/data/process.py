@@ -156,7 +156,7 @@ class _Process:
 
     def _parts_of(self, value: str) -> list[tuple[Part, str | None]]:
         try:
-            source = find_source(value)
+            source = find_source(value, encoding=self._config.data.encoding)
             parts = data_files(source, text_wanted=self._config.task_mode == "cpt")
         except DataError as error:
             raise DataError(f"data.process.raw_path: {error}") from None

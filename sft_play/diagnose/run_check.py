@@ -383,5 +383,5 @@ def _existing_files(data: DataConfig) -> list[tuple[str, AnySource]]:
     for part, value in named:
         with contextlib.suppress(DataError):
             if value is not None:
-                existing.append((part, find_source(value)))
+                existing.append((part, find_source(value, encoding=data.encoding)))
     return existing

@@ -42,8 +42,8 @@ def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | No
     """The size of the training data, of several sources that of an epoch; None where a file is missing, cannot be
     read, or is on the hub."""
     if not data.sources:
-        return None if data.train_path is None else _of_source(data.train_path, text_wanted=text_wanted)
-    sizes = [_of_source(source.path, text_wanted=text_wanted) for source in data.sources]
+        return None if data.train_path is None else _of_source(data.train_path, data.encoding, text_wanted=text_wanted)
+    sizes = [_of_source(source.path, data.encoding, text_wanted=text_wanted) for source in data.sources]
     known = [(source, size) for source, size in zip(data.sources, sizes, strict=True) if size is not None]
     if len(known) < len(sizes):
         return None
@@ -56,9 +56,9 @@ def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | No
     return RoughSize(sum(counts), round(sum(characters)))
 
 
-def _of_source(given: str, *, text_wanted: bool) -> RoughSize | None:
+def _of_source(given: str, encoding: str, *, text_wanted: bool) -> RoughSize | None:
     with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
-        parts = data_files(find_source(given), text_wanted=text_wanted)
+        parts = data_files(find_source(given, encoding=encoding), text_wanted=text_wanted)
         if any(part.kind != "auto" for part in parts):
             return None
         file_bytes = [part.path.stat().st_size for part in parts]

@@ -21,6 +21,7 @@ from sft_play.data.sources.raw import (
     MAX_ROW_BYTES,
     BadRow,
     LongLine,
+    NotUtf8,
     RawRow,
     guess_encoding,
     head,
@@ -160,13 +161,14 @@ def _never_closed(where: str) -> DataError:
 
 def _not_utf8(path: Path, offset: int) -> DataError:
     """The error of a byte, with what the columns will need once the table is converted: both are said at once."""
-    start = head(path)
+    start, error = head(path), not_utf8(path, offset)
     with suppress(UnicodeDecodeError, LookupError, csv.Error):
         text = start[: start.rfind(b"\n") + 1].decode(guess_encoding(start)[0])
         names = next(csv.reader(text.splitlines(), delimiter=find_delimiter(text)), [])
         if recognise(names) is None:
-            return DataError(f"{not_utf8(path, offset)}. Its columns are {', '.join(names)}. {columns_hint(names)}")
-    return not_utf8(path, offset)
+            words = f"{error}. Its columns are {', '.join(names)}. {columns_hint(names)}"
+            return NotUtf8(words, error.encoding)
+    return error
 
 
 class _TextLines:
