@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -141,6 +142,25 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     fits = plan_for(config.model_copy(update={"tuning": lora}), hardware, with_suggestions=False).fits
     assert (config.tuning.mode == "lora") is fits
     assert plan_for(config, hardware, with_suggestions=False).fits
+
+
+@pytest.mark.parametrize(("model", "rows", "said"), [
+    ("Qwen/Qwen2.5-3B-Instruct", 400, "but a run here would stop: no GPU was detected here"),
+    ("Qwen/Qwen2.5-0.5B-Instruct", 4000, "hours on a CPU: a GPU takes minutes"),
+    ("Qwen/Qwen2.5-0.5B-Instruct", 4, "lora fits this machine\n"),
+])  # fmt: skip
+def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
+    monkeypatch.setattr("sft_play.commands.machine.detect", lambda: machine)
+    monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
+    monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
+    row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
+    Path("my.jsonl").write_text(row * rows)
+    text = written(model=model, data="my.jsonl").read_text()
+    (line,) = [one for one in text.splitlines(keepends=True) if one.startswith("# tuning.mode: ")]
+    assert said in line
+    assert line.count("on a CPU") == ("hours" in said)
 
 
 # --- another tool's file ----------------------------------------------------------------------------------------------

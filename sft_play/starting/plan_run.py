@@ -252,12 +252,15 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
     return work
 
 
-def log_plan(plan: Plan, config: RunConfig) -> None:
-    """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons."""
+def log_plan(plan: Plan, config: RunConfig, *, stage: str | None = None) -> None:
+    """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
+    batch is said when it begins."""
+    shown = show.known_lines(plan, config) if stage is None else []
+    of_stage = "" if stage is None else f"Stage {stage}: "
     for line in [show.choice_line(plan), *show.share_lines(plan, config), *show.batch_lines(plan, config)]:
-        logger.log(logging.INFO if line in show.known_lines(plan, config) else logging.DEBUG, "%s", line)
-    logger.info("%s", fit_line(plan, config))
+        logger.log(logging.INFO if line in shown else logging.DEBUG, "%s", line)
+    logger.info("%s%s", of_stage, fit_line(plan, config))
     for warning in warnings(plan, config):
-        logger.warning("%s", warning)
+        logger.warning("%s%s", of_stage, warning)
     if not plan.fits:
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")

@@ -61,7 +61,7 @@ def plan_stages(
     planned = []
     for part, place in _parts_of(loaded, resume_from):
         if part.stage is not None:
-            logger.info("Stage %s:", part.stage)
+            logger.debug("Stage %s:", part.stage)
         with in_stage(part.stage):
             planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given, whole=whole))
     return planned
@@ -187,7 +187,7 @@ def plan_ranks(
         log_what_all_would_do(config, whole, plan, stopped)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
     require_fit(plan, config, is_fixed=kept.batch is not None)
-    log_plan(plan, config)
+    log_plan(plan, config, stage=loaded.stage)
     if plan.layout not in DEEPSPEED:
         return plan, None
     raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself
