@@ -11,7 +11,7 @@ from sft_play.commands.request import Request
 from sft_play.config.load import load_config
 from sft_play.config.schema import ModelConfig, OutputConfig, RunConfig
 from sft_play.config.yaml_io import parse_value
-from sft_play.data.sources.files import find_source
+from sft_play.data.sources.files import data_files, find_source
 from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.finished.run import FinishedRun, find_finished
@@ -61,7 +61,7 @@ def finished_run(request: Request) -> FinishedRun:
 def require_source(given: Path | str, name: str) -> None:
     """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
     try:
-        find_source(str(given))
+        data_files(find_source(str(given)), text_wanted=True)
     except DataError as error:
         raise DataError(f"{name}={error}") from None
 

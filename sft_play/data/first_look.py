@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import Plain
 from sft_play.data.build.size import SAMPLE_CHARACTERS, rough_size
 from sft_play.data.masks.rendered_chats import looks_rendered
@@ -71,7 +71,7 @@ def first_look(given: str, *, count: Count = by_characters, positions: int | Non
     return replace(look, settings={**look.settings, "data.encoding": encoding}, words=words)
 
 
-def _look(given: str, encoding: str, count: Count, positions: int | None) -> FirstLook:
+def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -> FirstLook:
     paths, source, is_text = _sources(given, encoding)
     columns = {} if is_text else _columns(source)
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", text_wanted=is_text)

@@ -101,6 +101,8 @@ def count_before_planning(
     Raises:
         SftPlayError: as planning or reading the rows does.
     """
+    if options.deepspeed is not None and options.deepspeed.file:
+        read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
     is_open = not is_resumed and options.deepspeed is None
     for part in loaded.parts if is_open else ():
         refuse_strategy(part.config, hardware, options.strategy)

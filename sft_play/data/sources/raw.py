@@ -307,7 +307,7 @@ def piece_end(text: str, most: int) -> int:
 class NotUtf8(DataError):
     """A file is not UTF-8; `encoding` is the value of data.encoding that it looks like, None where it has none."""
 
-    def __init__(self, message: str, encoding: str | None) -> None:
+    def __init__(self, message: str, encoding: Encoding | None) -> None:
         super().__init__(message)
         self.encoding = encoding
 
@@ -341,11 +341,12 @@ def not_utf8(path: Path, offset: int) -> NotUtf8:
     )
 
 
-def _option(encoding: str) -> str | None:
+def _option(encoding: str) -> Encoding | None:
     """The value of data.encoding for one of iconv's names; None where there is none, as for UTF-8 that is damaged."""
     if encoding == "utf-8":
         return None
-    return {codecs.lookup(one).name: one for one in get_args(Encoding)}.get(codecs.lookup(encoding).name)
+    known: dict[str, Encoding] = {codecs.lookup(one).name: one for one in get_args(Encoding)}
+    return known.get(codecs.lookup(encoding).name)
 
 
 def _convert(path: Path, encoding: str) -> str:
