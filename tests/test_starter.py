@@ -210,7 +210,7 @@ def test_make_train_without_a_config_really_learns(cache, tmp_path):
     summary = json.loads((tmp_path / "starter" / "summary.json").read_text())
     assert summary["split"] == "test"
     assert summary["before"]["exact_match"] < 0.10
-    assert summary["after"]["exact_match"] > 0.5  # 0.73 to 0.78 was measured; a slot that is not copied costs 8%
+    assert summary["after"]["exact_match"] > 0.5  # after one epoch of three
     assert summary["after"]["loss"] < summary["before"]["loss"]
     assert (summary["before"]["rows"], summary["after"]["rows"]) == (300, 300)
     assert summary["tokens_per_s"] > 0

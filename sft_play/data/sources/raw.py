@@ -307,7 +307,7 @@ def piece_end(text: str, most: int) -> int:
 class NotUtf8(DataError):
     """A file is not UTF-8; `encoding` is the value of data.encoding that it looks like, None where it has none."""
 
-    def __init__(self, message: str, encoding: Encoding | None) -> None:
+    def __init__(self, message: str, encoding: Encoding | None = None) -> None:  # pickled by its message
         super().__init__(message)
         self.encoding = encoding
 
