@@ -49,7 +49,7 @@ def write_model(name: str, folder: Path) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from sft_play.training.prepare.starter_base import make_tokenizer
+    from benchmarks.starter_base import make_tokenizer
 
     path = folder / name.replace("/", "--")
     if (path / "rows.jsonl").is_file():

@@ -47,7 +47,7 @@ def write_model(folder: Path, name: str, layers: int) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from sft_play.training.prepare.starter_base import make_tokenizer
+    from benchmarks.starter_base import make_tokenizer
 
     place, one = folder / f"{name.rpartition('/')[2]}-{layers}", folder / f"{name.rpartition('/')[2]}-one"
     tokenizer = make_tokenizer(language.corpus_documents(seed=material.SEED)[:400])

@@ -99,8 +99,8 @@ def write_model(place: Path, name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks.starter_base import make_tokenizer
     from sft_play.starter import language
-    from sft_play.training.prepare.starter_base import make_tokenizer
 
     folder = place.with_name(f"{place.name}.writing")  # a folder with a config and no weights would pass as made
     shutil.rmtree(folder, ignore_errors=True)

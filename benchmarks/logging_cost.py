@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.starter_base import make_model, make_tokenizer
 from sft_play.config.load import config_from_text
 from sft_play.data.build.splits import Split
 from sft_play.data.build.stats import RowStats
@@ -35,7 +36,6 @@ from sft_play.training.loop.callbacks import MetricsFile
 from sft_play.training.loop.trainer import PlannedTrainer, build_trainer, plan_callbacks
 from sft_play.training.measure.monitor import Monitor
 from sft_play.training.measure.peaks import Peaks
-from sft_play.training.prepare.starter_base import make_model, make_tokenizer
 
 SEQ_LEN, ROWS, STEPS = 256, 16, 12
 

@@ -84,7 +84,7 @@ def grid(small: bool) -> list[Row]:
 
 def model_folder(name: str, scratch: Path) -> Path:
     """A folder with the model's config.json and a small tokenizer, without weights."""
-    from sft_play.training.prepare.starter_base import make_tokenizer
+    from benchmarks.starter_base import make_tokenizer
 
     path = scratch / name.replace("/", "--")
     if not path.exists():

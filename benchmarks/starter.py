@@ -1,18 +1,17 @@
-"""The starter's recipe over seeds and numbers of threads: exact match on the 300 held-out commands, and the worst.
+"""The starter over seeds and numbers of threads: exact match on the 300 held-out commands, and the worst.
 
     make -C benchmarks benchmark-starter OUT=starter.json
     python -m benchmarks.starter --seeds 1,2 --threads 1 --out starter.json
 
-For each seed and each number of threads a base is trained from scratch (its random weights and the order of the corpus
-come from the seed) and fine-tuned by configs/run_starter.yaml with that seed, as `make train` does it. Processors and
-numbers of threads round differently, which changes a run about as much as another seed does. Runs that the file holds
-already are kept as long as the recipe is the same, so that this can be stopped and started again.
+For each seed and each number of threads the shipped base is fine-tuned by configs/run_starter.yaml with that seed, as
+`make train` does it. Processors and numbers of threads round differently, which changes a run about as much as another
+seed does. Runs that the file holds already are kept as long as base, rows and recipe are the same, so that this can be
+stopped and started again.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import hashlib
 import json
 import os
@@ -27,52 +26,30 @@ from typing import Any
 
 import yaml
 
+from benchmarks.starter_base import digest
 from sft_play.facts.hardware import detect
 from sft_play.process.environment import for_another_run, waiting_threads
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.starter import CONFIG
+from sft_play.starter import BASE, CONFIG
+from sft_play.starter.language import FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
-STARTER_BASE = "sft_play.training.prepare.starter_base"
-BASE = f"import sys; from {STARTER_BASE} import ensure_base; print(ensure_base(seed=int(sys.argv[1])))"
 
 
 def recipe() -> str:
-    """Twelve letters that change with what makes the base, the rows and the fine-tuning, not with words about it."""
-    code = [
-        _without_words(ROOT / name) for name in ("sft_play/starter/language.py", f"{STARTER_BASE.replace('.', '/')}.py")
-    ]
-    settings = [yaml.safe_load((ROOT / name).read_text()) for name in ("sft_play/starter/base.yaml", CONFIG)]
-    return hashlib.sha256("\0".join([*code, json.dumps(settings, sort_keys=True)]).encode()).hexdigest()[:12]
-
-
-def _without_words(path: Path) -> str:
-    """A module's code without comments and docstrings."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
-            node.body = [
-                line for line in node.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-            ]
-    return ast.dump(tree)
+    """Twelve hex digits that change with the base, the rows and the fine-tuning, not with words about it."""
+    settings = json.dumps(yaml.safe_load((ROOT / CONFIG).read_text(encoding="utf-8")), sort_keys=True)
+    parts = [digest(path) for path in sorted(BASE.glob("*.safetensors")) + sorted((ROOT / FOLDER).iterdir())]
+    return hashlib.sha256("\0".join([settings, *parts]).encode()).hexdigest()[:12]
 
 
 def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
-    """The whole recipe once: exact match, the loss, what was answered wrong, seconds of both parts, load."""
-    environment = for_another_run(os.environ) | waiting_threads(os.environ)
-    environment |= {"OMP_NUM_THREADS": str(threads), "SFT_PLAY_CACHE": str(place / "cache")}
+    """One fine-tuning: exact match, the loss, seconds, load."""
+    environment = for_another_run(os.environ) | waiting_threads(os.environ) | {"OMP_NUM_THREADS": str(threads)}
+    environment |= {"SFT_PLAY_CACHE": str(place / "cache")}
     began = time.monotonic()
-    made = subprocess.run(
-        [sys.executable, "-c", BASE, str(seed)],
-        cwd=ROOT, env=environment, check=True, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    based = time.monotonic()
-    words = [
-        f"model.name={json.dumps(made.stdout.splitlines()[-1])}",
-        f"train.seed={seed}",
-        "eval.before_training=false",
-    ]
+    words = [f"train.seed={seed}", "eval.before_training=false"]
     words += [f"output.dir={json.dumps(str(place))}", "output.name=run"]
     train = [sys.executable, "-m", "sft_play", "train", "--config", str(ROOT / CONFIG), *words]
     subprocess.run(train, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -83,8 +60,7 @@ def run(seed: int, threads: int, place: Path) -> dict[str, Any]:
         "threads": threads,
         "exact_match": after["exact_match"],
         "loss": after["loss"],
-        "base_s": based - began,
-        "fine_tuning_s": time.monotonic() - based,
+        "fine_tuning_s": time.monotonic() - began,
         "load": os.getloadavg()[0],
         "processor": detect().cpu_name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -61,7 +61,7 @@ def work() -> None:
     """In a process of its own: for each line read, take steps for that many seconds and write how many."""
     import torch
 
-    from sft_play.training.prepare.starter_base import make_model
+    from benchmarks.starter_base import make_model
 
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

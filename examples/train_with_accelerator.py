@@ -25,7 +25,7 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.sources.formats import Chat
 from sft_play.dist import get_accelerator, save_sharded, wrap_model_optimizer
-from sft_play.training.prepare.starter_base import make_tokenizer
+from sft_play.starter import BASE
 
 IGNORED = -100
 CHATS = [
@@ -56,7 +56,7 @@ def load(args):
         tokenizer = AutoTokenizer.from_pretrained(args.model)
         model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32 if args.full else "auto")
     else:
-        tokenizer = make_tokenizer([message["content"] for chat in CHATS for message in chat])
+        tokenizer = AutoTokenizer.from_pretrained(BASE)
         model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=len(tokenizer),

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from sft_play import commands
-from sft_play.commands.answer import error_text, give
+from sft_play.commands.answer import error_text, give, refuse_place
 from sft_play.commands.request import read_request
 from sft_play.ending import EXIT_FAULT, wants_json, with_ending, write_json_line
 from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
@@ -42,6 +42,8 @@ def main(words: Sequence[str] | None = None) -> int:
         set_up_logging(request.command, stream=sys.stderr if is_json else sys.stdout)
         if request.trust:  # given as a flag; ranks and `checkpoints.last_checkpoint` read the variable
             os.environ["TRUST"] = "1"
+        if request.out is not None:
+            refuse_place(request.out)
         return give(commands.load(request.command).run(request), request)
     except SftPlayError as error:
         sys.stdout.flush()  # so that the error comes last where both streams go to one file

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,9 @@ import pytest
 
 import sft_play
 from sft_play import load_config, plan, train
+from sft_play.config.load import split_overrides
 from sft_play.errors import DataError, HardwareError
+from sft_play.process import variables
 from tests.conftest import ROOT
 
 GEMMA = ROOT / "configs" / "run_gemma27b_distributed.yaml"
@@ -64,6 +68,53 @@ def test_train_returns_the_summary_of_the_run_folder(tiny_llama, tmp_path, monke
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
         train(load_config("my.yaml", overrides=["data.train_path=nowhere.jsonl", "output.name=other"]))
     assert not (folder.parent / "other").exists()
+
+
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_one_of_format_4_5_without_outputs(path):
+    """As nbformat's schema has it: cells with ids of their own, and nothing that a run left."""
+    book = json.loads(path.read_text(encoding="utf-8"))
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    assert set(book) == {"cells", "metadata", "nbformat", "nbformat_minor"}
+    assert book["metadata"]["kernelspec"]["name"] == "python3"
+    ids = [cell["id"] for cell in book["cells"]]
+    assert len(set(ids)) == len(ids) > 3
+    for cell in book["cells"]:
+        assert re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", cell["id"])
+        assert all(isinstance(line, str) for line in cell["source"])
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+        kind, of_code = cell["cell_type"], {"outputs": [], "execution_count": None}
+        assert kind in ("code", "markdown")
+        assert {key: value for key, value in cell.items() if key not in ("cell_type", "id", "source")} == {
+            "metadata": {}, **(of_code if kind == "code" else {}),
+        }  # fmt: skip
+
+
+def test_the_hosted_notebook_calls_targets_and_variables_that_there_are():
+    """From the installation to a chat, in this order, and its files are those that the commands before it wrote."""
+    cells = json.loads((ROOT / "examples" / "hosted_gpu.ipynb").read_text(encoding="utf-8"))["cells"]
+    lines = [line.strip() for cell in cells if cell["cell_type"] == "code" for line in cell["source"]]
+    called = []
+    for line in lines:
+        assert line.startswith(("!", "%cd ", "REPOSITORY = ")), line
+        for command in re.findall(r"\bmake (.*)", line):
+            target, *words = shlex.split(command, comments=True)
+            names = [word.partition("=")[0] for word in words]
+            assert variables.refusal([target], names, []) is None, line
+            called.append((target, dict(word.split("=", 1) for word in words)))
+    assert [target for target, _ in called] == ["setup", "gpu-info", "new", "plan", "train", "chat", "eval"]
+    asked = dict(called)
+    written = asked["new"]["OUT"]
+    assert (ROOT / asked["new"]["DATA"]).is_file()
+    assert asked["plan"]["CONFIG"] == asked["train"]["CONFIG"] == written
+    assert f"output.name={asked['chat']['RUN']}" in split_overrides(asked["train"]["SET"])
+    assert any(f"outputs/{asked['chat']['RUN']}" in line for line in lines if line.startswith("!tar"))
+    for word in re.findall(r"`(make [^`]*)`", "".join(line for cell in cells for line in cell["source"])):
+        target, *words = shlex.split(word)[1:]
+        assert variables.refusal([target], [one.partition("=")[0] for one in words], []) is None, word
 
 
 def test_the_example_notebook_plans_and_trains_the_starter(capsys, monkeypatch):

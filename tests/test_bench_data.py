@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks import data as bench
-from sft_play.training.prepare.starter_base import make_tokenizer
+from benchmarks.starter_base import make_tokenizer
 
 ROWS = [
     [{"role": "user", "content": "one"}, {"role": "assistant", "content": "1"}],

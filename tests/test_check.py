@@ -495,6 +495,13 @@ def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkey
     assert (tmp_path / "data/processed/train.jsonl").is_file()
     assert (tmp_path / "data/rendered/train.jsonl").is_file()
     assert "which was written just now" in "\n".join(answer.lines())
+    # on the screen the check is what is wrong and the verdict
+    shown, whole = answer.screen(), answer.lines()
+    at = shown.index("== check ==")
+    assert shown[:at] == whole[:at]
+    assert shown[at + 1 :] == [*dict(answer.steps)["check"].screen()]
+    assert shown[-1].startswith("Ready to train: ")
+    assert len(shown) < len(whole) - 10
 
 
 def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path, monkeypatch):

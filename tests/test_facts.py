@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import math
+import random
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -105,6 +108,7 @@ def test_a_plan_says_where_published_files_have_other_parameters(monkeypatch, pa
         return SimpleNamespace(safetensors=parameters and SimpleNamespace(parameters=parameters))
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
+    monkeypatch.setattr(architecture, "hub_answers", lambda: True)
     monkeypatch.setattr(architecture, "_fetch_config", lambda *_: model_config("Qwen2.5-0.5B"))
     architecture._stored_params.cache_clear()
     run = config_from_text("model: {name: someone/else, revision: v1}\ndata: {train_path: x.jsonl}", name="r")
@@ -134,9 +138,38 @@ def test_what_the_files_of_folders_and_known_models_hold_is_not_asked(monkeypatc
 def test_the_hub_is_offline_where_huggingface_hub_is(monkeypatch, environment, answers):
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in {**environment, "HTTPS_PROXY": "http://proxy:3128"}.items():  # with a proxy nothing is asked
+    monkeypatch.setattr(architecture, "_connects", lambda host, port: True)
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert hub_answers() == answers
+
+
+def test_of_a_proxy_it_is_asked_whether_it_answers(monkeypatch):
+    """A proxy that is gone had the library try again for a minute."""
+    chance, asked = random.Random(4), []
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy",
+                 "HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy", "HF_ENDPOINT"):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    for number in range(60):
+        variable, scheme = chance.choice(["HTTPS_PROXY", "https_proxy", "ALL_PROXY"]), chance.choice(["http://", ""])
+        hub, proxy, port = f"https://hub{number}.example", f"proxy{number}", chance.randint(1, 65535)
+        is_bypassed, answers = chance.random() < 0.3, chance.random() < 0.5
+        with monkeypatch.context() as patch:
+            patch.setattr(architecture, "_connects", lambda *place, answers=answers: asked.append(place) or answers)
+            patch.setenv("HF_ENDPOINT", hub)
+            patch.setenv(variable, f"{scheme}{proxy}:{port}")
+            if is_bypassed:
+                patch.setenv("no_proxy", ".example")
+            assert hub_answers() == answers
+        assert asked[-1] == ((f"hub{number}.example", 443) if is_bypassed else (proxy, port))
+
+
+def test_a_name_that_is_looked_up_for_long_is_no_answer(monkeypatch):
+    monkeypatch.setattr(architecture, "_CONNECT_TIMEOUT_S", 0.05)
+    waits = threading.Event()
+    monkeypatch.setattr(architecture.socket, "create_connection", lambda *_: nullcontext(waits.wait(10)))
+    assert not architecture._connects("hub.example", 443)
+    waits.set()
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ LAYERS = {
     "process": 2,
     "config": 3,
     "facts": 3,
-    "starter": 3,
+    "starter": 2,
     "runs": 4,
     "planner": 4,
     "data": 4,

@@ -113,17 +113,6 @@ def test_a_finished_run_stays_finished_while_a_command_works_on_it(tmp_path):
         holder.communicate()
 
 
-def test_the_starters_base_is_named_and_not_the_cache(tmp_path):
-    from sft_play.starter import BASE_NAME, shown_name
-
-    run = make_run(tmp_path, "one")
-    cached = "/home/x/.cache/sft-play/starter/base-0123456789ab/model"
-    write_json(run.path / "resolved.json", {"model": {"name": cached}, "tuning": {"mode": "lora"}})
-    assert [one.model for one in list_runs(tmp_path, now=NOW).runs] == [BASE_NAME]
-    for other in ("Qwen/Qwen3-4B", "/x/starter/other/model", "/x/base-1/model", "model", ""):
-        assert shown_name(other) == other
-
-
 def _locked_elsewhere(folder: RunFolder):
     """Another process that has locked a run."""
     import subprocess

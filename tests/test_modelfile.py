@@ -9,11 +9,11 @@ from datetime import date
 
 import pytest
 
+from benchmarks.starter_base import CHAT_TEMPLATE
 from sft_play.data.masks.template import ChatTemplate, RenderError
 from sft_play.errors import TokenizerError
 from sft_play.finished.export.ollama import NoGoTemplate, Parts, go_template, learn, modelfile, ollama_text
 from sft_play.finished.export.prompts import probes
-from sft_play.training.prepare.starter_base import CHAT_TEMPLATE
 from sft_play.training.prepare.tokenizer import BUILT_IN_TEMPLATES
 from tests.conftest import shared
 from tests.go_templates import evaluate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
@@ -141,6 +142,25 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
     fits = plan_for(config.model_copy(update={"tuning": lora}), hardware, with_suggestions=False).fits
     assert (config.tuning.mode == "lora") is fits
     assert plan_for(config, hardware, with_suggestions=False).fits
+
+
+@pytest.mark.parametrize(("model", "rows", "said"), [
+    ("Qwen/Qwen2.5-3B-Instruct", 400, "but a run here would stop: no GPU was detected here"),
+    ("Qwen/Qwen2.5-0.5B-Instruct", 4000, "hours on a CPU: a GPU takes minutes"),
+    ("Qwen/Qwen2.5-0.5B-Instruct", 4, "lora fits this machine\n"),
+])  # fmt: skip
+def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
+    monkeypatch.setattr("sft_play.commands.machine.detect", lambda: machine)
+    monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
+    monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
+    row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"
+    Path("my.jsonl").write_text(row * rows)
+    text = written(model=model, data="my.jsonl").read_text()
+    (line,) = [one for one in text.splitlines(keepends=True) if one.startswith("# tuning.mode: ")]
+    assert said in line
+    assert line.count("on a CPU") == ("hours" in said)
 
 
 # --- another tool's file ----------------------------------------------------------------------------------------------
@@ -306,6 +326,16 @@ def test_a_table_from_excel_gets_one_message_for_encoding_and_columns(tmp_path):
     columns = {"prompt": "Frage", "completion": "Antwort"}
     good = data.model_copy(update={"train_path": str(tmp_path / "utf8-x.csv"), "columns": columns})
     look_at(good, data_paths(good), task_mode="sft")
+    # the option that it names needs no other table
+    assert "data.encoding=cp1252 in a run reads it so" in said
+    read = data.model_copy(update={"encoding": "cp1252", "columns": columns})
+    look_at(read, data_paths(read), task_mode="sft")
+    look = first_look(str(path))
+    assert (look.settings["data.encoding"], look.settings["data.columns"]) == ("cp1252", columns)
+    assert "not UTF-8, but cp1252 by its looks" in look.words
+    path.write_bytes(b"Frage;Antwort\nja\xff;nein\n")  # a stray byte is no encoding
+    with pytest.raises(DataError, match="damaged here"):
+        first_look(str(path))
 
 
 def test_a_folder_of_text_under_chats_names_the_task(tmp_path):

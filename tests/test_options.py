@@ -53,6 +53,9 @@ def world(tmp_path_factory, tiny_llama):
         row["frage"], row["antwort"] = "a", "b"
         del row["messages"]
     (folder / "german.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for encoding, answer in ENCODED.items():
+        row = json.dumps(chat("wer?", answer), ensure_ascii=False)
+        (folder / f"{encoding}.jsonl").write_bytes(f"{row}\n".encode(encoding))
     (folder / "bad.jsonl").write_text(json.dumps(chat("a", "b")) + "\n{}\n")
     (folder / "text.txt").write_text("the light in the kitchen is on. " * 200)
     (folder / "mine.jinja").write_text(
@@ -593,6 +596,11 @@ def unlocks(look: Any, leaf: str, value: Any, key: str, expected: Any, before: A
     return leaf, Probe(look, [f"{leaf}={value}"], {REFUSED: None, key: expected}, list(before))
 
 
+ENCODED = {
+    "utf-16": "Änne", "cp1252": "Änne", "latin1": "Änne", "cp1250": "żółw", "cp1254": "ağaç", "cp1251": "Привет",
+    "koi8-r": "Привет", "cp932": "日本語", "euc-jp": "日本語", "gb18030": "汉字", "euc-kr": "한글", "big5": "漢字",
+}  # fmt: skip
+"""An answer in each encoding that data.encoding names."""
 FULL = ["tuning.mode=full"]
 PROBES: list[tuple[str, Probe]] = [
     one(loading, "model.name", "WORLD/model", "tokenizer.name", "WORLD/model"),
@@ -680,6 +688,10 @@ PROBES: list[tuple[str, Probe]] = [
     unlocks(splits, "data.turns_without_roles", "alternate", "trained", "b<|im_end|>", data("no_roles.jsonl")),
     one(splits, "data.merge_consecutive", "true", "text", Says("user\nx\n\na<|im_end|>"), data("consecutive.jsonl")),
     one(splits, "data.drop_empty", "true", "rows", 1, data("empty.jsonl")),
+    *[
+        unlocks(splits, "data.encoding", encoding, "trained", f"{answer}<|im_end|>", data(f"{encoding}.jsonl"))
+        for encoding, answer in ENCODED.items()
+    ],
     one(splits, "data.truncate", "drop", "rows", 1, LONG),
     one(splits, "data.truncate", "prompt", "text", Says("b <|im_end|>"), LONG),
     unlocks(splits, "data.max_lost_fraction", 1.0, "rows", 2, data("long.jsonl")),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import load_config
+from sft_play.starter import BASE
 from sft_play.starting import row_survey
 from tests.conftest import ROOT, chat
 
@@ -106,17 +107,16 @@ def test_a_run_trains_by_the_plan_of_its_own_rows(run, command):
     assert plan["micro_batches"]["tokens"] == plan["micro_batch"] * plan["step"]["seq_len"]
 
 
-def test_the_starters_rows_are_counted_by_the_base_in_the_cache_and_nobody_is_asked(run, tiny_llama, command):
-    """In a process of its own: the plan of the starter's name, then of its folder as the run has it, and any look for
-    another machine raises."""
+def test_the_starters_rows_are_counted_by_the_shipped_base_and_nobody_is_asked(run):
+    """In a process of its own: the plan of the starter's name, then of its folder; any look for a machine raises."""
     asked = subprocess.run(
-        [sys.executable, "-c", ALONE, str(run), str(tiny_llama)], capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-c", ALONE, str(run), str(BASE)], capture_output=True, text=True, cwd=ROOT,
         env={name: text for name, text in os.environ.items() if name != "HF_HUB_OFFLINE"},
     )  # fmt: skip
     assert asked.returncode == 0, asked.stderr[-3000:]
     by_name, by_folder = json.loads(asked.stdout.splitlines()[-1])
     assert by_name == by_folder
-    assert by_name["longest"] == max(tokens(tiny_llama, run.parent / "train.jsonl"))
+    assert by_name["longest"] == max(tokens(BASE, run.parent / "train.jsonl"))
     assert "Retrying" not in asked.stderr
 
 
@@ -131,8 +131,6 @@ socket.getaddrinfo = socket.create_connection = refuse
 from sft_play.config.load import load_config
 from sft_play.starter import BASE_NAME
 from sft_play.starting import row_survey
-from sft_play.training.prepare import starter_base
-starter_base.built_base = lambda: pathlib.Path(base)
 found = []
 for name in (BASE_NAME, base):
     loaded = load_config(run, overrides=[f"model.name={json.dumps(name)}"])

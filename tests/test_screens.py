@@ -260,7 +260,7 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
         cwd=ROOT, capture_output=True, text=True, env=environment, timeout=300,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stdout + answer.stderr
-    shown = messages(answer.stdout)
+    shown = [line for line in messages(answer.stdout) if not line.endswith(" s so far")]
     first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
     assert first <= BEFORE_STEP_1, "\n".join(shown[:first])
     assert shown[0] == f"Base model: {tiny_llama} ({config})"
@@ -292,6 +292,29 @@ def test_a_run_begins_in_twelve_lines_and_its_log_has_everything(ranks, tmp_path
         assert not any(line.startswith(part) for line in shown), part
     reasons = json.loads((tmp_path / "outputs" / "one" / "plan.json").read_text())["reasons"]
     assert [f"Because: {reason}" for reason in reasons if f"Because: {reason}" not in log] == []
+
+
+@pytest.mark.build
+def test_a_run_in_stages_begins_in_twelve_lines_and_says_of_each_stage_what_it_trains(
+    tmp_path, tiny_llama, sums, command
+):
+    """Two lines a stage before the first (its plan, and that its steps are few); its rows when it begins."""
+    config = run_yaml(tmp_path, tiny_llama, sums)
+    names = ("short", "middle", "long")
+    stages = "".join(f"- {{name: {name}, max_steps: 1, max_seq_len: {64 - 8 * at}}}\n" for at, name in enumerate(names))
+    config.write_text(f"{config.read_text()}curriculum:\n{stages}")
+    code, said = command("train", "--config", str(config), "eval.generate_rows=0", "eval.before_training=false")
+    assert code == 0, said
+    shown = messages(said)
+    shown = [line for line in shown if not line.endswith(" s so far")]
+    assert sum(line.startswith("step 1/") for line in shown) == 3
+    first = next(number for number, line in enumerate(shown) if line.startswith("step 1/"))
+    assert first <= BEFORE_STEP_1, "\n".join(shown[:first])
+    for at, name in enumerate(names):
+        assert sum(line.startswith(f"Stage {name}: Plan: LoRA fits, ") for line in shown[:first]) == 1
+        (begun,) = [n for n, line in enumerate(shown) if line.startswith(f"Stage {at + 1} of 3, {name}: 1 steps, ")]
+        assert shown[begun + 1].startswith("Data: ")
+        assert shown[begun + 2].startswith("First training row, trained part in [[ ]]: ")
 
 
 @pytest.mark.build

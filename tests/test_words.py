@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from benchmarks.starter_base import make_tokenizer
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
 from sft_play.data.masks.words import _KNOWN, ascii_pattern, words_of
-from sft_play.training.prepare.starter_base import make_tokenizer
 from tests.bundled import data_file, there, tokenizer_folder
 
 TEXTS = ["Don't count 1234 sheep, I'LL do it!\n\n\tfor (int i = 0; i < 10; ++i) { x[i] += 3.5; }  the end"] * 30

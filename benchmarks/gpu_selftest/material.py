@@ -42,7 +42,7 @@ def write_model(folder: Path, *, large: bool) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from sft_play.training.prepare.starter_base import make_tokenizer
+    from benchmarks.starter_base import make_tokenizer
 
     transformers_logging.disable_progress_bar()
     tokenizer = make_tokenizer(language.corpus_documents(seed=SEED)[:200])

@@ -37,7 +37,7 @@ def write_model(folder: Path, shape: Shape = Shape()) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from sft_play.training.prepare.starter_base import make_tokenizer
+    from benchmarks.starter_base import make_tokenizer
 
     transformers_logging.disable_progress_bar()
     tokenizer = make_tokenizer(language.corpus_documents(seed=SEED)[:400])

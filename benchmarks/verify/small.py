@@ -22,7 +22,7 @@ def make_small_run(folder: Path) -> Path:
     from transformers import Qwen2Config, Qwen2ForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    from sft_play.training.prepare.starter_base import make_tokenizer
+    from benchmarks.starter_base import make_tokenizer
 
     transformers_logging.disable_progress_bar()
     model = folder / "model"

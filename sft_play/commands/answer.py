@@ -111,6 +111,15 @@ def _why(answer: Answer, code: int) -> str | None:
     return redact(lines[-1].strip() if lines else f"exit code {code}; the log says why") if code else None
 
 
+def refuse_place(out: Path, name: str = "OUT") -> None:
+    """Raises ConfigError where nothing can be written at OUT: before the work whose answer would be lost."""
+    there = next(up for up in out.expanduser().absolute().parents if os.path.exists(up))  # noqa: PTH110 - raises nothing
+    if not there.is_dir():
+        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {there} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK) and not os.access(out, os.W_OK):
+        raise ConfigError(f"{name}={escape_control(str(out))} cannot be written: {there} is not writable for this user")
+
+
 def write_out(path: Path, data: Any) -> None:
     """JSON in a file of its own; raises ConfigError where it cannot be written.
 

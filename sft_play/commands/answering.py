@@ -6,11 +6,12 @@ import logging
 import os
 import sys
 
-from sft_play.commands.answer import Answer, answer_of, give, stdout_to_stderr
+from sft_play.commands.answer import Answer, answer_of, give, refuse_place, stdout_to_stderr
 from sft_play.commands.machine import finished_run, require_source
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
 from sft_play.finished.run import FinishedRun, next_line
+from sft_play.log import one_line
 from sft_play.training.prepare.quiet import quiet_libraries
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,9 @@ def run(request: Request) -> Answer | int:
         missing = [example for example, given in examples.items() if given is None]
         raise ConfigError(f"make infer needs {' and '.join(missing)}")
     require_source(request.input, "INPUT")
+    refuse_place(request.output, "OUTPUT")
+    if request.output.is_dir():
+        raise ConfigError(f"OUTPUT={one_line(str(request.output))} is a folder; name a file")
     finished = finished_run(request)
     quiet_libraries()
     from sft_play.finished.answer.infer import infer

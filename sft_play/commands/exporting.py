@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, cast, get_args
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.machine import finished_run, output_dir_of, trusts_code
 from sft_play.commands.request import Request
-from sft_play.errors import ConfigError
+from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect
-from sft_play.finished.export.exported import Format, Quant
+from sft_play.finished.export.exported import EXPORT, Format, Quant
+from sft_play.finished.export.llama_cpp import find_converter
+from sft_play.finished.export.places import MERGED, find_gguf, require_export_place, require_mergeable, require_merged
 from sft_play.finished.export.push import checked_repo, push, upload_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
@@ -59,6 +61,7 @@ def run(request: Request) -> Answer:
 
 
 def _merge(request: Request, finished: FinishedRun) -> Answer:
+    require_mergeable(finished, request.base, request.out or finished.folder.path / MERGED, replace=request.force)
     from sft_play.finished.export.merge import merge_run
 
     base = cast("Base | None", request.base)
@@ -68,6 +71,7 @@ def _merge(request: Request, finished: FinishedRun) -> Answer:
 
 
 def _merge_test(request: Request, finished: FinishedRun) -> Answer:
+    require_merged(finished, request.out or finished.folder.path / MERGED)
     from sft_play.finished.export.check_merge import ROWS, merge_test
 
     return answer_of(merge_test(finished, path=request.out, rows=request.limit or ROWS), to_out=False)
@@ -84,6 +88,9 @@ def _check_export(request: Request) -> None:
 
 
 def _export(request: Request, finished: FinishedRun) -> Answer:
+    require_export_place(request.out or finished.folder.path / EXPORT / str(request.format), replace=request.force)
+    if request.llama_cpp is not None and request.format != "vllm":
+        find_converter(request.llama_cpp)
     from sft_play.finished.export.export import export_run
 
     with lock(finished.folder):
@@ -99,6 +106,7 @@ def _export(request: Request, finished: FinishedRun) -> Answer:
 
 
 def _export_test(request: Request, finished: FinishedRun) -> Answer:
+    find_gguf(finished, request.out)
     from sft_play.finished.export.check_export import ROWS, export_test
 
     tested = export_test(finished, path=request.out, rows=request.limit or ROWS, llama_cpp=request.llama_cpp)
@@ -127,6 +135,8 @@ def _consolidate(request: Request) -> Answer:
     checkpoint = given if given.name.startswith("checkpoint-") else None
     folder = RunFolder(given.parents[1] if checkpoint else given)
     folder.manifest()  # what is no run is refused before torch is imported
+    if request.out is not None and request.out.exists():
+        raise RunFolderError(f"{request.out} exists; remove it, or name another place: OUT=FOLDER")
     from sft_play.training.checkpoints.consolidate import consolidate
 
     with stdout_to_stderr(wanted=request.json):

@@ -9,6 +9,7 @@ from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.machine import finished_run, output_dir_of, require_source
 from sft_play.commands.request import Request
 from sft_play.errors import ConfigError
+from sft_play.finished.evaluate.split_asked import require_split
 from sft_play.finished.listing import What, list_runs, prune, to_prune
 from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
@@ -56,6 +57,7 @@ def _run_models(request: Request) -> Answer:
         from sft_play.finished.evaluate.ship import ROWS, ship
 
         return answer_of(ship(finished, rows=request.limit or ROWS, tolerance=request.tolerance))
+    require_split(request.split, request.data)
     from sft_play.finished.evaluate.evaluation import evaluate_run
 
     evaluation = evaluate_run(

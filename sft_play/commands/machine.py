@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 
 from sft_play.commands.request import Request
 from sft_play.config.load import load_config
-from sft_play.config.schema import ModelConfig, OutputConfig
+from sft_play.config.schema import ModelConfig, OutputConfig, RunConfig
 from sft_play.config.yaml_io import parse_value
-from sft_play.data.sources.files import find_source
-from sft_play.errors import ConfigError, DataError
+from sft_play.data.sources.files import data_files, find_source
+from sft_play.errors import ConfigError, DataError, SftPlayError
 from sft_play.facts.hardware import Hardware, detect, named
 from sft_play.finished.run import FinishedRun, find_finished
+from sft_play.launch.machine import require_machine
 from sft_play.log import escape_control
+from sft_play.planner.plan import Plan
 from sft_play.runs.lookup import output_dir
 
 
@@ -30,6 +33,16 @@ def refuse_hardware(request: Request) -> None:
         raise ConfigError(
             f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses this machine"
         )
+
+
+def refusal_here(plan: Plan, config: RunConfig, machine: Hardware) -> str | None:
+    """Why a planned run would stop on this machine before anything loads; None where it starts, or is only named."""
+    try:
+        if not machine.named:
+            require_machine(config, machine, os.environ, params=lambda: plan.model_params)
+    except SftPlayError as error:
+        return str(error)
+    return None
 
 
 def output_dir_of(request: Request) -> Path:
@@ -48,7 +61,7 @@ def finished_run(request: Request) -> FinishedRun:
 def require_source(given: Path | str, name: str) -> None:
     """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
     try:
-        find_source(str(given))
+        data_files(find_source(str(given)), text_wanted=True)
     except DataError as error:
         raise DataError(f"{name}={error}") from None
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer
-from sft_play.commands.machine import asked_machine
+from sft_play.commands.machine import asked_machine, refusal_here
 from sft_play.commands.request import Request
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import translate
@@ -21,6 +21,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.files import atomic
 from sft_play.launch.machine import offline_without_hub
 from sft_play.log import one_line, redact
+from sft_play.planner.screen import long_on_cpu
 from sft_play.starting.plan_run import plan_for, shape_for
 
 HELP = {"new": "write the run YAML of MODEL= and DATA=, or of another tool's file (FROM=), and name the next command"}
@@ -84,7 +85,8 @@ def _translated(request: Request, file: Path) -> _Written:
     given: dict[str, Plain] = {"model.name": request.model} if request.model else {}
     if request.data:
         seen = first_look(request.data).settings
-        given |= {path: value for path, value in seen.items() if path.endswith("_path") or path == "data.columns"}
+        of_files = ("data.columns", "data.encoding")
+        given |= {path: value for path, value in seen.items() if path.endswith("_path") or path in of_files}
     try:
         text = read_text(file)
     except ConfigError as error:
@@ -119,8 +121,11 @@ def _mode(request: Request, settings: Mapping[str, Plain]) -> tuple[str, str]:
     for mode in _MODES:
         config = config_from_text(run_yaml({**settings, "tuning.mode": mode}), name="the run YAML")
         try:
-            if plan_for(config, hardware, with_suggestions=False).fits:
-                return mode, f"{mode} fits {where}"
+            plan = plan_for(config, hardware, with_suggestions=False)
+            if plan.fits:
+                stops = refusal_here(plan, config, hardware)
+                beside = long_on_cpu(plan) if stops is None else [f"but a run here would stop: {stops}"]
+                return mode, ", ".join([f"{mode} fits {where}", *(one_line(one, limit=400) for one in beside)])
         except SftPlayError as error:
             why = f"no plan was made for {where}: {one_line(str(error))}"
     return _MODES[-1], f"{_MODES[-1]}, but {why}"

@@ -6,14 +6,13 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from sft_play.commands.answer import Answer
-from sft_play.commands.machine import asked_machine
+from sft_play.commands.machine import asked_machine, refusal_here
 from sft_play.commands.request import Request, refuse_variables
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
@@ -23,7 +22,7 @@ from sft_play.facts.installed import missing_kernels
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.launch.deepspeed.files import keeps_params
 from sft_play.launch.launch_options import machine_of_mesh
-from sft_play.launch.machine import CPU_PARAMS, machine_for, require_machine
+from sft_play.launch.machine import CPU_PARAMS, machine_for
 from sft_play.log import escape_control
 from sft_play.planner import calibration, show
 from sft_play.planner.advice.budget import Budget
@@ -153,13 +152,10 @@ def _refused(plan: Plan, loaded: LoadedConfig) -> DoesNotFit | None:
 
 def _starts_here(plan: Plan, loaded: LoadedConfig, machine: Hardware) -> bool:
     """Whether a run would start on this machine, or on one that is only named; where not, a warning has its words."""
-    try:
-        if not machine.named:
-            require_machine(loaded.config, machine, os.environ, params=lambda: plan.model_params)
-    except SftPlayError as error:
-        logger.warning("a run here would stop: %s", error)
-        return False
-    return True
+    why = refusal_here(plan, loaded.config, machine)
+    if why is not None:
+        logger.warning("a run here would stop: %s", why)
+    return why is None
 
 
 def _cells(text: str | None) -> tuple[tuple[str, ...], ...]:

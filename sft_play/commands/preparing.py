@@ -19,6 +19,7 @@ from sft_play.commands.render import render
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
+from sft_play.diagnose.pages import CheckReport
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, passed, warned
@@ -37,9 +38,9 @@ def run(request: Request) -> Answer:
     that fails."""
     if request.command == "full-pipeline":
         hardware = asked_machine(request)
-        return answer_of(
-            full_pipeline(request.config, request.overrides, hardware, style=request.style, force=request.force)
-        )
+        done = full_pipeline(request.config, request.overrides, hardware, style=request.style, force=request.force)
+        answer = answer_of(done)
+        return answer if request.why else dataclasses.replace(answer, lines=["\n".join(done.screen())])
     config = load_config(request.config, overrides=request.overrides).config
     if request.command == "process":
         from sft_play.data.process import process
@@ -98,9 +99,18 @@ class Pipeline:
 
     def lines(self) -> list[str]:
         """The steps one after the other."""
+        return self._pages([answer.lines() for _, answer in self.steps])
+
+    def screen(self) -> list[str]:
+        """The same, of a check only what a person has to read."""
+        return self._pages(
+            [answer.screen() if isinstance(answer, CheckReport) else answer.lines() for _, answer in self.steps]
+        )
+
+    def _pages(self, pages: Sequence[Sequence[str]]) -> list[str]:
         lines = []
-        for name, answer in self.steps:
-            lines += [f"== {name} ==", *answer.lines()]
+        for (name, _), page in zip(self.steps, pages, strict=True):
+            lines += [f"== {name} ==", *page]
         if self.stopped is not None:
             name, why = self.stopped
             lines += [f"== {name} ==", escape_control(why), f"Stopped at {name}; what was written before it is kept"]

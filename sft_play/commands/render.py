@@ -14,7 +14,7 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker, row_outcomes
-from sft_play.data.sources.examples import ExampleReader
+from sft_play.data.sources.examples import ExampleReader, look_at
 from sft_play.data.sources.files import AnySource, data_paths, split_of
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
 from sft_play.data.written import OutputFolder
@@ -61,6 +61,7 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
     loaded, of_stage = first_stage(loaded)
     config = loaded.config
     paths = data_paths(config.data)
+    look_at(config.data, paths, task_mode=config.task_mode)
     prepare_hub(config)
     tools = tools_of(config)
     out = out or DEFAULT_RENDERED

@@ -19,6 +19,7 @@ from sft_play.config.leaves import leaves
 from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show, value_at
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 
 KEY = "model.adapter"
 CONFIG_FILE = "adapter_config.json"
@@ -292,7 +293,8 @@ def _fetched(name: str, file: str) -> Path:
     from huggingface_hub import hf_hub_download
 
     try:
-        return Path(hf_hub_download(name, file))
+        with waiting(f"Asking the hub for the {file} of {one_line(name)}"):
+            return Path(hf_hub_download(name, file))
     except Exception as error:  # the hub's own errors, and those of every layer below it
         raise ConfigError(
             f"{one_line(name)} is neither a run nor a folder here, and its {file} cannot be fetched from the hub: "

@@ -334,6 +334,13 @@ def _own_or_processed(validated: dict[str, Any]) -> str | None:
     return None if validated.get("sources") else PROCESSED_TRAIN
 
 
+Encoding = Literal[
+    "utf-8", "utf-16", "cp1252", "latin1", "cp1250", "cp1254", "cp1251", "koi8-r", "cp932", "euc-jp", "gb18030",
+    "euc-kr", "big5",
+]  # fmt: skip
+"""By Python's and iconv's name."""
+
+
 class DataConfig(Section):
     """Training and evaluation data."""
 
@@ -362,6 +369,10 @@ class DataConfig(Section):
 
     val_fraction: float = leaf(0.0, owner="data.build.splits", ge=0.0, le=0.5)
     """Share of the training rows held out for validation, by content hash, if there is no val_path."""
+
+    encoding: Encoding = leaf("utf-8", owner="data.sources.raw")
+    """What files of text and tables are written in. Files that are UTF-8 are read as that whatever is set here; with
+    another encoding, the others are read as that one."""
 
     columns: dict[Name, Name] = Field(default_factory=dict, json_schema_extra={OWNER: "data.sources.formats"})
     """Maps known column names to those of your data, such as `{prompt: question, completion: reply}`."""

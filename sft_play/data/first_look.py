@@ -6,10 +6,10 @@ import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sft_play.config.schema import DataConfig
+from sft_play.config.schema import DataConfig, Encoding
 from sft_play.config.yaml_io import Plain
 from sft_play.data.build.size import SAMPLE_CHARACTERS, rough_size
 from sft_play.data.masks.rendered_chats import looks_rendered
@@ -17,7 +17,7 @@ from sft_play.data.sources.column_words import guessed_columns
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource, data_files, find_source, read_rows
 from sft_play.data.sources.formats import Chat, Example, Text, recognise
-from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, RawRow, bad_row_lines
+from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, NotUtf8, RawRow, bad_row_lines
 from sft_play.data.sources.tables import split_of_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -52,7 +52,8 @@ def by_characters(text: str) -> int:
 
 
 def first_look(given: str, *, count: Count = by_characters, positions: int | None = None) -> FirstLook:
-    """What the first rows of a file, folder, glob or data set of the hub ask for.
+    """What the first rows of a file, folder, glob or data set of the hub ask for; of one that is not UTF-8, the
+    encoding that it looks like too.
 
     Args:
         positions: the longest row that the model takes.
@@ -60,7 +61,18 @@ def first_look(given: str, *, count: Count = by_characters, positions: int | Non
     Raises:
         DataError: there is no such file, it cannot be read, its columns say nothing, or none of its rows can be used.
     """
-    paths, source, is_text = _sources(given)
+    try:
+        return _look(given, "utf-8", count, positions)
+    except NotUtf8 as error:
+        if error.encoding is None:
+            raise
+        look, encoding = _look(given, error.encoding, count, positions), error.encoding
+    words = f"{look.words}; not UTF-8, but {encoding} by its looks: make preview shows the rows"
+    return replace(look, settings={**look.settings, "data.encoding": encoding}, words=words)
+
+
+def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -> FirstLook:
+    paths, source, is_text = _sources(given, encoding)
     columns = {} if is_text else _columns(source)
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", text_wanted=is_text)
     examples, bad = _sample(reader)
@@ -68,7 +80,7 @@ def first_look(given: str, *, count: Count = by_characters, positions: int | Non
         lines = bad_row_lines(f"the first {len(bad):,} rows of {one_line(given)}", _counted(bad), bad[:3])
         raise DataError("\n".join([*lines, FIX_OR_SKIP]))
     is_cpt = isinstance(examples[0], Text) and not looks_rendered(examples[0].text)
-    size = rough_size(DataConfig(train_path=paths["data.train_path"]), text_wanted=is_cpt)
+    size = rough_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), text_wanted=is_cpt)
     rows = max(size.rows if size else 0, len(examples))
     tokens = _tokens(examples, count)
     length = min(_block(sum(tokens)) if is_cpt else _length(tokens), positions or _LENGTHS[-1])
@@ -85,12 +97,12 @@ def first_look(given: str, *, count: Count = by_characters, positions: int | Non
     return FirstLook(settings, f"{rows:,} {what}{longest}{unused}", not is_cpt and isinstance(examples[0], Chat))
 
 
-def _sources(given: str) -> tuple[dict[str, str], AnySource, bool]:
+def _sources(given: str, encoding: str) -> tuple[dict[str, str], AnySource, bool]:
     """The data's paths by their keys, what is looked at of them, and whether it is a folder of plain text.
 
     A folder with files of the names of splits is read by these: as one source its held-out rows would be trained on.
     """
-    source = find_source(given)
+    source = find_source(given, encoding=encoding)
     if isinstance(source, Path) and source.is_dir():
         splits: dict[str, list[str]] = {}
         for file in source.iterdir():
@@ -98,7 +110,7 @@ def _sources(given: str) -> tuple[dict[str, str], AnySource, bool]:
                 splits.setdefault(split, []).append(str(file))
         if "train" in splits and all(len(files) == 1 for files in splits.values()):
             paths = {f"data.{split}_path": files[0] for split, files in sorted(splits.items())}
-            return paths, find_source(paths["data.train_path"]), False
+            return paths, find_source(paths["data.train_path"], encoding=encoding), False
     try:
         parts = data_files(source)
         is_text = all(part.kind == "auto" and part.path.suffix.lower() in (".txt", ".md", ".rst") for part in parts)

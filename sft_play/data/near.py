@@ -180,7 +180,7 @@ def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, s
         DataError: it cannot be read.
     """
     try:
-        for part in data_files(find_source(value), split="test"):
+        for part in data_files(find_source(value, encoding=data.encoding), split="test"):
             for row in read_part(part):
                 if isinstance(row, RawRow):
                     shape = recognise(row.data, {})

@@ -16,7 +16,6 @@ from typing import Any, TextIO
 
 from sft_play.config.schema import ProcessConfig, RunConfig
 from sft_play.data.build.stats import RowStats, rows_text
-from sft_play.data.build.workers import News
 from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.near import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
 from sft_play.data.process_report import (
@@ -30,6 +29,7 @@ from sft_play.data.process_report import (
     by_count,
     token_counter,
 )
+from sft_play.data.sources.examples import rows_of
 from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, split_names, walk
 from sft_play.data.sources.formats import (
     Example,
@@ -50,10 +50,10 @@ from sft_play.data.sources.tables import split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line
+from sft_play.process.waiting import Waiting, waiting
 from sft_play.units import GIB
 
 SPLITS = ("train", "val", "test")
-FIRST_NEWS_S = 3.0
 MOST_INDEX_BYTES = 2 * GIB
 """Of memory that counting near-duplicates takes; leaving them out takes what it needs."""
 _SHOWN_FILES = 50
@@ -109,7 +109,7 @@ class _Process:
         self._near = None if self._options.near_duplicates == "ignore" else Similar(self._sketches)
         self._others: dict[str, Similar] = {}
         """The rows of each file that training rows are compared with."""
-        self._news = News("Process", "read", first_after_s=FIRST_NEWS_S)
+        self._news: Waiting
 
     @functools.cached_property
     def _sketches(self) -> Sketches:
@@ -139,7 +139,8 @@ class _Process:
             else token_counter(self._config)
         )
         self._lengths = RowLengths(counter, self._config.model.max_seq_len)
-        with out:
+        total = functools.partial(rows_of, [part for part, _ in parts])
+        with out, waiting("Processing raw rows", unit="rows", total=total) as self._news:
             for part, split in parts:
                 self._read(part, split, out)
             self._judge()
@@ -155,10 +156,10 @@ class _Process:
     def _compare_with(self, value: str) -> None:
         """Read the rows of a file in which training rows are looked for."""
         other = Similar(self._sketches)
-        news = News(f"Process: {one_line(value)}", "read", first_after_s=FIRST_NEWS_S)
-        for text, where in texts_to_compare_with(value, self._config.data):
-            other.add(self._sketches.of(text), where)
-            news.add(1)
+        with waiting(f"Reading the rows of {one_line(value)}", unit="rows") as news:
+            for text, where in texts_to_compare_with(value, self._config.data):
+                other.add(self._sketches.of(text), where)
+                news.add()
         self._others[one_line(value)] = other
         self._report.overlaps[one_line(value)] = Places()
 
@@ -195,7 +196,7 @@ class _Process:
 
     def _parts_of(self, value: str) -> list[tuple[Part, str | None]]:
         try:
-            source = find_source(value)
+            source = find_source(value, encoding=self._config.data.encoding)
             parts = data_files(source, text_wanted=self._config.task_mode == "cpt")
         except DataError as error:
             raise DataError(f"data.process.raw_path: {error}") from None
@@ -240,7 +241,7 @@ class _Process:
         try:
             for example in self._examples(part, file):
                 file.rows += 1
-                self._news.add(1)
+                self._news.add()
                 if not isinstance(example, BadRow):
                     stats.count_example(example)
                 problem = example if isinstance(example, BadRow) else self._take(example, split, file, out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import Counter
@@ -13,9 +14,12 @@ from typing import Any
 from sft_play.config.schema import RunConfig, StyleConfig
 from sft_play.data.build.stats import rows_text
 from sft_play.data.process import SPLITS, read_processed
+from sft_play.data.sources.examples import rows_of
+from sft_play.data.sources.files import Part
 from sft_play.data.written import OutputFolder
 from sft_play.errors import ConfigError, DataError
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 
 _DONE = ("set", "prepended", "replaced", "left", "text")
 _PLACE = re.compile(r"(?::\d+){1,2}$|:row \d+$")
@@ -89,10 +93,13 @@ def style(config: RunConfig, text: str | None, *, force: bool = False) -> StyleR
         for name in files:
             counts = report.splits.setdefault(name, Counter())
             file = out.open(f"{name}.jsonl")
-            for row in read_processed(source / f"{name}.jsonl"):
-                styled, done = styler(row)
-                counts[done] += 1
-                file.write(json.dumps(styled, ensure_ascii=False) + "\n")
+            total = functools.partial(rows_of, [Part(str(source / f"{name}.jsonl"), "lines")])
+            with waiting(f"Styling {name} rows", unit="rows", total=total) as news:
+                for row in read_processed(source / f"{name}.jsonl"):
+                    styled, done = styler(row)
+                    counts[done] += 1
+                    file.write(json.dumps(styled, ensure_ascii=False) + "\n")
+                    news.add()
         report.unused_globs = tuple(styler.unused)
         out.write_json("report.json", report.as_json())
     return report

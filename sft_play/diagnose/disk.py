@@ -19,7 +19,6 @@ from sft_play.log import one_line
 from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.plan import Plan
 from sft_play.runs.lookup import output_dir
-from sft_play.starter import BASE_NAME
 from sft_play.units import size_of
 
 OTHER_BYTES = 64 * 2**20
@@ -89,7 +88,7 @@ def disk_findings(
 def has_weights(config: RunConfig, environment: Mapping[str, str]) -> bool:
     """Whether the model's weights are on this machine already."""
     name = config.model.name
-    if name == BASE_NAME or local_folder(name) is not None:
+    if local_folder(name) is not None:
         return True
     snapshots: Path = hub_cache(environment) / f"models--{name.replace('/', '--')}" / "snapshots"
     return any(snapshots.glob("*/*.safetensors"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from sft_play.data.sources.files import AnySource
 from sft_play.errors import DataError, ModelError, SftPlayError
 from sft_play.facts.models.architecture import shape_of
 from sft_play.launch.machine import offline_without_hub
-from sft_play.starter import BASE_NAME
 
 SPLITS = ("train", "val", "test")
 
@@ -34,23 +32,10 @@ class Tools:
 
 def tools_of(config: RunConfig) -> Tools:
     """The run's tokenizer and renderer; raises TokenizerError or ModelError where they cannot be used."""
-    loaded = tokenizer_of(config)
-    return Tools(loaded.tokenizer, loaded.notes, maker_of(config, loaded.tokenizer))
-
-
-def tokenizer_of(config: RunConfig) -> Any:
-    """The run's `LoadedTokenizer`; the starter's is built here, since its base may not be trained yet."""
     from sft_play.training.prepare.tokenizer import load_tokenizer
 
-    if config.model.name != BASE_NAME:
-        return load_tokenizer(config)
-    # training the base takes minutes; its tokenizer is made from the same text in a second
-    from sft_play.starter import language
-    from sft_play.training.prepare.starter_base import make_tokenizer
-
-    with tempfile.TemporaryDirectory(prefix="sft-play-") as folder:
-        make_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)).save_pretrained(folder)
-        return load_tokenizer(config.model_copy(update={"model": config.model.model_copy(update={"name": folder})}))
+    loaded = load_tokenizer(config)
+    return Tools(loaded.tokenizer, loaded.notes, maker_of(config, loaded.tokenizer))
 
 
 def maker_of(config: RunConfig, tokenizer: Any) -> RowMaker:
@@ -71,9 +56,8 @@ def positions_of(config: RunConfig) -> int | None:
 def prepare_hub(config: RunConfig) -> None:
     """Set, before the hub's libraries are imported: no telemetry, and offline where the hub does not answer."""
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
-    if config.model.name != BASE_NAME:
-        with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
-            offline_without_hub(config.model.name)
+    with contextlib.suppress(ModelError):  # a missing folder is reported where its files are read
+        offline_without_hub(config.model.name)
 
 
 def first_stage(loaded: LoadedConfig) -> tuple[LoadedConfig, tuple[str, ...]]:

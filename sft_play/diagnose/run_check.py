@@ -23,11 +23,10 @@ from sft_play.data.token_pieces import TokenBytes, token_pieces
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
 from sft_play.diagnose.pages import CheckReport
-from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub, tokenizer_of
+from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub
 from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder
-from sft_play.files import cache_dir
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import require_machine
@@ -35,7 +34,7 @@ from sft_play.log import one_line
 from sft_play.planner.micro_batches import RowTokens, average_passes, row_tokens
 from sft_play.planner.plan import require_fit
 from sft_play.process.heap import importing
-from sft_play.starter import BASE_NAME
+from sft_play.process.waiting import waiting
 
 Lengths = Callable[[], RowTokens | None]
 """The lengths of the rows as training would have them; None where they could not be counted."""
@@ -67,7 +66,8 @@ def check(
     for number, part in enumerate([*others, last], start=1):
         if loaded.stages:
             checks.append(passed("stage", f"{number} of {len(loaded.stages)}, {part.stage}"))
-        checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
+        with waiting("Checking model, rows, masks, memory and disk"):
+            checks += _Checks(part, hardware, planner, serve=serve if part is last else ()).findings()
     return CheckReport(config_path, tuple(checks), time.monotonic() - started)
 
 
@@ -113,11 +113,6 @@ class _Checks:
 
     def _model_files(self) -> Iterator[Finding]:
         name = self._config.model.name
-        if name == BASE_NAME:
-            is_cached = any((cache_dir() / "starter").glob("base-*/model/model.safetensors"))
-            where = "in the cache" if is_cached else "trained once, by the first make train"
-            yield passed("model files", f"{name}: {where}")
-            return
         try:
             problem = _weights_problem(self._config)
         except SftPlayError as error:
@@ -135,8 +130,10 @@ class _Checks:
             return
         with importing():  # here and not at the top: the checks before it answer without any library
             importlib.import_module("sft_play.training.prepare.model_spec")
+        from sft_play.training.prepare.tokenizer import load_tokenizer
+
         try:
-            loaded = tokenizer_of(self._config)
+            loaded = load_tokenizer(self._config)
         except SftPlayError as error:
             yield self._problem("tokenizer", error, "fix it, or give another model.name or data.chat_template")
             return
@@ -310,8 +307,6 @@ class _Checks:
                 from sft_play.training.loop.trainer import check_trackers  # imports TRL, which takes seconds
 
                 check_trackers(self._config)
-            if self._config.model.name == BASE_NAME:
-                return
             size, new_rows = len(self._tokenizer), added_rows(self._tokenizer, self._config)
             precision = self._planned.plan.precision
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)
@@ -388,5 +383,5 @@ def _existing_files(data: DataConfig) -> list[tuple[str, AnySource]]:
     for part, value in named:
         with contextlib.suppress(DataError):
             if value is not None:
-                existing.append((part, find_source(value)))
+                existing.append((part, find_source(value, encoding=data.encoding)))
     return existing

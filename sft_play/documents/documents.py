@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from sft_play.config.schema import DocumentsConfig, RunConfig
-from sft_play.data.build.workers import News, cores
+from sft_play.data.build.workers import cores
 from sft_play.data.sources.files import find_source, walk
 from sft_play.data.sources.formats import digest_share
 from sft_play.data.written import OutputFolder
 from sft_play.documents.reader import FENCE, HEADING, KINDS, ReaderProcess, Unreadable, chunks, join, paragraphs
 from sft_play.errors import DataError
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 
 TRAIN, VAL, REPORT = "train.jsonl", "val.jsonl", "report.json"
 PACKAGES = {
@@ -246,15 +247,15 @@ def read_all(wanted: dict[str, Path], asked: DocumentsConfig) -> Generator[tuple
         finally:
             free.put(reader)
 
-    news = News("Documents", "read")
     # threads wait for processes here; at the end no new work comes first, then the processes' end, then the threads'
     with ThreadPoolExecutor(count) as pool, contextlib.ExitStack() as stack:
+        news = stack.enter_context(waiting("Reading documents", unit="documents", total=lambda: len(wanted)))
         for _ in range(count):
             free.put(stack.enter_context(contextlib.closing(ReaderProcess(asked))))
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         for name, answer in zip(wanted, pool.map(read, wanted.values()), strict=True):
             yield name, answer
-            news.add(1)
+            news.add()
 
 
 def _digest(text: str) -> bytes:

@@ -23,7 +23,6 @@ from sft_play.runs.files import evaluations, metric_lines, read_json
 from sft_play.runs.folder import MANIFEST, RunFolder
 from sft_play.runs.locking import lock
 from sft_play.runs.lookup import checked_name, run_at, runs_in
-from sft_play.starter import shown_name
 from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
@@ -120,7 +119,7 @@ def _listed(folder: RunFolder) -> ListedRun:
     metrics = [entry for _, entry in metric_lines(path)] if path.is_file() else []
     return ListedRun(
         folder,
-        model=shown_name(str((resolved.get("model") or {}).get("name", "?"))),
+        model=str((resolved.get("model") or {}).get("name", "?")),
         mode=str((resolved.get("tuning") or {}).get("mode", "?")),
         status=status_of(folder, manifest),
         step=max((entry["step"] for entry in metrics), default=None),

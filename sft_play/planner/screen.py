@@ -70,12 +70,18 @@ def warnings(plan: Plan, config: RunConfig) -> list[str]:
     if plan.work is not None and plan.work.steps < FEW_STEPS and not config.train.max_steps:
         few = f"{plan.work.steps} optimizer step{' is' if plan.work.steps == 1 else 's are'} few"
         found.append(f"{few}: more train.epochs, or a smaller {config.train.effective_words}, makes more")
-    if plan.work is not None and not plan.hardware.gpus:
-        seconds, _ = _duration(plan, plan.work)  # by typical rates where this CPU's are not known
-        if seconds >= LONG_ON_CPU_S:
-            long = f"about {duration_of(seconds)}" if plan.speed_known else "some hours"
-            found.append(f"{long} on a CPU: a GPU takes minutes (make plan HARDWARE=1xRTX3060 shows one)")
-    return found
+    return [*found, *long_on_cpu(plan)]
+
+
+def long_on_cpu(plan: Plan) -> list[str]:
+    """That a run takes an hour or more on a CPU, where it does."""
+    if plan.work is None or plan.hardware.gpus:
+        return []
+    seconds, _ = _duration(plan, plan.work)  # by typical rates where this CPU's are not known
+    if seconds < LONG_ON_CPU_S:
+        return []
+    long = f"about {duration_of(seconds)}" if plan.speed_known else "some hours"
+    return [f"{long} on a CPU: a GPU takes minutes (make plan HARDWARE=1xRTX3060 shows one)"]
 
 
 def _how(plan: Plan, config: RunConfig) -> str:

@@ -10,6 +10,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator
 
+from sft_play.process.waiting import waiting
+
 logger = logging.getLogger(__name__)
 
 LONG_CHARS = 1 << 18
@@ -40,9 +42,9 @@ def give_back(longest: int) -> None:
 
 
 @contextlib.contextmanager
-def importing(*, shown: bool = False) -> Iterator[None]:
-    """For the imports of torch and what is built on it: they are logged (if `shown`, on the terminal too), no garbage
-    is collected meanwhile, and what they make is left out of every later collection.
+def importing() -> Iterator[None]:
+    """For the imports of torch and what is built on it: they are logged (where they take long, on the terminal too),
+    no garbage is collected meanwhile, and what they make is left out of every later collection.
 
     They make a million objects that stay. Each full collection would walk through all of them for a quarter of a
     second: ten times in a run of three steps, a fifth of its processor time (benchmarks/LOG.md, 2026-11-23).
@@ -53,12 +55,12 @@ def importing(*, shown: bool = False) -> Iterator[None]:
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return
-    level = logging.INFO if shown else logging.DEBUG
-    logger.log(level, "Loading libraries: torch, transformers and what is built on them")
+    logger.debug("Loading libraries: torch, transformers and what is built on them")
     gc.collect()
     gc.disable()
     try:
-        yield
+        with waiting("Loading torch, transformers and what is built on them"):
+            yield
     finally:
         gc.freeze()
         gc.enable()

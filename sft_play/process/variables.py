@@ -39,7 +39,7 @@ _CONFIGURED = (
 COMMANDS = ("new", *_CONFIGURED, "memory-model-score", "gpu-selftest", "mask-score", "run-notebook", "generate")
 """Every command of `sft-play`."""
 _BENCHMARKS = (
-    *("benchmark", "benchmark-engines", "benchmark-logging", "benchmark-threads", "benchmark-starter"),
+    *("benchmark", "benchmark-engines", "benchmark-logging", "benchmark-threads", "benchmark-starter", "starter-base"),
     *("bench-data", "benchmark-speed", "mutation-score", "registry"),
 )
 _ANSWERING = (

@@ -31,7 +31,6 @@ from sft_play.runs.locking import LAUNCHER
 from sft_play.runs.manifest import first_day, new_manifest
 from sft_play.runs.ran_out import NOTE
 from sft_play.starting.as_rank import LAUNCH_FILE, Handed
-from sft_play.training.prepare.starter_base import with_base
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +59,6 @@ def launch_ranks(
     logger.log(logging.INFO if options.show_only else logging.DEBUG, "Launch: %s", launch.line)
     if options.show_only:
         return 0, launch
-    loaded = with_base(loaded)
     _require_adapter(loaded, plan)
     if folder is None or not is_alone:
         return _run_with_nodes(loaded, plan.hardware, options, launch), launch

@@ -41,7 +41,6 @@ from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced
 from sft_play.planner.precision import choose_precision
 from sft_play.planner.screen import fit_line, warnings
 from sft_play.runs.manifest import FREE_TO_CHANGE
-from sft_play.starter import BASE_NAME
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
 from sft_play.training.measure.recorded import recorded
@@ -96,7 +95,7 @@ def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: 
     backend = backends.choose_backend(
         config, layout=layout, nodes=hardware.nodes, launched=bool(rank_variables(os.environ)), staged=staged
     )
-    if backend.name != "unsloth" or config.model.name == BASE_NAME:
+    if backend.name != "unsloth":
         return backend
     precision = choose_precision(config, hardware, shape_for(config))
     problem = backends.model_problem(build_model_spec(config, precision, tokenizer_size=0), precision)
@@ -253,12 +252,15 @@ def _work(config: RunConfig, known: RowTokens | None) -> Callable[[int], Work | 
     return work
 
 
-def log_plan(plan: Plan, config: RunConfig) -> None:
-    """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons."""
+def log_plan(plan: Plan, config: RunConfig, *, stage: str | None = None) -> None:
+    """Log the batch and whether it fits and how long it takes; beside them the choice with its reasons. Of a stage its
+    batch is said when it begins."""
+    shown = show.known_lines(plan, config) if stage is None else []
+    of_stage = "" if stage is None else f"Stage {stage}: "
     for line in [show.choice_line(plan), *show.share_lines(plan, config), *show.batch_lines(plan, config)]:
-        logger.log(logging.INFO if line in show.known_lines(plan, config) else logging.DEBUG, "%s", line)
-    logger.info("%s", fit_line(plan, config))
+        logger.log(logging.INFO if line in shown else logging.DEBUG, "%s", line)
+    logger.info("%s%s", of_stage, fit_line(plan, config))
     for warning in warnings(plan, config):
-        logger.warning("%s", warning)
+        logger.warning("%s%s", of_stage, warning)
     if not plan.fits:
         logger.warning("the given batch is predicted not to fit; it is tried because it was given")

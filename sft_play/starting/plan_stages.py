@@ -37,7 +37,6 @@ from sft_play.runs.manifest import given_deepspeed
 from sft_play.starting.plan_run import log_plan, plan_for, refuse_early, shape_for
 from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
 from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
-from sft_play.training.prepare.starter_base import with_base
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ def plan_stages(
     planned = []
     for part, place in _parts_of(loaded, resume_from):
         if part.stage is not None:
-            logger.info("Stage %s:", part.stage)
+            logger.debug("Stage %s:", part.stage)
         with in_stage(part.stage):
             planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given, whole=whole))
     return planned
@@ -100,8 +99,10 @@ def count_before_planning(
         trains_here: whether this process trains, and so needs all libraries anyway.
 
     Raises:
-        SftPlayError: as planning, building the starter's base, or reading the rows does.
+        SftPlayError: as planning or reading the rows does.
     """
+    if options.deepspeed is not None and options.deepspeed.file:
+        read_deepspeed_file(options.deepspeed.file)  # what cannot be read is refused before rows are counted
     is_open = not is_resumed and options.deepspeed is None
     for part in loaded.parts if is_open else ():
         refuse_strategy(part.config, hardware, options.strategy)
@@ -110,7 +111,6 @@ def count_before_planning(
     for part in loaded.parts if is_open else ():
         with in_stage(part.stage):
             refuse_early(part.config, hardware, only=_layouts(options.strategy, hardware))
-    loaded = with_base(loaded)
     prepare_libraries(loaded.config.model.name, hardware)
     if trains_here:
         with importing():
@@ -189,7 +189,7 @@ def plan_ranks(
         log_what_all_would_do(config, whole, plan, stopped)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
     require_fit(plan, config, is_fixed=kept.batch is not None)
-    log_plan(plan, config)
+    log_plan(plan, config, stage=loaded.stage)
     if plan.layout not in DEEPSPEED:
         return plan, None
     raw = raw or translate(shipped_config(plan.layout))[0]  # the plan chose DeepSpeed by itself

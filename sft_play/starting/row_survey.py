@@ -24,7 +24,6 @@ from sft_play.facts.models.architecture import local_folder, shape_of
 from sft_play.files import atomic, cache_dir
 from sft_play.planner.micro_batches import RowTokens, row_tokens
 from sft_play.process.heap import importing
-from sft_play.starter import BASE_NAME
 from sft_play.units import MIB
 
 logger = logging.getLogger(__name__)
@@ -80,13 +79,13 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
         config = part.config
         if not has_own_lengths(config) or known_rows(config) is not None:
             continue
-        with contextlib.suppress(OSError):  # the starter's base is not there
+        with contextlib.suppress(OSError):
             try:
                 size = sum(size for _, size, _ in _data_states(config))
             except SftPlayError as error:
                 absent.append(f"Rows: every row is taken to have full length, because the data are not here: {error}")
                 continue
-            folder = _model_folder(config.model.name)
+            folder = local_folder(config.model.name)
             if folder is None or size > QUICK_BYTES or not any(any(folder.glob(name)) for name in _TOKENIZERS):
                 continue
             try:
@@ -97,7 +96,7 @@ def count_if_quick(loaded: LoadedConfig) -> list[str]:
 
 
 def _count(config: RunConfig) -> None:
-    with importing(shown=True):
+    with importing():
         import numpy as np
 
         from sft_play.data.build.splits import build_splits
@@ -106,9 +105,6 @@ def _count(config: RunConfig) -> None:
 
     logger.debug("Rows: counting their tokens before the plan is made")
     limit, positions = _limit(config)
-    # the starter's base by its folder, as the run names it: nobody is asked for a model of that name
-    model = config.model.model_copy(update={"name": str(_model_folder(config.model.name) or config.model.name)})
-    config = config.model_copy(update={"model": model})
     splits = build_splits(
         config, data_paths(config.data), load_tokenizer(config).tokenizer, max_seq_len=limit, positions=positions,
         today=date.today(),
@@ -146,7 +142,7 @@ def _note(key: str) -> Path:
 
 def _key(config: RunConfig) -> str:
     """Digest of what decides the rows' lengths: files by their sizes and times, options, tokenizer, and this code."""
-    folder = _model_folder(config.model.name)
+    folder = local_folder(config.model.name)
     tokenizer = [config.model.name, config.model.revision] if folder is None else sorted(_states(folder))
     code = Path(__file__).parents[1] / "data"  # the code decides tokens too: templates, masks, cuts
     decides: dict[str, Any] = {
@@ -162,22 +158,6 @@ def _key(config: RunConfig) -> str:
 def _options(config: RunConfig) -> dict[str, Any]:
     options: dict[str, Any] = config.data.model_dump(mode="json")
     return options | {"task_mode": config.task_mode, "seed": config.train.seed}
-
-
-def _model_folder(name: str) -> Path | None:
-    """The folder of a model's tokenizer; None for a hub id.
-
-    Raises:
-        FileNotFoundError: the starter's base is not built yet.
-    """
-    if name != BASE_NAME:
-        return local_folder(name)
-    from sft_play.training.prepare.starter_base import built_base
-
-    folder = built_base()
-    if folder is None:
-        raise FileNotFoundError(name)
-    return folder
 
 
 def _states(folder: Path) -> Iterator[tuple[str, int, int]]:

@@ -22,7 +22,6 @@ from sft_play.runs.folder import RunFolder
 from sft_play.runs.locking import WRITER
 from sft_play.starting.plan_run import advised
 from sft_play.training.measure.recorded import recorded
-from sft_play.training.prepare.starter_base import with_base
 
 
 def train_here(
@@ -44,13 +43,12 @@ def train_here(
         start: how the run starts; fields of `training.job.RunJob`.
     """
     plan, configs = planned[0][0], [part.config for part in loaded.parts]
-    loaded = with_base(loaded)  # takes minutes the first time: only once nothing cheap is left to refuse
     if gpus and ranks is None:
         os.environ.update(visible_only(",".join(str(gpu) for gpu in gpus)))
     prepare_libraries(loaded.config.model.name, plan.hardware)
     if ranks is not None:
         check_gpu(plan, ranks)  # asks the driver, so that nothing is loaded for a GPU that is refused
-    with importing(shown=True):
+    with importing():
         from sft_play.training.job import run_job_of
         from sft_play.training.run import run
 

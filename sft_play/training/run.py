@@ -154,7 +154,8 @@ def _train(
     logger.debug("Trainable parameters: %s", f"{trained:,}")
     if not has_engine:  # none will wrap the model when training begins
         before.measure()
-    with stopping(stop), contextlib.nullcontext() if compiler is None else contextlib.closing(compiler):
+    compiling = contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
+    with stopping(stop), compiling, progress.beginning(_first_step(job)):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
@@ -166,6 +167,13 @@ def _train(
         steps_before=progress.first_step, skipped_steps=trainer.finite.skipped,
         ran_out=trainer.step_memory.has_halved,
     )  # fmt: skip
+
+
+def _first_step(job: RunJob) -> str:
+    """What is waited for until the first step has ended."""
+    compiles = job.plan.layout.endswith("_offload")
+    how = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)" if compiles else ""
+    return f"Preparing the first step{how}"
 
 
 def _remember(job: RunJob, event: ran_out.RanOut) -> None:

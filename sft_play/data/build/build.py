@@ -28,17 +28,18 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
 from sft_play.data.build.stats import LimitCost, RowStats
 from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, no_document
-from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, News, bytes_of, file_pieces, how_many, together
+from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, bytes_of, file_pieces, how_many, together
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
-from sft_play.data.sources.examples import characters, example_of
+from sft_play.data.sources.examples import characters, example_of, rows_of
 from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, read_part
 from sft_play.data.sources.formats import Chat, Example, Format, Text, content_digest, digest_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, locked
 from sft_play.process.heap import give_back
+from sft_play.process.waiting import Waiting, waiting
 
 KEPT, HELD = "kept", "held"
 """The rows of a source, and those of it that are split off for validation."""
@@ -211,21 +212,21 @@ def _rows_of(
     asked = how_many(workers, total)
     jobs = _jobs_of(folder, parts, recipe, count=asked, total_bytes=total)
     count = min(asked, len(jobs))
-    news = News(f"Data {split}", "prepared")
-    if count > 1:
-        results = together(jobs, _Maker, recipe, count=count, done=lambda result: news.add(result.stats[KEPT].rows))
-    else:
-        maker = _Maker(recipe)
-        results = (maker(job, news=news) for job in jobs)
     files: dict[str, list[str]] = {KEPT: [], HELD: []}
     digests: dict[str, list[Any]] = {KEPT: [], HELD: []}
     stats = _no_rows(recipe)
-    for result in results:
-        for name, counts in stats.items():
-            counts.add(result.stats[name])
-        for name, file in result.files.items():
-            files[name].append(file)
-            digests[name].append(result.digests[name])
+    with waiting(f"Tokenising {split} rows", unit="rows", total=lambda: rows_of(parts)) as news:
+        if count > 1:
+            results = together(jobs, _Maker, recipe, count=count, done=lambda result: news.add(result.stats[KEPT].rows))
+        else:
+            maker = _Maker(recipe)
+            results = (maker(job, news=news) for job in jobs)
+        for result in results:
+            for name, counts in stats.items():
+                counts.add(result.stats[name])
+            for name, file in result.files.items():
+                files[name].append(file)
+                digests[name].append(result.digests[name])
     formats = [name for name, _ in stats[KEPT].formats.most_common()] + [job.shape.name for job in jobs if job.shape]
     for name, side in stats.items():
         every = np.concatenate([np.zeros(0, np.uint64), *digests[name]])
@@ -279,7 +280,7 @@ class _Maker:
         self._recipe = recipe
         self._renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
 
-    def __call__(self, job: _Job, *, news: News | None = None) -> _Result:
+    def __call__(self, job: _Job, *, news: Waiting | None = None) -> _Result:
         """The rows of a piece, written into its files."""
         stats = _no_rows(self._recipe)
         counter = RowCounter(self._renderer, role_rows=job.role_rows)

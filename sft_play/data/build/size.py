@@ -9,9 +9,9 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.mixing import exact_shares
-from sft_play.data.sources.file_kinds import kind_of
+from sft_play.data.sources.examples import rows_of
 from sft_play.data.sources.files import Part, data_files, find_source, read_part
-from sft_play.data.sources.raw import BadRow, blocks, is_gzipped
+from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError
 
 CHARACTERS_PER_TOKEN = 4.0
@@ -42,8 +42,8 @@ def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | No
     """The size of the training data, of several sources that of an epoch; None where a file is missing, cannot be
     read, or is on the hub."""
     if not data.sources:
-        return None if data.train_path is None else _of_source(data.train_path, text_wanted=text_wanted)
-    sizes = [_of_source(source.path, text_wanted=text_wanted) for source in data.sources]
+        return None if data.train_path is None else _of_source(data.train_path, data.encoding, text_wanted=text_wanted)
+    sizes = [_of_source(source.path, data.encoding, text_wanted=text_wanted) for source in data.sources]
     known = [(source, size) for source, size in zip(data.sources, sizes, strict=True) if size is not None]
     if len(known) < len(sizes):
         return None
@@ -56,9 +56,9 @@ def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | No
     return RoughSize(sum(counts), round(sum(characters)))
 
 
-def _of_source(given: str, *, text_wanted: bool) -> RoughSize | None:
+def _of_source(given: str, encoding: str, *, text_wanted: bool) -> RoughSize | None:
     with contextlib.suppress(OSError, SftPlayError, ValueError, RuntimeError):  # an estimate never stops a plan
-        parts = data_files(find_source(given), text_wanted=text_wanted)
+        parts = data_files(find_source(given, encoding=encoding), text_wanted=text_wanted)
         if any(part.kind != "auto" for part in parts):
             return None
         file_bytes = [part.path.stat().st_size for part in parts]
@@ -86,14 +86,9 @@ def _of_file(part: Part) -> RoughSize | None:
 
 
 def _rows(part: Part, sample: list[dict[str, Any]], *, at_least: int) -> int:
-    """Rows of a large file: lines counted, row groups added up, others by the bytes that a row takes."""
-    kind = kind_of(part.path, text_wanted=part.text_wanted)
-    if kind == "parquet":
-        from sft_play.data.sources.tables import parquet_groups
-
-        return sum(parquet_groups(part.path))
-    if kind == "lines" and not is_gzipped(part.path):
-        return sum(block.count(b"\n") for block in blocks(part.path))
+    """Rows of a large file: counted, or by the bytes that a row takes."""
+    if (counted := rows_of([part])) is not None:
+        return counted
     row_bytes = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode()) for row in sample) / len(sample)
     packed = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
     return max(at_least, int(part.path.stat().st_size * packed / row_bytes))

@@ -11,7 +11,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -31,7 +30,6 @@ BATCH_ROWS = 256
 """Rows that are rendered and tokenised together, fewer where they are longer than BATCH_CHARS."""
 BATCH_CHARS = 1 << 20
 """Characters of such a batch, more only in a single row: tokenising takes about 140 bytes of memory for each."""
-SECONDS_BETWEEN_NEWS = 10.0
 _SMALLEST_PIECE, _LARGEST_PIECE = 256 << 10, 8 << 20
 _PIECES_FOR_EACH = 8
 
@@ -137,24 +135,6 @@ def without_program() -> Iterator[None]:
             yield
         finally:
             sys.modules["__main__"] = program
-
-
-class News:
-    """Logs progress now and then: `Data train: 20,000 rows prepared, 5,000 a second`."""
-
-    def __init__(self, subject: str, done: str, *, first_after_s: float = SECONDS_BETWEEN_NEWS) -> None:
-        self._subject, self._done = subject, done
-        self._began, self._rows = time.monotonic(), 0
-        self._logged = self._began - SECONDS_BETWEEN_NEWS + first_after_s
-
-    def add(self, rows: int) -> None:
-        """Count that many more rows as done."""
-        self._rows += rows
-        now = time.monotonic()
-        if now - self._logged >= SECONDS_BETWEEN_NEWS:
-            self._logged = now
-            speed = self._rows / (now - self._began)
-            logger.info("%s: %s rows %s, %s a second", self._subject, f"{self._rows:,}", self._done, f"{speed:,.0f}")
 
 
 _do_job: Callable[[Any], Any] | None = None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from sft_play.config.schema import DataConfig
+from sft_play.data.sources.file_kinds import kind_of
 from sft_play.data.sources.files import AnySource, DataPaths, Part, data_files, read_part
 from sft_play.data.sources.formats import Example, Format, Text, check_columns, first_format, rename_columns, to_example
-from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, RawRow, bad_row_lines
-from sft_play.errors import DataError
+from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, RawRow, bad_row_lines, blocks, is_gzipped
+from sft_play.errors import DataError, SftPlayError
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 
 
 class ExampleReader:
@@ -50,8 +53,13 @@ class ExampleReader:
 
     def numbered(self) -> Iterator[tuple[int, Example | BadRow]]:
         """The rows as examples, with their numbers from 1."""
-        for row, shape in self.raw():
-            yield self.rows, self.example(row, shape)
+        with waiting(f"Reading rows of {one_line(str(self.path))}", unit="rows", total=self._total) as news:
+            for row, shape in self.raw():
+                news.add()
+                yield self.rows, self.example(row, shape)
+
+    def _total(self) -> int | None:
+        return rows_of(data_files(self.path, split=self._split, text_wanted=self._text_wanted))
 
 
 def example_of(row: RawRow | BadRow, shape: Format | None, data: DataConfig) -> Example | BadRow:
@@ -118,3 +126,22 @@ def _look(part: Part, data: DataConfig, *, named: str) -> None:
     reasons = Counter(row.reason for row in bad)
     lines = bad_row_lines(f"{among}{len(bad):,} rows of {named}={one_line(part.name)}", reasons, bad[:_SHOWN])
     raise DataError("\n".join([*lines, FIX_OR_SKIP]))
+
+
+def rows_of(parts: Sequence[Part]) -> int | None:
+    """Rows of files by their lines or row groups; None where one can be counted by its rows alone."""
+    with contextlib.suppress(OSError, SftPlayError, ValueError):
+        counts = [_counted(part) if part.kind in ("auto", "lines") else None for part in parts]
+        return None if None in counts else sum(count for count in counts if count is not None)
+    return None
+
+
+def _counted(part: Part) -> int | None:
+    kind = kind_of(part.path, text_wanted=part.text_wanted)
+    if kind == "parquet":
+        from sft_play.data.sources.tables import parquet_groups
+
+        return sum(parquet_groups(part.path))
+    if kind == "lines" and not is_gzipped(part.path):
+        return sum(block.count(b"\n") for block in blocks(part.path))
+    return None

@@ -23,7 +23,18 @@ from pathlib import Path, PurePath
 from sft_play.config.schema import TEXT_TRAIN, WRITTEN, DataConfig
 from sft_play.data.sources import json_rows, tables
 from sft_play.data.sources.file_kinds import DATA_SUFFIXES, TEXT_SUFFIXES, kind_of, suffix_of
-from sft_play.data.sources.raw import BadRow, RawRow, blocks, is_gzipped, is_long, pieces_of, require_file, text_pieces
+from sft_play.data.sources.raw import (
+    BadRow,
+    RawRow,
+    blocks,
+    encoded,
+    encoding_of,
+    is_gzipped,
+    is_long,
+    pieces_of,
+    require_file,
+    text_pieces,
+)
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir
 from sft_play.log import one_line
@@ -37,6 +48,7 @@ class Source:
     """What a path option names: a file, a folder, a glob or `hub:owner/name`."""
 
     given: str
+    encoding: str = "utf-8"
 
     def __str__(self) -> str:
         return self.given
@@ -92,11 +104,12 @@ class Part:
     start: int = 0
     end: int | None = None
     first: int = 1
+    encoding: str = "utf-8"
 
     @property
     def path(self) -> Path:
         """The file."""
-        return Path(self.name).expanduser()
+        return encoded(Path(self.name).expanduser(), self.encoding)
 
 
 def split_of(part: str) -> str:
@@ -120,7 +133,7 @@ def data_paths(data: DataConfig) -> DataPaths:
     unwritten: list[str] = []
 
     def find(key: str, value: str | None) -> Path | Source | None:
-        source = None if value is None else _located(value)
+        source = None if value is None else _located(value, data.encoding)
         if value is None or source is not None:
             return source
         if not _is_default(key, data):
@@ -154,8 +167,8 @@ def _source_paths(data: DataConfig) -> tuple[tuple[SourcePaths, ...], list[str]]
     existing: list[SourcePaths] = []
     missing: list[str] = []
     for at, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
-        train = _located(source.path)
-        val = None if source.val_path is None else _located(source.val_path)
+        train = _located(source.path, data.encoding)
+        val = None if source.val_path is None else _located(source.val_path, data.encoding)
         if train is None:
             missing.append(f"data.sources[{at}].path: {_absent(source.path)}")
         if source.val_path is not None and val is None:
@@ -184,26 +197,26 @@ def has_held_out_file(data: DataConfig) -> bool:
     )
 
 
-def find_source(value: str) -> Path | Source:
-    """What a path option names.
+def find_source(value: str, *, encoding: str = "utf-8") -> Path | Source:
+    """What a path option names, with the encoding of its files.
 
     Raises:
         DataError: it does not exist; the message lists what lies beside it.
     """
-    source = _located(value)
+    source = _located(value, encoding)
     if source is None:
         raise DataError(f"{_absent(value)}; looked from {Path.cwd()}")
     return source
 
 
-def _located(value: str) -> Path | Source | None:
+def _located(value: str, encoding: str) -> Path | Source | None:
     if value.startswith(tables.HUB):
         tables.hub_parts(value)
         return Source(value)
     path = _existing(value)
     if path is not None:
-        return path
-    return Source(value) if glob.has_magic(value) and _glob(value) else None
+        return encoded(path, encoding)
+    return Source(value, encoding) if glob.has_magic(value) and _glob(value) else None
 
 
 def _existing(value: str) -> Path | None:
@@ -275,6 +288,8 @@ def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = F
     if path is not None:
         return _files_at(path, split, text_wanted)
     matches = _glob(given)
+    encoding = source.encoding if isinstance(source, Source) else "utf-8"
+    matches = [encoded(match, encoding) for match in matches]
     parts = [part for match in matches for part in _files_at(match, split, text_wanted, is_one_of=True)]
     if not parts:
         raise DataError(_absent(given) if not matches else f"what matches {one_line(given)} holds no data files")
@@ -284,10 +299,10 @@ def data_files(source: AnySource, *, split: str = "train", text_wanted: bool = F
 def _files_at(path: Path, split: str, text_wanted: bool, *, is_one_of: bool = False) -> list[Part]:
     if not path.is_dir():
         require_file(path)
-        return [Part(str(path), "auto", split, text_wanted)]
+        return [Part(str(path), "auto", split, text_wanted, encoding=encoding_of(path))]
     wanted = DATA_SUFFIXES | (TEXT_SUFFIXES if text_wanted else frozenset())
     parts = [
-        Part(str(item), "saved" if item.is_dir() else "auto", split, text_wanted)
+        Part(str(item), "saved" if item.is_dir() else "auto", split, text_wanted, encoding=encoding_of(path))
         for item in walk(path)
         if item.is_dir() or suffix_of(item) in wanted
     ]
@@ -399,7 +414,8 @@ def split_part(part: Part, *, part_bytes: int) -> list[Part]:
             groups.append(dataclasses.replace(whole, start=index, end=index + 1, first=first))
             first += rows
         return groups or [whole]
-    if kind == "lines" and not is_gzipped(path) and path.stat().st_size > part_bytes:
+    # offsets are those of the bytes that are read, which another encoding's are not
+    if kind == "lines" and part.encoding == "utf-8" and not is_gzipped(path) and path.stat().st_size > part_bytes:
         return _line_ranges(whole, part_bytes)
     return [whole]
 

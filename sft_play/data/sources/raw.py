@@ -1,14 +1,16 @@
 """Bytes of data files: plain or gzipped, in blocks, checked; rows as readers make them, and what is said of bad ones.
 
-A file that is not UTF-8 is an error that names the encoding it looks like. A gzipped file that unpacks to far more than
-text would is refused.
+A file that is not UTF-8 is read in the encoding that was said, or is an error that names the one it looks like. A
+gzipped file that unpacks to far more than text would is refused.
 """
 
 from __future__ import annotations
 
 import codecs
 import errno
+import functools
 import gzip
+import logging
 import os
 import re
 import shlex
@@ -17,10 +19,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from sft_play.config.schema import Encoding
 from sft_play.errors import DataError
 from sft_play.log import one_line
+
+logger = logging.getLogger(__name__)
 
 BLOCK_BYTES = 1 << 20
 HEAD_BYTES = 1 << 16
@@ -103,12 +108,66 @@ def require_file(path: Path) -> None:
         raise DataError(f"{path} cannot be read: {os.strerror(errno.EACCES)}")
 
 
+class EncodedPath(type(Path())):  # type: ignore[misc]
+    """A path to files of which those that are not UTF-8 are read as `encoding` (data.encoding)."""
+
+    encoding = "utf-8"
+
+
+def encoded(path: Path, encoding: str) -> Path:
+    """The path as one to files in this encoding."""
+    if encoding == "utf-8":
+        return path
+    marked = EncodedPath(path)
+    marked.encoding = encoding
+    return marked
+
+
+def encoding_of(path: Path) -> str:
+    """The encoding that was said of a path."""
+    return path.encoding if isinstance(path, EncodedPath) else "utf-8"
+
+
 def blocks(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
-    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, and from its beginning to its end.
+    """The bytes [start, end) of a file in blocks; those of a gzipped file unpacked, and from its beginning to its end;
+    those of a file in another encoding as UTF-8.
 
     Raises:
-        DataError: the file cannot be read, or unpacks to more than the limits.
+        DataError: the file cannot be read, unpacks to more than the limits, or is not in the encoding that was said.
     """
+    encoding = encoding_of(path)
+    if encoding != "utf-8" and not _is_utf8(path, path.stat().st_mtime_ns):
+        yield from _as_utf8(path, encoding, size)
+    else:
+        yield from _bytes_of(path, start=start, end=end, size=size)
+
+
+@functools.lru_cache(maxsize=1000)
+def _is_utf8(path: Path, _mtime_ns: int) -> bool:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for block in _bytes_of(path):
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
+        return True
+    except UnicodeDecodeError:
+        logger.info("%s is not UTF-8: read as %s (data.encoding)", one_line(str(path)), encoding_of(path))
+        return False
+
+
+def _as_utf8(path: Path, encoding: str, size: int) -> Iterator[bytes]:
+    decoder, at = codecs.getincrementaldecoder(encoding)(), 0
+    try:
+        for block in _bytes_of(path, size=size):
+            yield decoder.decode(block).encode()
+            at += len(block)
+        yield decoder.decode(b"", final=True).encode()
+    except UnicodeError as error:
+        where = f"{path}, byte {at + getattr(error, 'start', 0):,}"
+        raise DataError(f"{where}: neither UTF-8 nor {encoding}, which data.encoding says it is") from None
+
+
+def _bytes_of(path: Path, *, start: int = 0, end: int | None = None, size: int = BLOCK_BYTES) -> Iterator[bytes]:
     packed = is_gzipped(path)
     done = start
     try:
@@ -245,7 +304,15 @@ def piece_end(text: str, most: int) -> int:
     return most
 
 
-def not_utf8(path: Path, offset: int) -> DataError:
+class NotUtf8(DataError):
+    """A file is not UTF-8; `encoding` is the value of data.encoding that it looks like, None where it has none."""
+
+    def __init__(self, message: str, encoding: Encoding | None = None) -> None:  # pickled by its message
+        super().__init__(message)
+        self.encoding = encoding
+
+
+def not_utf8(path: Path, offset: int) -> NotUtf8:
     """The error for the byte at `offset`: its line and column, what the file looks like, and what to run."""
     # The file is read again from its beginning: readers count lines only where they need them.
     line, line_start, at = 1, 0, 0
@@ -267,10 +334,19 @@ def not_utf8(path: Path, offset: int) -> DataError:
     column = offset - line_start + 1
     byte = sample[within]
     encoding, name = guess_encoding(near)
-    return DataError(
+    return NotUtf8(
         f"{path}:{line}: byte 0x{byte:02X} at column {column} is not UTF-8 (looks like {name}). "
-        f"{_convert(path, encoding)}"
+        f"{_convert(path, encoding)}",
+        _option(encoding),
     )
+
+
+def _option(encoding: str) -> Encoding | None:
+    """The value of data.encoding for one of iconv's names; None where there is none, as for UTF-8 that is damaged."""
+    if encoding == "utf-8":
+        return None
+    known: dict[str, Encoding] = {codecs.lookup(one).name: one for one in get_args(Encoding)}
+    return known.get(codecs.lookup(encoding).name)
 
 
 def _convert(path: Path, encoding: str) -> str:
@@ -281,7 +357,9 @@ def _convert(path: Path, encoding: str) -> str:
     given = "" if is_gzipped(path) else f" {quoted}"
     if encoding == "utf-8":  # -c drops what cannot be converted
         return f"Leave the broken bytes out: {source} -c -f utf-8 -t utf-8{given} > {target}"
-    return f"Convert it and look at the result: {source} -f {encoding} -t utf-8{given} > {target}"
+    known = _option(encoding)
+    way = f"data.encoding={known} in a run reads it so; or convert" if known else "Convert"
+    return f"{way} it and look at the result: {source} -f {encoding} -t utf-8{given} > {target}"
 
 
 def wide_encoding(path: Path, start: bytes) -> DataError | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import datetime
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,6 +21,7 @@ from sft_play.data.sources.raw import (
     MAX_ROW_BYTES,
     BadRow,
     LongLine,
+    NotUtf8,
     RawRow,
     guess_encoding,
     head,
@@ -28,7 +30,9 @@ from sft_play.data.sources.raw import (
     too_large,
 )
 from sft_play.errors import DataError
+from sft_play.facts.models.architecture import hub_answers
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 
 BATCH_ROWS = 1_000
 SLICE_BYTES = 8 << 20
@@ -157,13 +161,14 @@ def _never_closed(where: str) -> DataError:
 
 def _not_utf8(path: Path, offset: int) -> DataError:
     """The error of a byte, with what the columns will need once the table is converted: both are said at once."""
-    start = head(path)
+    start, error = head(path), not_utf8(path, offset)
     with suppress(UnicodeDecodeError, LookupError, csv.Error):
         text = start[: start.rfind(b"\n") + 1].decode(guess_encoding(start)[0])
         names = next(csv.reader(text.splitlines(), delimiter=find_delimiter(text)), [])
         if recognise(names) is None:
-            return DataError(f"{not_utf8(path, offset)}. Its columns are {', '.join(names)}. {columns_hint(names)}")
-    return not_utf8(path, offset)
+            words = f"{error}. Its columns are {', '.join(names)}. {columns_hint(names)}"
+            return NotUtf8(words, error.encoding)
+    return error
 
 
 class _TextLines:
@@ -467,10 +472,12 @@ def read_hub(given: str, split: str) -> Iterator[RawRow | BadRow]:
 
 
 def _load_hub(given: str) -> Any:
+    if not hub_answers():  # before the import, which reads it: the library would try again for half a minute
+        os.environ["HF_HUB_OFFLINE"] = "1"
     import datasets
 
     ident, config = hub_parts(given)
-    with _reading(given, HUB):
+    with _reading(given, HUB), waiting(f"Asking the hub for the data set {ident}"):
         return datasets.load_dataset(ident, config, streaming=not datasets.config.HF_HUB_OFFLINE)
 
 
@@ -483,8 +490,8 @@ def _hub_advice(ident: str, error: Exception) -> str:
     fetch = f"hf download {ident} --repo-type dataset --local-dir data/raw/{ident.rpartition('/')[2]}"
     if datasets.config.HF_HUB_OFFLINE or kinds & {"OfflineModeIsEnabled", "OfflineError"}:
         return (
-            "HF_HUB_OFFLINE is set and the cache of this machine does not hold it; fetch it where "
-            f"there is a network ({fetch}) and name the folder"
+            "the hub is not asked (there is no connection, or HF_HUB_OFFLINE is set), and the cache of this machine "
+            f"does not hold it; fetch it where there is a network ({fetch}) and name the folder"
         )
     if "gated" in text.lower() or "GatedRepoError" in kinds:
         return f"it is gated: accept its terms on https://huggingface.co/datasets/{ident}, then hf auth login"

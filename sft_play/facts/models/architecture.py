@@ -13,6 +13,7 @@ import math
 import os
 import re
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +26,9 @@ from sft_play.facts.models.config_fields import DEQUANTISED, quantisation_of, re
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 from sft_play.spelling import did_you_mean
+from sft_play.starter import BASE, BASE_NAME
 
 Config = dict[str, Any]
 
@@ -133,13 +136,15 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that a model name refers to, or None for a hub id.
+    """The folder that a model name refers to, or None for a hub id; of the starter's base that of this package.
 
     What starts with `/`, `.` or `~`, or whose first part exists here, is a path, never a hub id.
 
     Raises:
         ModelError: it is a path, and no folder.
     """
+    if name == BASE_NAME:
+        return BASE
     path = Path(name)
     with contextlib.suppress(RuntimeError):  # ~user of a user who does not exist
         path = path.expanduser()
@@ -203,7 +208,8 @@ def _fetch_config(name: str, revision: str | None) -> Config:
 
     offline = not hub_answers()  # then only the cache is read, at once
     try:
-        path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
+        with waiting(f"Asking the hub for the config.json of {one_line(name)}"):
+            path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
     except HFValidationError:
         raise ModelError(
             f"model {one_line(name)} is neither a folder here nor a hub id of the form owner/name"
@@ -247,6 +253,8 @@ def _stored_params(name: str, revision: str | None) -> Mapping[str, int]:
 
     # a gated model, no network, another hub without this answer: config.json alone has to do
     with contextlib.suppress(Exception):
+        if not hub_answers():
+            return {}
         answer = HfApi().model_info(name, revision=revision, expand=["safetensors"], timeout=_PUBLISHED_TIMEOUT_S)
         return {str(dtype): int(count) for dtype, count in answer.safetensors.parameters.items()}
     return {}
@@ -259,7 +267,7 @@ def check_available(name: str, *, revision: str | None = None) -> None:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached; with a proxy, that is left to the library.
+    """Whether the hub can be reached, or the proxy that stands before it.
 
     The library would retry for half a minute before it reports that there is no network.
     """
@@ -267,18 +275,39 @@ def hub_answers() -> bool:
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     if offline.upper() in ("1", "TRUE", "YES", "ON"):
         return False
-    if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True
-    address = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    host, port = address.hostname or "", address.port or (80 if address.scheme == "http" else 443)
+    host, port = _way_to(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
     if time.monotonic() - _silent.get((host, port), -math.inf) < _SILENT_S:
         return False
-    try:
-        with socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT_S):
-            return True
-    except OSError:
+    if not _connects(host, port):
         _silent[host, port] = time.monotonic()
         return False
+    return True
+
+
+def _way_to(url: str) -> tuple[str, int]:
+    """Host and port to connect to for a URL: its own, or those of the proxy that the environment names for it."""
+    from urllib.request import getproxies, proxy_bypass
+
+    address, proxies = urlsplit(url), getproxies()
+    proxy = proxies.get(address.scheme) or proxies.get("all")
+    if proxy and not proxy_bypass(address.netloc):
+        address = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    return address.hostname or "", address.port or {"http": 80, "https": 443}.get(address.scheme, 1080)
+
+
+def _connects(host: str, port: int) -> bool:
+    """Whether a connection is made in time. In a thread: looking up a name has no limit of its own, and takes half a
+    minute where no server of names answers."""
+    answers: list[bool] = []
+
+    def connect() -> None:
+        with contextlib.suppress(OSError, UnicodeError), socket.create_connection((host, port), _CONNECT_TIMEOUT_S):
+            answers.append(True)
+
+    asking = threading.Thread(target=connect, name="hub", daemon=True)
+    asking.start()
+    asking.join(_CONNECT_TIMEOUT_S)
+    return bool(answers)
 
 
 @dataclass(frozen=True)
@@ -302,6 +331,5 @@ KNOWN_MODELS: dict[str, KnownModel] = _known_models()
 
 A line of `known_models.json` holds the hub ids of models of one shape (base, instruct, successors), where it was read,
 the published parameters where they were, and the part of the published config.json that determines sizes (of image-text
-models with the towers), with how the weights are stored. The order of the starter base's fields is part of the key
-under which a made base is kept.
+models with the towers), with how the weights are stored.
 """

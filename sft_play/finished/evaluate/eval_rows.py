@@ -11,7 +11,8 @@ from sft_play.data.build.splits import Split
 from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths, find_source
 from sft_play.data.sources.messages import Message
-from sft_play.errors import ConfigError, DataError
+from sft_play.errors import DataError
+from sft_play.finished.evaluate.split_asked import require_split
 from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line
@@ -57,10 +58,9 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
         ConfigError: the split has another name, or is given beside a file.
         DataError: the run has no such rows, or they cannot be read.
     """
+    require_split(split, data)
     tokenizer = load_tokenizer(run.config).tokenizer
     if data is not None:
-        if split is not None:
-            raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
         name, chosen, seen = data, *_of_file(run, tokenizer, data)
     else:
         name, chosen = _of_run(run, tokenizer, split)
@@ -73,9 +73,6 @@ def eval_rows(run: FinishedRun, *, split: str | None, data: str | None, limit: i
 
 
 def _of_run(run: FinishedRun, tokenizer: Any, split: str | None) -> tuple[str, Split]:
-    if split not in (None, "val", "test"):
-        hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
-        raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
     splits = splits_of(run, run.config, tokenizer)
     there = {name: rows for name, rows in (("test", splits.test), ("val", splits.val)) if rows is not None}
     if not there:

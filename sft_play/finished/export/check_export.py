@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
-from sft_play.errors import RunFolderError
 from sft_play.finished.export import gguf_model
 from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
-from sft_play.finished.export.exported import EXPORT
 from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTokenizer, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
+from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
 from sft_play.finished.export.prompts import PairedPrompt, Prompts, shared_length
 from sft_play.finished.load import held_out, load_as_trained, load_folder
@@ -170,25 +169,6 @@ class _Material:
         )  # fmt: skip
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
         return _Seen(name, [answer.ids for answer in given], log_probs(model, self.rows), {dtype}, is_file)
-
-
-def find_gguf(run: FinishedRun, path: Path | None) -> Path:
-    """The exported GGUF: the file or the folder `path`, else that in the run folder.
-
-    Raises:
-        RunFolderError: there is none, or several.
-    """
-    if path is not None and path.is_file():
-        return path
-    folders = [path] if path is not None else [run.folder.path / EXPORT / name for name in ("gguf", "ollama")]
-    for folder in folders:
-        files = sorted(folder.glob("*.gguf"))
-        if len(files) > 1:
-            raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
-        if files:
-            return files[0]
-    command = f"make export FORMAT=gguf RUN={run.folder.quoted}"
-    raise RunFolderError(f"there is no GGUF in {' or '.join(map(str, folders))}; {command} writes one")
 
 
 def export_test(

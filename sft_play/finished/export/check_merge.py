@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from sft_play.errors import RunFolderError
-from sft_play.finished.export.merge import MERGED, record_test
+from sft_play.finished.export.merge import record_test
+from sft_play.finished.export.places import MERGED, require_merged
 from sft_play.finished.load import evenly_spaced, held_out, load_as_trained, load_folder
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.training.prepare.device_checks import free_memory
@@ -93,10 +93,7 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
         DataError: the run's data is gone.
     """
     target = path or run.folder.path / MERGED
-    if not run.is_adapter:
-        raise RunFolderError(f"{run.folder.path} trained all weights: there is no adapter to compare with")
-    if not (target / "config.json").is_file():
-        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
+    require_merged(run, target)
     quiet_libraries()
     data = held_out(run)
     chosen = spaced(data.split.rows, rows)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose import engines
-from sft_play.errors import ConfigError, DataError, ModelError, RunFolderError, TokenizerError
+from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.finished.export import gguf_tokenizer
 from sft_play.finished.export.exported import CONVERTED, EXPORT, EXPORT_FILE, Exported, Format, Quant, shell_word
@@ -28,6 +28,7 @@ from sft_play.finished.export.gguf_model import has_llama_cpp, stored_otherwise
 from sft_play.finished.export.llama_cpp import PACKAGE, VERSION, Converter, convert, find_converter, quantize
 from sft_play.finished.export.merge import merge_record, merge_words, whole_model
 from sft_play.finished.export.ollama import modelfile_of
+from sft_play.finished.export.places import require_export_place
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
 from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, shared_length, write_generation_config
 from sft_play.finished.load import held_out
@@ -69,7 +70,7 @@ def export_run(
     """
     started = time.monotonic()
     target = out or run.folder.path / EXPORT / format
-    _require_target(target, replace=replace)
+    require_export_place(target, replace=replace)
     quiet_libraries()
     # before the merge: a converter that cannot be fetched is known in seconds, a merge takes minutes
     if quant not in (None, *CONVERTED) and not has_llama_cpp():
@@ -90,15 +91,6 @@ def export_run(
         write_json(building / EXPORT_FILE, {name: fact for name, fact in made_of.items() if fact is not None})
     notes, seconds = (*text_only_of(run), *written.notes), round(time.monotonic() - started, 2)
     return with_changes(written, notes=notes, merge=merge_words(model), wall_s=seconds)
-
-
-def _require_target(target: Path, *, replace: bool) -> None:
-    if not target.exists():
-        return
-    if not replace:
-        raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
-    if not (target / EXPORT_FILE).is_file():
-        raise RunFolderError(f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes elsewhere")
 
 
 def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -> Exported:

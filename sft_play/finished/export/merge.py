@@ -22,10 +22,11 @@ from typing import Any
 
 import torch
 
-from sft_play.errors import ConfigError, RunFolderError
+from sft_play.errors import RunFolderError
 from sft_play.facts.models.config_fields import dequantised_config
 from sft_play.finished.export.adapted_model import AdaptedModel, Base
 from sft_play.finished.export.merged_weights import MergedWeights
+from sft_play.finished.export.places import MERGED, require_mergeable
 from sft_play.finished.export.prompts import write_generation_config
 from sft_play.finished.run import (
     FinishedRun,
@@ -48,8 +49,6 @@ from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
 
-MERGED = "merged"
-"""The folder in a run folder that `make merge` writes."""
 MERGE_FILE = "merge.json"
 """In that folder, and travelling with it: what it was made of, and whether merge-test passed."""
 SHORT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -118,7 +117,7 @@ def merge_run(
     """
     started = time.monotonic()
     target = out or run.folder.path / MERGED
-    _require_mergeable(run, base, target, replace=replace)
+    require_mergeable(run, base, target, replace=replace)
     quiet_libraries()
     folder = base_folder(run)
     adapted = AdaptedModel(run, base=(base or "dequantized") if run.is_quantized else None)
@@ -195,23 +194,6 @@ def whole_model(run: FinishedRun, *, is_locked: bool) -> Path:
     logger.info("The adapter is merged into its base first (%s)", target)
     with contextlib.nullcontext() if is_locked else lock(run.folder):
         return merge_run(run, replace=target.exists()).path
-
-
-def _require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
-    if not run.is_adapter:
-        whole = f"{run.weights} is the whole model, and nothing has to be merged"
-        raise RunFolderError(f"{run.folder.path} trained all weights: {whole}")
-    if base is not None and not run.is_quantized:
-        mode = f"tuning.mode={run.config.tuning.mode}, on the base's own weights"
-        raise ConfigError(f"BASE={base} is for QLoRA runs; {run.folder.path} was trained with {mode}")
-    if base == "original" and run.config.tuning.lora.init == "loftq":
-        why = "its adapter was started at what NF4 lost, which original weights have not lost"
-        raise ConfigError(f"BASE=original: {run.folder.path} has tuning.lora.init=loftq: {why}; leave it out")
-    if target.exists() and not replace:
-        ways = "make merge-test compares it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
-        raise RunFolderError(f"{target} exists (make ship, serve and export merge too): {ways}")
-    if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
-        raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
 
 
 def merge_record(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.export.places import MERGED
 from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
@@ -171,15 +172,18 @@ def checked_repo(repo: str | None) -> str:
 def _folder(run: FinishedRun, *, is_merged: bool) -> Path:
     if not is_merged:
         return run.weights
-    from sft_play.finished.export.merge import MERGED, merged_model, refuse_another_model
-
     if not run.is_adapter:
         raise RunFolderError(f"{run.folder.path} trained all weights: there is no merged model; leave MERGED=1 out")
-    merged, target = merged_model(run), run.folder.path / MERGED
+    target = run.folder.path / MERGED
+    merge = f"make merge RUN={run.folder.quoted}{' FORCE=1' if target.exists() else ''} writes it"
+    lacking = RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
+    if not (target / "config.json").is_file():
+        raise lacking
+    from sft_play.finished.export.merge import merged_model, refuse_another_model
+
+    merged = merged_model(run)
     if merged is None:
-        again = " FORCE=1" if target.exists() else ""
-        merge = f"make merge RUN={run.folder.quoted}{again} writes it"
-        raise RunFolderError(f"{target} holds no merged model of this adapter; {merge}")
+        raise lacking
     refuse_another_model(merged, run)
     return merged
 
@@ -219,7 +223,7 @@ def _card(run: FinishedRun, folder: Path, base: Base) -> str:
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     if text and "[More Information Needed]" not in text:
         return text
-    from sft_play.finished.export.merge import MERGED, card_facts
+    from sft_play.finished.export.merge import card_facts
     from sft_play.finished.load import renderer_of
     from sft_play.training.prepare.model_spec import build_model_spec
     from sft_play.training.prepare.tokenizer import added_rows, load_tokenizer

@@ -33,7 +33,6 @@ from sft_play.finished.report.record import (
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
-from sft_play.starter import shown_name
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
@@ -259,7 +258,7 @@ def _what(record: Record) -> Iterator[tuple[str, str]]:
     lora = tuning.get("lora") or {}
     # a digest of local files, or the commit of a hub model
     weights = ((manifest.get("data") or {}).get("weights") or {}).get("sha256")
-    yield "model", shown_name(str(model.get("name", ""))) + (f" (weights {str(weights)[:12]})" if weights else "")
+    yield "model", str(model.get("name", "")) + (f" (weights {str(weights)[:12]})" if weights else "")
     params = plan.get("model_params")
     yield "parameters", f"{params:,}" if params else ""
     adapter = f", r {lora.get('r')}, alpha {lora.get('alpha')}" if tuning.get("mode") in ("lora", "qlora") else ""

@@ -23,7 +23,7 @@ from sft_play.data.masks.settings import settings_of
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text
-from sft_play.starter import BASE_NAME, shown_name
+from sft_play.starter import BASE_NAME
 from sft_play.training.measure.exact_match import stop_ids
 from sft_play.training.prepare.model_spec import ModelSpec, location
 
@@ -136,7 +136,7 @@ def _front_matter(facts: CardFacts, base: Base) -> ModelCardData:
 
 def base_of(config: RunConfig) -> Base:
     """What the base is called where others can find it, and its licence where its own card or config tells it."""
-    name = shown_name(config.model.name)
+    name = config.model.name
     if name == BASE_NAME:
         return Base(name, False, {})
     folder = local_folder(name)

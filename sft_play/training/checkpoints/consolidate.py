@@ -30,7 +30,7 @@ from sft_play.training.checkpoints.full_state_dict import adapter_names, read_we
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.checkpoints.model_saving import save_model, whole_shapes
 from sft_play.training.checkpoints.tensor_files import base_files
-from sft_play.training.prepare.model_spec import build_model_spec, empty_model, grown
+from sft_play.training.prepare.model_spec import build_model_spec, empty_model, grown, location
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import added_rows
 from sft_play.units import GIB, MIB
@@ -83,7 +83,7 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     size, new_rows, precision = len(tokenizer), added_rows(tokenizer, config), Precision("float32", "float32", "")
     model_spec = build_model_spec(config, precision, tokenizer_size=size, new_rows=new_rows)
     if model_spec.peft_config is not None:
-        model_spec.peft_config.base_model_name_or_path = config.model.name
+        model_spec.peft_config.base_model_name_or_path = location(config)
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
     is_adapter = model_spec.peft_config is not None
     weights: dict[str, torch.Tensor] | None = None

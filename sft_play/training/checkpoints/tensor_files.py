@@ -21,6 +21,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.facts.models.config_fields import quantisation_of
 from sft_play.log import one_line
+from sft_play.process.waiting import waiting
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ def base_files(name: str, *, revision: str | None) -> Path:
     # what transformers reads, and not the same weights again as .bin, .gguf or original/*.pth
     wanted = ["*.safetensors", "*.json", "*.py", "*.txt", "*.model", "*.jinja"]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
+        with waiting(f"Downloading {one_line(name)} from the hub"):
+            return Path(snapshot_download(name, revision=revision, allow_patterns=wanted))
     except Exception as error:  # the hub's own errors, and those of every layer below it
         why = broken_connection(error) or f"cannot be fetched: {one_line(str(error), limit=300)}"
         raise ModelError(f"the base {name} {why}") from error

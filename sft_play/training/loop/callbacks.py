@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from sft_play.errors import TrainingError
 from sft_play.planner.precision import fault, overflow_of
 from sft_play.process import failures
 from sft_play.process.endings import StopSignals, elapsed_s
+from sft_play.process.waiting import waiting
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
 
@@ -305,6 +307,14 @@ class Progress(TrainerCallback):
         self.first_step = 0
         self._started = self._last_line = 0.0
         self._paused = self._pause_began = 0.0
+        self._beginning = contextlib.ExitStack()
+
+    @contextlib.contextmanager
+    def beginning(self, what: str) -> Iterator[None]:
+        """Say `what` is waited for where the first step takes long to come."""
+        with contextlib.ExitStack() as self._beginning:
+            self._beginning.enter_context(waiting(what))
+            yield
 
     @property
     def training_s(self) -> float:
@@ -329,6 +339,7 @@ class Progress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock: evaluation and saving follow."""
+        self._beginning.close()
         self._pause_began = self._now()
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:

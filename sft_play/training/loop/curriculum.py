@@ -26,7 +26,7 @@ from sft_play.training.checkpoints import checkpoints
 from sft_play.training.checkpoints.last_checkpoint import last_checkpoint
 from sft_play.training.job import RunJob, resume_command
 from sft_play.training.measure.peaks import Watch
-from sft_play.training.prepare.prepare import Prepared
+from sft_play.training.prepare.prepare import Prepared, log_rows
 from sft_play.training.prepare.run_folder import spread_facts
 from sft_play.training.ranks import distributed
 
@@ -76,6 +76,7 @@ class Stages:
                 break
             else:
                 self._say(number, stage)
+                log_rows(stage, prepared)
                 status = self._train(stage, prepared, begins_from)
                 if status != "finished":
                     break

@@ -19,6 +19,7 @@ from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
 from sft_play.planner.precision import DtypeName, Precision
+from sft_play.process.waiting import waiting
 from sft_play.training.checkpoints.full_state_dict import embeddings_of, gathered_by_zero3, tied_names
 from sft_play.training.checkpoints.tensor_files import base_files, broken_connection, tensors_in
 from sft_play.training.model import nf4_experts, sdpa
@@ -93,7 +94,7 @@ def read_model(
         chosen["state_dict"] = dequantised(config, whole="device_map" not in chosen)
         del chosen["trust_remote_code"]
     try:
-        with no_load_report():
+        with no_load_report(), waiting(f"Loading the weights of {one_line(config.model.name)}"):
             model, info = kind.from_pretrained(where, **chosen)
     except torch.OutOfMemoryError:  # a RuntimeError that `out_of_memory_explained` words
         raise

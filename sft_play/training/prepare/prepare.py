@@ -70,7 +70,7 @@ def prepare(job: RunJob) -> Prepared:
         SftPlayError: what the user can fix, naming the stage.
     """
     if job.folder.stage is not None:
-        logger.info("Stage %s:", job.folder.stage)
+        logger.debug("Stage %s:", job.folder.stage)
     with in_stage(job.folder.stage):
         config, layout = job.loaded.config, job.plan.choice.layout
         backend = choose_backend(
@@ -104,7 +104,10 @@ def prepare(job: RunJob) -> Prepared:
         splits = _splits(job, tokenizer, model_spec)
         _log(model_spec.notes)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
-        return Prepared(backend, tokenizer, splits, model_spec, renderer, origin)
+        prepared = Prepared(backend, tokenizer, splits, model_spec, renderer, origin)
+        if job.folder.stage is None:
+            log_rows(job, prepared)
+        return prepared
 
 
 def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
@@ -151,6 +154,12 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
         for line in split.report.lines(name) if split else []:
             logger.log(logging.INFO if line in remarks else logging.DEBUG, "%s", line)
     _log(mask_lines(splits.train.report, tokenizer.tokenizer))
+    return splits
+
+
+def log_rows(job: RunJob, prepared: Prepared) -> None:
+    """Log what is trained and held out, and the first row; of a stage when it begins."""
+    plan, splits, tokenizer = job.plan, prepared.splits, prepared.tokenizer
     held_out = [f"{len(one.rows):,} {name}" for name, one in (("val", splits.val), ("test", splits.test)) if one]
     shown = splits.train.report.short_line(max_seq_len=plan.max_seq_len)
     logger.info("Data: %s; held out: %s", shown, " and ".join(held_out) or "none")
@@ -166,7 +175,6 @@ def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> S
     if shown != row:
         logger.debug("First training row, whole: %s", row)
     logger.info("First training row, trained part in [[ ]]: %s", shown)
-    return splits
 
 
 def _log(lines: Iterable[str]) -> None:

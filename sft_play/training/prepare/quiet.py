@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import warnings
 
+from sft_play.process.heap import importing
+
 
 def quiet_libraries() -> None:
     """Silence the libraries' deprecation warnings, and their progress bars where there is no terminal."""
-    from datasets.utils.logging import disable_progress_bar
-    from transformers.utils import logging as transformers_logging
+    with importing():
+        from datasets.utils.logging import disable_progress_bar
+        from transformers.utils import logging as transformers_logging
 
     for kind in (FutureWarning, DeprecationWarning):
         warnings.simplefilter("ignore", category=kind)

@@ -83,13 +83,13 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
 
 
 def _load(config: RunConfig) -> Any:
-    with importing():
-        from transformers import AutoTokenizer
-
     model = config.model
     folder = local_folder(model.name)
     if folder is not None:
         _check_files(folder)
+    with importing():
+        from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(
             str(folder) if folder else model.name, revision=model.revision, trust_remote_code=model.trust_remote_code

@@ -1,0 +1,194 @@
+"""The starter's base: trained again from scratch, and compared with the one in sft_play/starter/starter-base.
+
+    make -C benchmarks starter-base OUT=outputs/starter-base
+
+A Llama with two million random weights and a byte-level BPE tokenizer learn the generated corpus with `task_mode: cpt`
+and `tuning.mode: full` (benchmarks/starter_base.yaml); the weights are rounded to bfloat16. Other processors, versions
+and numbers of threads round differently, and after 1,200 steps nearly every weight is another: such a base has learned
+the same, as one of another seed has. What any of them has to reach is measured by `make -C benchmarks
+benchmark-starter`. With OUT=sft_play/starter/starter-base the new one is shipped, and benchmarks/starter_base.json
+renewed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sft_play.facts.hardware import detect
+from sft_play.facts.models.architecture import KNOWN_MODELS
+from sft_play.process.environment import for_another_run
+from sft_play.runs.files import write_json
+from sft_play.runs.manifest import versions
+from sft_play.starter import BASE, BASE_NAME, language
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "benchmarks" / "starter_base.json"
+"""How the shipped base was made, and its digest."""
+RECIPE = ROOT / "benchmarks" / "starter_base.yaml"
+WEIGHTS = "model.safetensors"
+SEED = 2
+"""Seed of the random weights and of the corpus's order; others do about as well (benchmarks/LOG.md, 2026-11-22)."""
+INITIALIZER_RANGE = 0.06
+"""Wider than Llama's 0.02: a model this small, trained this briefly, learned to copy words only with it."""
+CHAT_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' }}{% if messages[0].role == 'system' %}{{ messages[0].content + '\n' }}"
+    "{% endif %}{{ 'tools: ' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}"
+    "{{ '<|im_start|>' + message.role + '\n' + (message.content or '') }}"
+    "{% for call in message.tool_calls or [] %}{{ '\ncall: ' + ({'name': call.function.name, "
+    "'arguments': call.function.arguments} | tojson) }}{% endfor %}{{ '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""ChatML; tools are in the system turn, and calls follow the assistant's text."""
+
+
+def main() -> None:
+    """Train a base, say what it has in common with the shipped one, and record it where it is shipped."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or "outputs/starter-base"))
+    out: Path = parser.parse_args().out
+    shipped = weights_of(BASE) if (BASE / WEIGHTS).is_file() else {}
+    made = make_base(out)
+    sys.stdout.write(f"{out / WEIGHTS}: sha256 {digest(out / WEIGHTS)}\n{difference(shipped, made)}\n")
+    if out.resolve() == BASE:
+        write_json(RECORD, record())
+        sys.stdout.write(f"{RECORD} has its digest; next: make -C benchmarks benchmark-starter\n")
+
+
+def make_base(out: Path) -> dict[str, Any]:
+    """Train the base, write it to `out` as it is shipped, and give its weights."""
+    documents = language.corpus_documents(seed=language.DEFAULT_SEED)
+    with tempfile.TemporaryDirectory() as place:
+        corpus, start = Path(place) / "corpus.jsonl", Path(place) / "start"
+        corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
+        make_tokenizer(documents).save_pretrained(start)
+        make_model().save_pretrained(start)
+        overrides = {"model.name": str(start), "data.train_path": str(corpus), "output.dir": place, "train.seed": SEED}
+        words = [f"{key}={json.dumps(value)}" for key, value in overrides.items()]
+        train = [sys.executable, "-m", "sft_play", "train", "--config", str(RECIPE), "output.name=base", *words]
+        subprocess.run(train, cwd=ROOT, env=for_another_run(os.environ), check=True)
+        return _shipped(Path(place) / "base" / "model", out)
+
+
+def _shipped(trained: Path, out: Path) -> dict[str, Any]:
+    """The files that a model's folder needs, with the weights in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(trained, out, ignore=shutil.ignore_patterns("README.md", WEIGHTS))
+    fields = json.loads((out / "config.json").read_text(encoding="utf-8"))
+    write_json(out / "config.json", fields | {"dtype": "bfloat16", "use_cache": True})
+    weights = {name: weight.to(torch.bfloat16) for name, weight in weights_of(trained).items()}
+    save_file(weights, out / WEIGHTS, metadata={"format": "pt"})
+    return weights
+
+
+def weights_of(folder: Path) -> dict[str, Any]:
+    """The tensors of a model's folder, by their names."""
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = load_file(folder / WEIGHTS)
+    return found
+
+
+def difference(shipped: dict[str, Any], made: dict[str, Any]) -> str:
+    """One line: whether two bases are the same, and how far apart they are."""
+    if shipped.keys() != made.keys():
+        return "no base of these tensors was shipped before"
+    pairs = [(shipped[name].float(), made[name].float()) for name in made]
+    count, total = sum(int((one != other).sum()) for one, other in pairs), sum(one.numel() for one, _ in pairs)
+    if not count:
+        return "the same as the shipped base, to the last bit"
+    far = max(float((one - other).abs().max()) for one, other in pairs)
+    return f"{count:,} of {total:,} weights differ from the shipped base's, by at most {far:.2g}: another rounding"
+
+
+def record() -> dict[str, Any]:
+    """What is known of the base in the package: its digest, what it was made of, where and when."""
+    return {
+        "command": "make -C benchmarks starter-base OUT=sft_play/starter/starter-base",
+        "sha256": {path.name: digest(path) for path in sorted(BASE.iterdir())},
+        "recipe": recipe(),
+        "seed": SEED,
+        "machine": detect().as_json(),
+        "versions": versions(),
+        "threads": os.environ.get("OMP_NUM_THREADS"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def recipe() -> str:
+    """Twelve hex digits that change with what the base is made of, not with words about it."""
+    shape, settings = KNOWN_MODELS[BASE_NAME].config, yaml.safe_load(RECIPE.read_text(encoding="utf-8"))
+    corpus = digest_of_code(Path(language.__file__))
+    parts = [corpus, CHAT_TEMPLATE, json.dumps([settings, shape, SEED, INITIALIZER_RANGE], sort_keys=True)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def digest_of_code(path: Path) -> str:
+    """A digest of a module's code without comments and docstrings."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            node.body = [
+                line for line in node.body if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
+            ]
+    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+
+
+def make_tokenizer(documents: list[str]) -> Any:
+    """A byte-level BPE tokenizer trained on `documents`, with at most the model's vocabulary, and the chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    raw = Tokenizer(models.BPE())
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=KNOWN_MODELS[BASE_NAME].config["vocab_size"],
+        special_tokens=list(language.SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    raw.train_from_iterator(documents, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=raw, eos_token=language.TURN_END, pad_token=language.END_OF_TEXT
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def make_model(*, seed: int = SEED) -> Any:
+    """The base before training: random weights in fp32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shape = {key: value for key, value in KNOWN_MODELS[BASE_NAME].config.items() if key not in ("model_type", "dtype")}
+    pad, _, end = range(len(language.SPECIAL_TOKENS))
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(
+        LlamaConfig(**shape, initializer_range=INITIALIZER_RANGE, bos_token_id=None, eos_token_id=end, pad_token_id=pad)
+    )
+
+
+if __name__ == "__main__":
+    main()

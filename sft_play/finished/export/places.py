@@ -1,0 +1,67 @@
+"""Where merged and exported models are, or may be written: known before any library is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sft_play.errors import ConfigError, RunFolderError
+from sft_play.finished.export.exported import EXPORT, EXPORT_FILE
+from sft_play.finished.run import FinishedRun
+
+MERGED = "merged"
+"""The merged model's folder in the run's."""
+
+
+def require_mergeable(run: FinishedRun, base: str | None, target: Path, *, replace: bool) -> None:
+    """Raises RunFolderError or ConfigError where a run cannot be merged like that, or not into this folder."""
+    if not run.is_adapter:
+        whole = f"{run.weights} is the whole model, and nothing has to be merged"
+        raise RunFolderError(f"{run.folder.path} trained all weights: {whole}")
+    if base is not None and not run.is_quantized:
+        mode = f"tuning.mode={run.config.tuning.mode}, on the base's own weights"
+        raise ConfigError(f"BASE={base} is for QLoRA runs; {run.folder.path} was trained with {mode}")
+    if base == "original" and run.config.tuning.lora.init == "loftq":
+        why = "its adapter was started at what NF4 lost, which original weights have not lost"
+        raise ConfigError(f"BASE=original: {run.folder.path} has tuning.lora.init=loftq: {why}; leave it out")
+    if target.exists() and not replace:
+        ways = "make merge-test compares it, FORCE=1 replaces it, OUT=FOLDER writes elsewhere"
+        raise RunFolderError(f"{target} exists (make ship, serve and export merge too): {ways}")
+    if target.exists() and not (target / "config.json").is_file():  # FORCE=1 with OUT=~ must not remove a home folder
+        raise RunFolderError(f"{target} is not a model folder and is not replaced; OUT=FOLDER writes elsewhere")
+
+
+def require_merged(run: FinishedRun, target: Path) -> None:
+    """Raises RunFolderError where a folder holds no merged model that a run's adapter could be compared with."""
+    if not run.is_adapter:
+        raise RunFolderError(f"{run.folder.path} trained all weights: there is no adapter to compare with")
+    if not (target / "config.json").is_file():
+        raise RunFolderError(f"{target} holds no merged model; make merge RUN={run.folder.quoted} writes it")
+
+
+def require_export_place(target: Path, *, replace: bool) -> None:
+    """Raises RunFolderError where an export would replace what it may not."""
+    if not target.exists():
+        return
+    if not replace:
+        raise RunFolderError(f"{target} exists; FORCE=1 replaces it, OUT=FOLDER writes elsewhere")
+    if not (target / EXPORT_FILE).is_file():
+        raise RunFolderError(f"{target} is no export of this toolkit and is not replaced; OUT=FOLDER writes elsewhere")
+
+
+def find_gguf(run: FinishedRun, path: Path | None) -> Path:
+    """The exported GGUF: the file or the folder `path`, else that in the run folder.
+
+    Raises:
+        RunFolderError: there is none, or several.
+    """
+    if path is not None and path.is_file():
+        return path
+    folders = [path] if path is not None else [run.folder.path / EXPORT / name for name in ("gguf", "ollama")]
+    for folder in folders:
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) > 1:
+            raise RunFolderError(f"{folder} holds {len(files)} GGUF files; name one: OUT={files[0]}")
+        if files:
+            return files[0]
+    command = f"make export FORMAT=gguf RUN={run.folder.quoted}"
+    raise RunFolderError(f"there is no GGUF in {' or '.join(map(str, folders))}; {command} writes one")

@@ -1,0 +1,168 @@
+"""What can be refused without torch and transformers is refused without them, in every command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.commands import FILES
+from sft_play.config.load import load_config, resolved
+from sft_play.runs.folder import FORMAT
+from sft_play.starter import BASE
+from tests.conftest import ROOT, clean_environment
+
+RUN, CONFIG = "outputs/one", "my.yaml"
+STARTING = ("train", "train-distributed", "train-deepspeed", "launch-command")
+PLANNED = (*STARTING, "plan", "check", "render", "preview", "process", "style", "full-pipeline", "dapt-docx", "bench")
+OF_A_RUN = (
+    *("chat", "infer", "serve", "eval", "ship", "report", "reproduce", "merge", "merge-test", "export", "export-test"),
+    *("push", "consolidate"),
+)
+
+
+def case(command: str, said: str = "", **variables: str) -> tuple[str, dict[str, str], str]:
+    return command, variables, said
+
+
+CASES = [
+    *[case(one, "nope.yaml", CONFIG="nope.yaml") for one in (*PLANNED, "resume")],
+    *[case(one, "train.banana", CONFIG=CONFIG, SET="train.banana=1") for one in (*PLANNED, "resume")],
+    *[case(one, "/nope", CONFIG=CONFIG, SET="model.name=/nope") for one in (*STARTING, "plan", "render", "preview")],
+    *[case(one, "/nope", CONFIG=CONFIG, SET="data.train_path=/nope.jsonl") for one in (*STARTING, "render", "preview")],
+    *[case(one, "is not a folder", CONFIG=CONFIG, OUT="my.yaml/x.json") for one in ("plan", "check", "doctor")],
+    *[case(one, "OUT=", RUN=RUN, OUT="my.yaml/x") for one in ("merge", "eval", "ship", "report", "export-test")],
+    *[case(one, "nope", RUN="nope", **more) for one in OF_A_RUN for more in [
+        {"infer": {"INPUT": "asked.txt", "OUTPUT": "x.jsonl"}, "export": {"FORMAT": "gguf"}, "push": {"REPO": "a/b"}}
+        .get(one, {})]],
+    case("infer", "INPUT=prompts.txt (or .jsonl) and OUTPUT=answers.jsonl", RUN=RUN),
+    case("infer", "nope", RUN=RUN, INPUT="nope", OUTPUT="x.jsonl"),
+    case("push", "REPO=user/name", RUN=RUN),
+    case("push", "", RUN=RUN, REPO="a/b/c"),
+    case("export", "FORMAT=", RUN=RUN),
+    case("export", "QUANT=q9", RUN=RUN, FORMAT="gguf", QUANT="q9"),
+    case("merge", "DTYPE=int8", RUN=RUN, DTYPE="int8"),
+    case("merge", "BASE=x", RUN=RUN, BASE="x"),
+    case("merge-test", "", RUN=RUN),
+    case("eval", "nope", RUN=RUN, DATA="nope"),
+    case("ship", "nope", REPLAY="nope"),
+    case("serve", "PORT", RUN=RUN, PORT="99999"),
+    case("serve", "ENGINE", RUN=RUN, ENGINE="banana"),
+    case("consolidate", "RUN= names no run"),
+    case("compare", "RUNS="),
+    case("compare", "nope", RUNS="nope other"),
+    case("prune", "RUNS="),
+    case("resume", "", CONFIG=CONFIG),
+    case("preview", "", CONFIG=CONFIG, ROW="0"),
+    case("new", "MODEL=owner/name"),
+    case("new", "/nope", MODEL="/nope", DATA="asked.txt"),
+    case("new", "nope", MODEL="base", DATA="nope.jsonl"),
+    case("new", "nope", FROM="nope.yaml"),
+    case("process", "nope", CONFIG=CONFIG, SET="data.process.raw_path=nope"),
+    case("dapt-docx", "", CONFIG=CONFIG),
+    case("style", "", CONFIG=CONFIG),
+    case("mask-score", "TEMPLATES="),
+    case("memory-model-score", "PEAKS="),
+    case("verify-layouts", "banana", LAYOUTS="banana"),
+    case("run-notebook", "NOTEBOOK"),
+    case("memory-check", "nope", RUN="nope"),
+    case("doctor", "HARDWARE", HARDWARE="1xH100"),
+    case("launch-file", "FOR=", CONFIG=CONFIG),
+    *[case(one, "banana", CONFIG=CONFIG, STRATEGY="banana") for one in ("train-distributed", "launch-command")],
+    case("plan", "banana", CONFIG=CONFIG, HARDWARE="banana"),
+    case("plan", "banana", CONFIG=CONFIG, MAX="banana"),
+    case("sweep", "SET lists no values", CONFIG=CONFIG),
+    case("sweep", "nope.yaml", CONFIG="nope.yaml", SET="train.learning_rate=1e-4,2e-4"),
+    case("sweep", "train.banana", CONFIG=CONFIG, SET="train.banana=1,2"),
+    case("sweep", "/nope", CONFIG=CONFIG, SET="train.learning_rate=1e-4,2e-4 model.name=/nope"),
+    *[case("launch-file", said, FOR="slurm", **more) for said, more in [
+        ("nope.yaml", {"CONFIG": "nope.yaml"}), ("train.banana", {"CONFIG": CONFIG, "SET": "train.banana=1"})]],
+    *[case(one, "exists", RUN=RUN, OUT="base") for one in ("merge", "consolidate")],
+    case("export", "/nope", RUN=RUN, FORMAT="gguf", LLAMA_CPP="/nope"),
+    case("export-test", "", RUN=RUN),
+    case("infer", "is not a regular file", RUN=RUN, INPUT="/dev/null", OUTPUT="x.jsonl"),
+    case("infer", "", RUN=RUN, INPUT="asked.txt", OUTPUT="base"),
+    case("infer", "", RUN=RUN, INPUT="asked.txt", OUTPUT="my.yaml/x.jsonl"),
+    case("eval", "banana", RUN=RUN, SPLIT="banana"),
+    case("ship", "", RUN=RUN, LIMIT="0"),
+    case("chat", "", RUN=RUN, TEMPERATURE="hot"),
+    case("push", "token", RUN=RUN, REPO="a/b"),
+    case("push", "", RUN=RUN, REPO="a/b", MERGED="1"),
+    *[case(one, said, CONFIG=CONFIG, SET=f"data.train_path={name}") for one in (*STARTING, "render", "preview")
+      for said, name in (("no rows", "empty.jsonl"), ("not JSON", "asked.dat"))],
+    case("train-deepspeed", "nope.json", CONFIG=CONFIG, DEEPSPEED_CONFIG="nope.json"),
+    *[case(one, "/nope", CONFIG=CONFIG, SET="model.adapter=/nope") for one in (*STARTING, "plan")],
+    *[case(one, "my.yaml", CONFIG=CONFIG, SET="output.dir=my.yaml") for one in STARTING[:2]],
+    *[case(one, "exists", CONFIG=CONFIG, SET="output.name=one") for one in STARTING[:2]],
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]], Path]:
+    """What each case says, and the folder in which it was asked, with a run that has finished."""
+    folder = tmp_path_factory.mktemp("refusals")
+    base = shutil.copytree(BASE, folder / "base")
+    (folder / "asked.txt").write_text("what is it?\n")
+    (folder / "asked.dat").write_text("what is it?\n")
+    (folder / "empty.jsonl").touch()
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 30)
+    (folder / CONFIG).write_text(
+        f"model: {{name: {base}, max_seq_len: 64}}\ntuning: {{mode: lora}}\n"
+        "data: {train_path: rows.jsonl}\ntrain: {effective_batch_size: 4, report_to: []}\n"
+    )
+    run = folder / RUN
+    (run / "adapter").mkdir(parents=True)
+    (run / "adapter" / "adapter_config.json").write_text("{}")
+    (run / "adapter" / "adapter_model.safetensors").touch()
+    (run / "config.yaml").write_text((folder / CONFIG).read_text())
+    (run / "resolved.json").write_text(json.dumps(resolved(load_config(folder / CONFIG).config)))
+    manifest = {"format": FORMAT, "status": "finished", "started": "2026-11-26T00:00:00+00:00"}
+    (run / "manifest.json").write_text(json.dumps(manifest | {"ended": manifest["started"], "data": {}}))
+    return asked_of(CASES, folder), folder
+
+
+def asked_of(cases: list[tuple[str, dict[str, str], str]], folder: Path) -> list[dict[str, Any]]:
+    """What became of each case, in one process that has no heavy library."""
+    words = [{"words": [command], "set": variables} for command, variables, _ in cases]
+    environment = clean_environment(SFT_PLAY_CACHE=str(folder / "cache"), HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT))
+    asked = subprocess.run(
+        [sys.executable, "-m", "tests.refusals"], input=json.dumps(words), capture_output=True, text=True, cwd=folder,
+        env=environment, timeout=280, check=True,
+    )  # fmt: skip
+    return [json.loads(line) for line in asked.stdout.splitlines()]
+
+
+def test_it_is_refused_without_the_libraries(answers):
+    assert len(answers[0]) == len(CASES) > 130
+    wrong = []
+    for (command, variables, said), answer in zip(CASES, answers[0], strict=True):
+        if answer["loaded"] or answer["code"] != 2 or said not in answer["said"] or "Traceback" in answer["said"]:
+            wrong.append((command, variables, answer["code"], answer["loaded"], answer["said"][-300:]))
+    assert wrong == []
+
+
+def test_every_command_that_can_refuse_is_asked():
+    """The rest has nothing to refuse, or works on what it finds."""
+    rest = {
+        "setup-accelerate",
+        "gpu-info",
+        "tensorboard",
+        "tb-open",
+        "tb-stop",
+        "tb-clean",
+        "runs",
+        "gpu-selftest",
+        "generate",
+    }
+    assert {command for command, _, _ in CASES} == set(FILES) - rest
+
+
+def test_a_command_that_goes_on_is_stopped_where_it_would_load_a_library(answers):
+    """The harness itself: what is not refused is not taken for refused."""
+    found = asked_of([("render", {"CONFIG": CONFIG}, "")], answers[1])
+    assert [(one["code"], one["loaded"]) for one in found] == [(-1, "transformers")]
