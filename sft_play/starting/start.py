@@ -31,6 +31,7 @@ from sft_play.launch.launch_options import (
 )
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
 from sft_play.log import one_line, start_log_buffer
+from sft_play.planner.layout import DEEPSPEED
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings
 from sft_play.runs import ran_out
@@ -175,11 +176,12 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
         RunFolderError: there is none.
     """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
+    stopped = stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
-        stopped = stopped_run(folder)
         gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
         options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
-    is_single = options.processes == 1 and options.nodes.count == 1 and not options.deepspeed
+    has_engine = options.deepspeed or (stopped is not None and stopped.layout in DEEPSPEED)  # a single rank's too
+    is_single = options.processes == 1 and options.nodes.count == 1 and not has_engine
     over_ranks = not (is_single and options.strategy in (None, "single"))
     return Asked(loaded, options, over_ranks=over_ranks, resume=True, folder=folder)
 

@@ -29,6 +29,7 @@ from sft_play.training.checkpoints import (
     full_state_dict,
     gathered_weights,
     sharded_checkpoints,
+    universal,
 )
 from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
@@ -272,6 +273,8 @@ class CheckpointedLoop(Trainer):
             sharded_checkpoints.load_optimizer(self.model, optimizer, path, group=group, moved=self.beat.moved)
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
+            if path is not None and self.is_deepspeed_enabled:
+                universal.loaded(self, path)
             return
         else:
             states = torch.load(path / "optimizer.pt", weights_only=True) if distributed.is_first() else None
@@ -291,7 +294,7 @@ class CheckpointedLoop(Trainer):
 
     def _load_best_model(self) -> None:
         # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
-        best = self.state.best_model_checkpoint
+        best = distributed.of_first(self.state.best_model_checkpoint)  # the others know where it was written aside
         found = checkpoints.fault(Path(best), moved=self.beat.moved) if distributed.is_first() else None
         self.wait_for_disk()
         found = distributed.of_first(found)
@@ -300,8 +303,12 @@ class CheckpointedLoop(Trainer):
             return
         if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)):
             self._load_from_checkpoint(best)
-        else:
+            return
+        with universal.readable(self, Path(best)) as path:  # it may have been written over other ranks
+            self.state.best_model_checkpoint = str(path)
             super()._load_best_model()
+            universal.loaded(self, path)
+        self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises TrainingError when a checkpoint's weights did not all find their place."""
