@@ -18,6 +18,7 @@ from sft_play.process import endings
 from sft_play.process.failures import Failure, Kind
 from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
 from sft_play.runs.ran_out import RanOut, leave
+from sft_play.starting import launch_ranks
 from sft_play.starting import start as starting
 from sft_play.starting.restarts import Restarts
 from sft_play.training.checkpoints import checkpoints
@@ -147,6 +148,15 @@ def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, conf
     leave(folder, RanOut(3, "training", 1, 4, 2, "run", "CUDA out of memory"))
     assert restarts.wanted(folder, load_config(config))
     assert restarts.done == 0
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path, stopped):
+    folder = RunFolder(tmp_path / "one")
+    failed(folder, None)
+    assert launch_ranks._exit_code(-signal.SIGKILL, folder, stopped=stopped) == (130 if stopped else 1)
+    assert folder.manifest().get(DIED) == (None if stopped else "the ranks' agent was killed by SIGKILL")
+    assert launch_ranks._exit_code(-signal.SIGKILL, None, stopped=stopped) == (130 if stopped else 1)
 
 
 @pytest.mark.parametrize(

@@ -174,8 +174,6 @@ DECAY = "train.weight_decay=0.1"
         ("zero1", ["tuning.mode=full", DECAY, "train.bf16=true"], 2, 4),
         ("zero3", ["tuning.mode=qlora"], 2, 4),
         ("zero2", ["tuning.mode=qlora"], 2, 1),
-        ("zero2_offload", ["tuning.mode=full", DECAY], 2, 4),
-        ("zero3_offload", ["tuning.mode=lora"], 2, 4),
     ],
     ids=lambda one: "-".join(word.partition("=")[2] for word in one) if isinstance(one, list) else str(one),
 )

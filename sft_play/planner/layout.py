@@ -271,6 +271,8 @@ def _imaginable(config: RunConfig, hardware: Hardware, count: int) -> list[Layou
 
 def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
     optim = config.train.optim
+    if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
+        return "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts beside the training"
     if config.train.compile and (because := not_compiled(layout)):
         return because
     if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):

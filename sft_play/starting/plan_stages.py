@@ -274,4 +274,5 @@ def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName 
     because = next((item.because for item in refused if item.name == strategy), f"{hardware.ranks} rank(s)")
     if config.model.mesh_shape is not None:
         because = f"model.mesh_shape={mesh_words(config.model.mesh_shape)} is another layout"
-    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; there are: {', '.join(names)}")
+    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; {others}")

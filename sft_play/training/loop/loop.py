@@ -241,10 +241,11 @@ class PlannedLoop(CheckpointedLoop):
         for callback in callbacks:
             self.add_callback(callback)
         try:
-            if not checkpoint:
-                return super().train(*args, **options)
-            with without_code(Path(checkpoint)), universal.readable(self, Path(checkpoint)) as path:
-                return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
+            with self._saved_at_the_end():
+                if not checkpoint:
+                    return super().train(*args, **options)
+                with without_code(Path(checkpoint)), universal.readable(self, Path(checkpoint)) as path:
+                    return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
         finally:
             for callback in callbacks:
                 self.remove_callback(callback)
