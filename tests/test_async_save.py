@@ -211,7 +211,9 @@ def test_a_checkpoint_is_of_its_step_although_training_went_on(world, plain, pre
     assert_same_bits(weights(folder), weights(plain))
     assert losses(folder) == losses(plain)
     assert whole_steps(folder) == [2, 4, 6]
-    assert "written while training goes on" in (folder / "train.log").read_text()
+    log = (folder / "train.log").read_text()
+    assert "are written while training goes on" in log
+    assert all(f"Checkpoint of step {step}: written beside the training in " in log for step in (2, 4, 6))
     again = world / "outputs" / f"{name}-again"  # as if it had been killed after the first of them
     shutil.copytree(folder, again)
     for step in (4, 6):

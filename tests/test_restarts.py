@@ -118,9 +118,9 @@ def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, c
     folder.update_manifest(died="again")
     assert not restarts.wanted(folder, loaded)
     wanted = [
-        "Restart 1 of 2: rank 1 died; the run goes on from its beginning, since there is no checkpoint",
+        "Restart 1 of 2: rank 1 died; the run goes on from the beginning: there is no checkpoint",
         "Restart 2 of 2: rank 0 died; the run goes on from the checkpoint of step 4",
-        "The run was started again 2 times (MAX_RESTARTS=2), and ends",
+        "MAX_RESTARTS=2 is used up: the run ends",
     ]
     assert caplog.messages == wanted
     log = folder.log_path.read_text()
@@ -261,7 +261,7 @@ def test_one_process_that_crashes_each_time_ends_after_its_restarts(world):
     assert len(list((world / "marks-crash").iterdir())) == 2
     assert "Restart 1 of 1: rank 0 of 1 (pid " in printed
     assert "killed by SIGSEGV; the run goes on from the checkpoint of step 1" in printed
-    assert "The run was started again 1 times (MAX_RESTARTS=1), and ends" in printed
+    assert "MAX_RESTARTS=1 is used up: the run ends" in printed
     manifest = json.loads((world / "outputs" / "crash" / "manifest.json").read_text())
     assert manifest["status"] == "failed"
     assert "killed by SIGSEGV" in manifest["error"]

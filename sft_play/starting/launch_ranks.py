@@ -200,8 +200,9 @@ def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
         logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", name)
-        if folder is not None:
-            folder.update_manifest(**{DIED: f"the ranks' agent was killed by {name}"})
+        with contextlib.suppress(RunFolderError, OSError):
+            if folder is not None:
+                folder.update_manifest(**{DIED: f"the ranks' agent was killed by {name}"})
         return 1
     # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken, is only in the way.
     if folder is not None and code in (2, 3):

@@ -36,7 +36,7 @@ class Restarts:
             return False
         with _logged(folder):
             if self.done == self.most:
-                logger.error("The run was started again %d times (MAX_RESTARTS=%d), and ends", self.done, self.most)
+                logger.error("MAX_RESTARTS=%d is used up: the run ends", self.most)
                 return False
             self.done += 1
             step, where = _goes_on(folder, loaded)
@@ -64,7 +64,7 @@ def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
     part = begun[-1] if begun else folder
     last, of = last_complete(part.checkpoints), f" of stage {part.stage}" if part.stage else ""
     if last is None:
-        return 0, f"its beginning, since there is no checkpoint{of}"
+        return 0, f"the beginning{of}: there is no checkpoint"
     return step_of(last), f"the checkpoint of step {step_of(last)}{of}"
 
 

@@ -144,9 +144,10 @@ class CheckpointedLoop(Trainer):
         if writing is None:
             return
         self.beat.note(self.state.global_step, "waiting for a checkpoint")
-        with self._room(writing.step, writing.needed):
+        with self._room(writing.step, writing.needed), self.beat.waiting():
             took_s = writing.result()
             self.wait_for_disk()
+        logger.info("Checkpoint of step %d: written beside the training in %.0f s", writing.step, took_s)
         for tell in self.checkpoint_took:
             tell(took_s)
 
