@@ -158,6 +158,7 @@ clean: ## Remove caches and build leftovers (never .venv, outputs or data)
 #: NODE_RANK=0              which of them this one is, from 0
 #: MASTER_ADDR=HOST         the address of node 0
 #: MASTER_PORT=29500        a free port there
+#: MAX_RESTARTS=3           train, train-distributed, train-deepspeed, resume: start again so often from the last checkpoint where a process of the run dies (default: 0)
 #: DEEPSPEED_CONFIG=FILE    your DeepSpeed file (JSON or YAML)
 #: ACCELERATE_CONFIG=FILE   your accelerate configuration
 #: NUM_MACHINES=2           setup-accelerate: how many machines

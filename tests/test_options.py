@@ -520,7 +520,7 @@ def hybrid(config: RunConfig) -> Facts:
 
 def over_ranks(config: RunConfig) -> Facts:
     """What two CPU ranks do with gradients in each layout: how often, gathered, reduced and buffer dtypes; or why a
-    layout cannot. What DDP is told, and how many steps are profiled."""
+    layout cannot. What DDP is told, how many steps are profiled, how checkpoints are written."""
     from sft_play.planner.gradients import gradients_of
     from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
     from sft_play.planner.precision import choose_precision
@@ -538,7 +538,8 @@ def over_ranks(config: RunConfig) -> Facts:
     made = make_plan(PlanRequest(config, shape, machine, only=only))
     told = engine_arguments(made, config, layer_class="Layer", deepspeed=None)
     window = window_of(config, made, Path("/nowhere"))
-    return {**facts, "unused": told["ddp_find_unused_parameters"], "window": window and window._steps}
+    return {**facts, "unused": told["ddp_find_unused_parameters"], "window": window and window._steps,
+            "checkpoint": made.memory.checkpoint}  # fmt: skip
 
 
 def traced(config: RunConfig) -> Facts:
@@ -761,6 +762,7 @@ PROBES: list[tuple[str, Probe]] = [
     one(arguments, "train.save_steps", 9, "save_steps", 9),
     one(arguments, "train.save_steps", "null", "save_strategy", "epoch"),
     one(trainer, "train.on_nan", "skip", "on_nan", "skip"),
+    one(over_ranks, "train.async_save", "true", "checkpoint", "sharded", FULL),
     one(trainer, "train.save_total_limit", 9, "checkpoint_limit", 9),
     one(arguments, "train.load_best_model_at_end", "true", "load_best_model_at_end", True),
     (

@@ -595,6 +595,11 @@ class TrainConfig(Section):
     save_total_limit: Annotated[int, Field(ge=1)] | None = leaf(2, owner="training.loop.trainer")
     """Number of checkpoints to keep, not counting the best one; null keeps all."""
 
+    async_save: bool = leaf(False, owner="training.loop.trainer")
+    """Write checkpoints while training goes on: each rank copies its part of weights and optimizer states into RAM,
+    which the plan counts, and a thread writes it. For tuning.mode=full under FSDP2 only, whose ranks each write a
+    part."""
+
     load_best_model_at_end: bool = leaf(False, owner="training.loop.trainer")
     """Save at every evaluation and end with the best checkpoint instead of the last."""
 

@@ -36,7 +36,13 @@ _FOR_ALL_STAGES = {
 """Keys that apply to the job as a whole; of `model` and `tuning`, all keys but those in `SHORT` do."""
 _LEARNS_NOTHING = {
     *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end"),
-    *("train.metric_for_best_model", "train.early_stopping_patience", "data.val_path", "data.test_path"),
+    *(
+        "train.async_save",
+        "train.metric_for_best_model",
+        "train.early_stopping_patience",
+        "data.val_path",
+        "data.test_path",
+    ),
     *("data.max_lost_fraction",),
 }
 """Keys that change how a stage is monitored, but not what it learns."""

@@ -46,6 +46,8 @@ class LaunchOptions:
     """Whether TensorBoard runs beside the ranks."""
     show_only: bool = False
     """Whether the command is shown and nothing is started (`make launch-command`)."""
+    restarts: int = 0
+    """How often a run of which a process died is started again."""
     notes: tuple[str, ...] = ()
     """Log lines about values that the user did not type, with their source."""
 
@@ -79,6 +81,7 @@ def _options_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, note
         nodes=nodes,
         deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if deepspeed or file else None,
         board=board,
+        restarts=whole_number(values, "MAX_RESTARTS", least=0) or 0,
         notes=notes,
     )
 

@@ -129,20 +129,20 @@ class Stopped:
         # 0: the run's manifest does not say, and then every rank had rows of its own
         object.__setattr__(self, "processes", self.processes or self.batch.ranks)
 
-    def cannot_become(self, layout: LayoutName, ranks: int) -> str | None:
-        """Why the run's checkpoint cannot be resumed in another layout or over other ranks; None where it can.
+    def cannot_become(self, layout: LayoutName) -> str | None:
+        """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any number of ranks.
 
         One process, DDP and FSDP read each other's checkpoints, whole or sharded. DeepSpeed writes each rank's shard in
-        its own format, and its ZeRO optimizers only read as many shards as there are ranks.
+        a format of its layout.
         """
-        if not self.has_trained or (self.layout == layout and self.processes == ranks):
+        if not self.has_trained or self.layout == layout:
             return None
         kept = [name for name in (self.layout, layout) if name in DEEPSPEED]
         if not kept:
             return None
         return (
-            f"it was stopped under {self.layout} over {self.processes} rank(s), and is now {layout} over {ranks}: "
-            f"DeepSpeed's checkpoints ({kept[0]}) are resumed only in their own layout over as many ranks"
+            f"it was stopped under {self.layout}, and is now {layout}: DeepSpeed's checkpoints ({kept[0]}) are resumed "
+            "only in their own layout (over any number of ranks)"
         )
 
 
@@ -271,6 +271,8 @@ def _imaginable(config: RunConfig, hardware: Hardware, count: int) -> list[Layou
 
 def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: Hardware) -> str | None:
     optim = config.train.optim
+    if config.train.async_save and not (layout.is_fsdp and config.tuning.mode == "full"):
+        return "train.async_save: only FSDP2's ranks (fsdp), in full fine-tuning, write their parts beside the training"
     if config.train.compile and (because := not_compiled(layout)):
         return because
     if config.model.add_tokens and config.tuning.mode != "full" and layout.name not in ("single", "ddp"):

@@ -79,7 +79,7 @@ def reasons_of(
         _row_words(job, chosen),
         *_loading_words(job, chosen),
         *([job.config.learning_rate_by_rule[1]] if job.config.train.learning_rate == "auto" else []),
-        *([_sharded_checkpoint_words(chosen)] if chosen.memory.checkpoint == "sharded" else []),
+        *([_sharded_checkpoint_words(job, chosen)] if chosen.memory.checkpoint == "sharded" else []),
         *([REPEATED_KEYS] if repeats_kv else []),
         *([CUDNN] if chosen.step.cudnn else []),
         *([_evaluation_words(job.config, chosen)] if chosen.step.eval_batch else []),
@@ -191,9 +191,15 @@ def _row_words(job: Job, chosen: Candidate) -> str:
     return f"{known}: a micro-batch has as many rows as fit into {places:,} tokens{padding}"
 
 
-def _sharded_checkpoint_words(chosen: Candidate) -> str:
+def _sharded_checkpoint_words(job: Job, chosen: Candidate) -> str:
     """How checkpoints are written where each rank writes a shard, and why."""
     memory = chosen.memory
+    if job.config.train.async_save:
+        return (
+            f"train.async_save: checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written while training goes "
+            f"on, in parts: each of {chosen.layout.ranks} ranks keeps its part in RAM meanwhile "
+            f"({memory.host_save_each_bytes / GIB:.1f} GiB)"
+        )
     return (
         f"checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written in parts, one by each of "
         f"{chosen.layout.ranks} ranks ({memory.host_save_each_bytes / GIB:.1f} GiB of RAM each): above "

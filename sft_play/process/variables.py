@@ -229,6 +229,12 @@ VARIABLES: Dict[str, Variable] = {
     "NODE_RANK": Variable(_LAUNCHED, "which of them this one is, from 0", "0", "launch", has_flag=False),
     "MASTER_ADDR": Variable(_LAUNCHED, "the address of node 0", "HOST", "launch", has_flag=False),
     "MASTER_PORT": Variable(_LAUNCHED, "a free port there", "29500", "launch", has_flag=False),
+    "MAX_RESTARTS": Variable(
+        ("train", "train-distributed", "train-deepspeed", "resume"),
+        "start again so often from the last checkpoint where a process of the run dies (default: 0)",
+        "3",
+        "launch",
+    ),
     "DEEPSPEED_CONFIG": Variable(
         (*_LAUNCHED, "plan", "launch-file"), "your DeepSpeed file (JSON or YAML)", "FILE", "launch", ranks=_TO_RANKS
     ),

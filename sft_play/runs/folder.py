@@ -40,7 +40,12 @@ DEEPSPEED_FILE = "deepspeed.json"
 """In a run folder: DeepSpeed's config, every value resolved."""
 FORMAT = "sft_play run 1"
 """The value of `format` in the manifest: only a folder that has it is ours to resume, replace or discard."""
-HOW_IT_ENDED = ("error", "ended")
+DIED = "died"
+"""Entry of the manifest: how a process of the run died, where starting it again may help."""
+RESTARTS = "restarts"
+"""Entry of the manifest: every restart by the command itself, with how a process had died and the step from which the
+run went on."""
+HOW_IT_ENDED = ("error", "ended", DIED)
 """Entries of the manifest that a resumed run writes anew."""
 
 

@@ -56,6 +56,7 @@ FREE_TO_CHANGE = frozenset(
         "train.logging_steps",
         "train.on_nan",
         "train.save_total_limit",
+        "train.async_save",
         "train.report_to",
         "train.profile_steps",
         "distributed.profile_communication",

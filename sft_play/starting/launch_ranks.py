@@ -26,7 +26,7 @@ from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.heap import importing
 from sft_play.runs.creation import create_run, discard_run
 from sft_play.runs.files import write_json, write_text
-from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
+from sft_play.runs.folder import DEEPSPEED_FILE, DIED, RunFolder
 from sft_play.runs.locking import LAUNCHER
 from sft_play.runs.manifest import first_day, new_manifest
 from sft_play.runs.ran_out import NOTE
@@ -198,6 +198,9 @@ def _exit_code(code: int, folder: RunFolder | None, *, stopped: bool) -> int:
     if code < 0:
         name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
         logger.error("the ranks' agent was killed by %s; what the ranks saved until then is kept", name)
+        with contextlib.suppress(RunFolderError, OSError):
+            if folder is not None:
+                folder.update_manifest(**{DIED: f"the ranks' agent was killed by {name}"})
         return 1
     # 2 and 3: the user can fix it. A folder that this start made, and in which no step was taken, is only in the way.
     if folder is not None and code in (2, 3):

@@ -172,7 +172,7 @@ def plan_ranks(
     elif given is not None and strategy in DEEPSPEED and layout_of(given, planned=strategy) == strategy:
         raw = given
     if resume_from and strategy:
-        refuse_resuming(resume_from, stopped, strategy, hardware.ranks)
+        refuse_resuming(resume_from, stopped, strategy)
     if raw is not None:
         config = as_deepspeed_says(config, raw, ranks=hardware.ranks, name=name)
     # after DeepSpeed's file, which may fix the batch
@@ -181,7 +181,7 @@ def plan_ranks(
     refuse_strategy(config, hardware, strategy)
     only = _layouts(strategy, hardware)
     if stopped is not None and strategy is None:
-        only = tuple(name for name in only if stopped.cannot_become(name, hardware.ranks) is None)
+        only = tuple(name for name in only if stopped.cannot_become(name) is None)
     weights_stay = raw is not None and strategy is not None and keeps_params(raw, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
     plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=weights_stay, kept=kept)
@@ -274,4 +274,5 @@ def refuse_strategy(config: RunConfig, hardware: Hardware, strategy: LayoutName 
     because = next((item.because for item in refused if item.name == strategy), f"{hardware.ranks} rank(s)")
     if config.model.mesh_shape is not None:
         because = f"model.mesh_shape={mesh_words(config.model.mesh_shape)} is another layout"
-    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; there are: {', '.join(names)}")
+    others = f"there are: {', '.join(names)}" if names else f"no layout over {hardware.ranks} rank(s) can"
+    raise ConfigError(f"STRATEGY={strategy} cannot run this job: {because}; {others}")

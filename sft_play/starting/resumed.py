@@ -106,9 +106,9 @@ def log_kept(kept: Kept, stopped: Stopped | None) -> None:
                     batch.effective_batch)  # fmt: skip
 
 
-def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutName, ranks: int) -> None:
+def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutName) -> None:
     """Raises RunFolderError, before anything loads, where a run's checkpoint cannot be resumed in this layout."""
-    because = stopped.cannot_become(layout, ranks) if stopped else None
+    because = stopped.cannot_become(layout) if stopped else None
     if because is None or stopped is None:
         return
     from sft_play.training.checkpoints.checkpoints import last_complete
@@ -116,6 +116,6 @@ def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutNa
     if last_complete(folder.checkpoints) is None:
         return  # without a checkpoint it starts again from the first step
     raise RunFolderError(
-        f"{folder.path} cannot be resumed: {because}; resume with NPROC={stopped.processes} STRATEGY={stopped.layout}, "
+        f"{folder.path} cannot be resumed: {because}; resume with STRATEGY={stopped.layout}, "
         f"or write out what it has learned so far: make consolidate RUN={folder.quoted}"
     )

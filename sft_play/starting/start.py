@@ -31,6 +31,7 @@ from sft_play.launch.launch_options import (
 )
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
 from sft_play.log import one_line, start_log_buffer
+from sft_play.planner.layout import DEEPSPEED
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings
 from sft_play.runs import ran_out
@@ -44,6 +45,7 @@ from sft_play.starting import as_rank
 from sft_play.starting.launch_ranks import launch_ranks
 from sft_play.starting.plan_run import layout_in_unsloth, shape_for
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
+from sft_play.starting.restarts import Restarts, refuse_restarts, take_death
 from sft_play.starting.resumed import stopped_run
 from sft_play.starting.train_here import train_here
 
@@ -58,6 +60,8 @@ class Asked:
     options: LaunchOptions = dataclasses.field(default_factory=LaunchOptions)
     over_ranks: bool = False
     """Whether ranks are launched; else this process trains, alone or as one of `ranks`."""
+    watched: bool = False
+    """Whether the run's only process is launched, as a rank is, so that it can be started again when it dies."""
     ranks: Ranks | None = None
     """This process's place among ranks that a launcher has started."""
     resume: bool = False
@@ -103,14 +107,19 @@ class Started:
 
 
 def start(asked: Asked) -> Started:
-    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches.
+    """Start a run and wait for its end; ranks that ran out of memory are started again, with smaller micro-batches,
+    and with MAX_RESTARTS= a run of which a process died.
 
     Raises:
         SftPlayError: what the user can fix; where possible before a library is imported.
     """
+    endings.note_beginning(anew=asked.ranks is None)  # train.max_hours is the limit of all starts together
+    restarts = Restarts(asked.options.restarts)
+    if restarts.most and asked.ranks is None and not asked.over_ranks:
+        options = dataclasses.replace(asked.options, processes=1)
+        asked = dataclasses.replace(asked, options=options, over_ranks=True, watched=True)
     started = _start(asked)
-    while started.code and started.folder is not None and (event := ran_out.take(started.folder)):
-        logger.warning("Starting again with micro-batch %d", event.now)
+    while started.code and started.folder is not None and restarts.wanted(started.folder, asked.loaded):
         started = _start(dataclasses.replace(asked, resume=True, folder=started.folder))
     return started
 
@@ -123,7 +132,6 @@ def _start(asked: Asked) -> Started:
     Raises:
         SftPlayError: what the user can fix; where possible before a library is imported.
     """
-    endings.note_beginning(anew=asked.ranks is None)
     with contextlib.ExitStack() as held:
         if asked.ranks is None:  # a rank that waits for the others is ended by its launcher
             held.enter_context(endings.StopSignals(endings.interrupt))
@@ -168,11 +176,12 @@ def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str |
         RunFolderError: there is none.
     """
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
+    stopped = stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
-        stopped = stopped_run(folder)
         gpus, ranks = len(machine_for(loaded.config, detect()).gpus), stopped.processes if stopped else 1
         options = dataclasses.replace(options, processes=min(ranks, gpus) if gpus else ranks)
-    is_single = options.processes == 1 and options.nodes.count == 1 and not options.deepspeed
+    has_engine = options.deepspeed or (stopped is not None and stopped.layout in DEEPSPEED)  # a single rank's too
+    is_single = options.processes == 1 and options.nodes.count == 1 and not has_engine
     over_ranks = not (is_single and options.strategy in (None, "single"))
     return Asked(loaded, options, over_ranks=over_ranks, resume=True, folder=folder)
 
@@ -194,7 +203,7 @@ def _settled(asked: Asked) -> Asked:
     environment of this process is made that of its part."""
     loaded, options, ranks = asked.loaded, asked.options, asked.ranks
     hide_gpus(loaded.config, os.environ)  # before torch is imported, which reads the variable once
-    if asked.over_ranks:
+    if asked.over_ranks and not asked.watched:
         # what the command line leaves open, accelerate's file fills in, then the mesh: of two meshes the YAML's wins
         options, accelerate = as_accelerate_says(options, loaded.config)
         loaded = with_mesh_of(accelerate, loaded) if accelerate else loaded
@@ -207,6 +216,7 @@ def _settled(asked: Asked) -> Asked:
             options = dataclasses.replace(options, strategy="single")
         elif accelerate is not None and ranks.folder is None:  # under a parent of ours: left from another launch
             options, loaded = with_choices(options, accelerate, loaded.config), with_mesh_of(accelerate, loaded)
+    refuse_restarts(loaded, options, ranks)
     loaded = tensorboard.with_curves(loaded) if options.board else loaded
     return dataclasses.replace(asked, loaded=loaded, options=options, ranks=ranks, accelerate=accelerate)
 
@@ -232,6 +242,7 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     folder, is_resumed = _folder(asked)
     if folder is not None and is_resumed and starts:
         ran_out.take(folder)  # of a run whose launcher did not start it again
+        take_death(folder)
     if folder is not None and is_resumed and is_finished(folder):
         return Decided(folder, is_resumed)
     for part in loaded.parts:

@@ -16,8 +16,8 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
 - `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `engine_check`,
   `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
-  `full_state_dict`, `sharded_checkpoints`, `gathered_weights`, `model_saving`, `tensor_files`, `consolidate`,
-  `card`.
+  `full_state_dict`, `sharded_checkpoints`, `beside` (the training), `universal` (ZeRO's over other ranks),
+  `gathered_weights`, `model_saving`, `tensor_files`, `consolidate`, `card`.
 - `measure/`: `monitor`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
   `recorded` (for later plans), `summary`.
 - `unsloth/`, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`; `unsloth_worker`

@@ -97,6 +97,11 @@ def train(
         checkpoint = last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None
         watch.memory.peaks.forget()  # those of the stage before
         is_shared = distributed.require_disk(job.folder.manifest_path, job.plan)
+        distributed.require_all(
+            is_shared or not job.loaded.config.train.async_save,
+            f"train.async_save: every rank writes a part of each checkpoint, and {job.folder.path} is not on a disk "
+            "that all nodes share: set output.dir to one, or leave train.async_save out",
+        )
         _announce(job, prepared, checkpoint)
         eval_set = eval_set_of(job, prepared)
         with LoadMeter(job.plan) as loading:
@@ -139,6 +144,7 @@ def _train(
     updates = UpdateCheck(trainer, job.plan.precision.updates)
     progress = Progress(tokens=lambda: trainer.tokens_seen)
     trainer.step_memory.waiting.append(progress.wait)
+    trainer.checkpoint_took.append(stop.note_checkpoint)
     compiler = trainer.compiler
     if compiler is not None:
         compiler.waiting.append(progress.wait)

@@ -59,7 +59,8 @@ class MemoryEstimate:
     reserved: int = 0
     margin: int = 0
     outside_allocator: int = 0
-    """CUDA context, NCCL, and the managed memory of paged optimizer states."""
+    """CUDA context, NCCL, the managed memory of paged optimizer states; on a CPU the copy of a checkpoint that is
+    written beside the training."""
     moment: str = ""
     """The moment of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
@@ -153,7 +154,7 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
         terms=terms,
         reserved=reserved,
         margin=int(reserved * margin.share) + free,
-        outside_allocator=paged + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else 0),
+        outside_allocator=paged + (CUDA_CONTEXT_BYTES + NCCL_BYTES * communicators if step.on_gpu else saving.staged),
         moment=peak,
         moments=sums,
         load_bytes=sum(loading_terms(walk).values()),

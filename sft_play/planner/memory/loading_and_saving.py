@@ -147,6 +147,8 @@ class Saving:
     """RAM that each rank needs to write its shard."""
     gathered: int
     """RAM that the first rank would need to write it whole."""
+    staged: int = 0
+    """Of `each`: the copy that a rank holds while its part is written beside the training."""
 
 
 def saving_of(walk: Walk) -> Saving:
@@ -170,6 +172,8 @@ def saving_of(walk: Walk) -> Saving:
     final = 2 * parameters.params
     if walk.shape.num_experts == 0:
         final = min(final, FILE_BYTES) + 4 * largest
-    if total <= WHOLE_BYTES:
+    beside = walk.config.train.async_save
+    if total <= WHOLE_BYTES and not beside:
         return Saving("whole", total, max(gathered, final), 0, gathered)
-    return Saving("sharded", total, final, COPIES * 4 * -(-largest // parts), gathered)
+    staged = -(-total // parts) if beside else 0
+    return Saving("sharded", total, final, COPIES * 4 * -(-largest // parts) + staged, gathered, staged)

@@ -13,6 +13,8 @@ import io
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -63,10 +66,35 @@ def is_sharded(checkpoint: Path) -> bool:
     return (checkpoint / CONTENTS).is_file()
 
 
-def save(
-    model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None]
-) -> int:
-    """Write weights and optimizer states of an FSDP model, each rank its part; returns bytes of this rank's file.
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of weights and optimizer states, by the names in a checkpoint; groups and plain values."""
+
+    tensors: dict[str, torch.Tensor]
+    record: dict[str, Any]
+
+    def in_ram(self) -> Part:
+        """A copy of it on the host, also where it is there already, which training does not change."""
+        stager = DefaultStager(StagingOptions(False, False, False, False))
+        try:
+            return Part(stager.stage(self.tensors), deepcopy(self.record))
+        finally:
+            stager.close()
+
+
+def part_of(model: nn.Module, optimizer: Any) -> Part:
+    """This rank's part of an FSDP model and its optimizer: their own tensors. All ranks call it."""
+    states = get_optimizer_state_dict(model, optimizer)
+    # dcp stores tensors; plain values and groups are the same on all ranks
+    values = {
+        name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+        for name, state in states["state"].items()
+    }
+    return Part({**_weights(model), **_states(states)}, {"param_groups": states["param_groups"], "values": values})
+
+
+def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None] = lambda: None) -> int:
+    """Write a checkpoint's weights and optimizer states, each rank its part; returns bytes of this rank's file.
 
     All ranks call it. No tensor is gathered; this rank's parts are copied to the host one at a time.
 
@@ -79,18 +107,12 @@ def save(
     Raises:
         TrainingError: a part could not be written, on any rank.
     """
-    states = get_optimizer_state_dict(model, optimizer)
-    tensors = {**_weights(model), **_states(states)}
     counter = _Counter(moved)
     writer = _Writer(checkpoint / FOLDER, counter, done)
     with _worded(f"the checkpoint {checkpoint} could not be written"):
-        dcp.save(tensors, storage_writer=writer, process_group=group)
-    if dist.get_rank() == 0:  # dcp stores tensors; plain values and groups are the same on all ranks
-        values = {
-            name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-            for name, state in states["state"].items()
-        }
-        torch.save({"param_groups": states["param_groups"], "values": values}, checkpoint / GROUPS)
+        dcp.save(part.tensors, storage_writer=writer, process_group=group)
+    if dist.get_rank() == 0:
+        torch.save(part.record, checkpoint / GROUPS)
     return counter.total
 
 

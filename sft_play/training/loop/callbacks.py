@@ -242,6 +242,10 @@ class StopAfter(TrainerCallback):
         """Note how long a checkpoint took."""
         self._lap("checkpoint")
 
+    def note_checkpoint(self, seconds: float) -> None:
+        """Note how long a checkpoint took that was written beside the training."""
+        self._longest_s["checkpoint"] = max(self._longest_s["checkpoint"], seconds)
+
     def _lap(self, name: str) -> None:
         now = self._elapsed_s()
         self._longest_s[name] = max(self._longest_s[name], now - self._lap_began)

@@ -31,6 +31,7 @@ from sft_play.data.masks.token_row import IGNORED
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.micro_batches import MicroBatches
 from sft_play.process.endings import leave_with
+from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
@@ -240,8 +241,11 @@ class PlannedLoop(CheckpointedLoop):
         for callback in callbacks:
             self.add_callback(callback)
         try:
-            with without_code(Path(checkpoint)) if checkpoint else contextlib.nullcontext():
-                return super().train(*args, **options)
+            with self._saved_at_the_end():
+                if not checkpoint:
+                    return super().train(*args, **options)
+                with without_code(Path(checkpoint)), universal.readable(self, Path(checkpoint)) as path:
+                    return super().train(*args, **{**options, "resume_from_checkpoint": str(path)})
         finally:
             for callback in callbacks:
                 self.remove_callback(callback)

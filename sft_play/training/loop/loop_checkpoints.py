@@ -13,7 +13,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,9 @@ from sft_play.training.checkpoints import (
     full_state_dict,
     gathered_weights,
     sharded_checkpoints,
+    universal,
 )
+from sft_play.training.checkpoints.beside import Writing
 from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
@@ -42,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 LOGGING_STATE = "logging_state.json"
 """In a checkpoint: sums of losses, rows and tokens, so that what is logged after a resume is the unbroken run's."""
+
+
+_LAST_SAVE_S = 300.0
+"""How long a run that fails waits for a checkpoint that was begun."""
 
 
 class RestoreSums(TrainerCallback):
@@ -72,15 +78,21 @@ class CheckpointedLoop(Trainer):
         *,
         checkpoint_limit: int | None = None,
         in_parts: bool = False,
+        async_save: bool = False,
         on_nan: Literal["stop", "skip"] = "stop",
         beat: Heartbeat | None = None,
         monitor: Monitor | None = None,
         **options: Any,
     ) -> None:
         """`checkpoint_limit`: how many are kept, None for all; `in_parts`: every rank writes its own part (FSDP only);
-        `on_nan`: what a step that is not finite does. The other options are the Trainer's."""
+        `async_save`: while training goes on; `on_nan`: what a step that is not finite does. The other options are the
+        Trainer's."""
         self._checkpoint_limit = checkpoint_limit
-        self.in_parts = in_parts
+        self.in_parts, self._async_save = in_parts, async_save
+        self._part: sharded_checkpoints.Part | None = None  # of the checkpoint that is about to be written
+        self._writing: Writing | None = None
+        self.checkpoint_took: list[Callable[[float], None]] = []
+        """Told the seconds of a checkpoint that was written beside the training."""
         self.finite = FiniteSteps(self, on_nan)
         self.beat = beat or Heartbeat(0.0)  # one that was never opened tells nobody
         self._monitor = monitor or Monitor()
@@ -100,33 +112,69 @@ class CheckpointedLoop(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         # overridden since callbacks hear of a checkpoint (on_save) only once it is written: too late to write it aside
+        self.finish_saving()
         folder, step = Path(self.args.output_dir), self.state.global_step
         self.beat.note(step, "saving a checkpoint")
         require_finite(self)
-        what = f"{checkpoints.kept(folder)}; that of step {step}"
-        free = distributed.of_first(free_bytes(folder))
+        free, needed = distributed.of_first(free_bytes(folder)), engines.checkpoint_bytes(self)
         try:
-            with room(folder, engines.checkpoint_bytes(self), what, free=free):
-                self._write_twice(model, trial)
-        except SftPlayError:
-            shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
-            raise
+            with self._room(step, needed, free=free):
+                self._write_twice(model, trial, needed)
         finally:
             self._staging = None
 
-    def _write_twice(self, model: Any, trial: Any) -> None:
+    @contextlib.contextmanager
+    def _room(self, step: int, needed: int, *, free: int | None = None) -> Iterator[None]:
+        """Within it a checkpoint is written; what is half written is removed where the disk takes no more."""
+        folder = Path(self.args.output_dir)
+        try:
+            with room(folder, needed, f"{checkpoints.kept(folder)}; that of step {step}", free=free):
+                yield
+        except SftPlayError:
+            shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # it would keep the disk full
+            raise
+
+    def finish_saving(self) -> None:
+        """Wait until the checkpoint that is written beside the training is whole. All ranks call it.
+
+        Raises:
+            RunFolderError: the disk took no more.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        self.beat.note(self.state.global_step, "waiting for a checkpoint")
+        with self._room(writing.step, writing.needed), self.beat.waiting():
+            took_s = writing.result()
+            self.wait_for_disk()
+        logger.info("Checkpoint of step %d: written beside the training in %.0f s", writing.step, took_s)
+        for tell in self.checkpoint_took:
+            tell(took_s)
+
+    @contextlib.contextmanager
+    def _saved_at_the_end(self) -> Iterator[None]:
+        """Wait at its end for the checkpoint that is written beside the training; after an error only as long as the
+        other ranks may take to write theirs."""
+        try:
+            yield
+            self.finish_saving()
+        finally:
+            if self._writing is not None:
+                self._writing.give_time(_LAST_SAVE_S)
+
+    def _write_twice(self, model: Any, trial: Any, needed: int) -> None:
         """Write a checkpoint; where one process lacks memory for it, once more with what the caches held."""
         try:
-            self._write_checkpoint(model, trial)
+            self._write_checkpoint(model, trial, needed)
             return
         except (RuntimeError, MemoryError) as error:
             if distributed.world_size() > 1 or not ran_out(error):
                 raise
             logger.warning("Checkpoint: out of memory; once more without caches: %s", one_line(str(error)))
         free_memory()
-        self._write_checkpoint(model, trial)
+        self._write_checkpoint(model, trial, needed)
 
-    def _write_checkpoint(self, model: Any, trial: Any) -> None:
+    def _write_checkpoint(self, model: Any, trial: Any, needed: int) -> None:
         folder, step = Path(self.args.output_dir), self.state.global_step
         loss_sum, seen = self._mean_loss_sum(), self._monitor.seen()
         if distributed.is_first():
@@ -140,8 +188,8 @@ class CheckpointedLoop(Trainer):
             if distributed.is_first_of_node() and not distributed.is_first():
                 flush(staging)  # only the node that wrote a file can bring it to a disk that nodes share
             self.wait_for_disk()
+        written = checkpoints.path_of(staging, step)
         if distributed.is_first():
-            written = checkpoints.path_of(staging, step)
             state = {
                 "loss_sum": loss_sum, "last_logged": self._globalstep_last_logged,
                 "total_loss": self._total_loss_scalar, "left_out": self.finite.left_out, "seen": seen,
@@ -152,10 +200,34 @@ class CheckpointedLoop(Trainer):
                 is_kept = best.exists() or self.state.best_global_step == step
                 self.state.best_model_checkpoint = str(best) if is_kept else None
                 self.state.save_to_json(str(written / "trainer_state.json"))
-            checkpoints.commit(written, folder, needed=self._needed_files(), moved=self.beat.moved)
-            best_path = Path(self.state.best_model_checkpoint) if self.state.best_model_checkpoint else None
-            checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best_path)
+        best = self.state.best_model_checkpoint
+        put = functools.partial(self._put, written, folder, Path(best) if best else None)
+        part, self._part = self._part, None
+        if part is not None:
+            group = distributed.patient(of="the thread that saves")
+            self._writing = Writing(lambda: self._write_beside(part, put, written, group), step=step, needed=needed)
+            return
+        if distributed.is_first():
+            put(moved=self.beat.moved)
         self.wait_for_disk()
+
+    def _put(self, written: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]) -> None:
+        """Give a checkpoint that was written its name, and remove those that are too many."""
+        checkpoints.commit(written, folder, needed=self._needed_files(), moved=moved)
+        checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best)
+
+    def _write_beside(
+        self, part: sharded_checkpoints.Part, put: Callable[..., None], written: Path, group: Any
+    ) -> None:
+        """What a thread does while training goes on. Its bytes are this rank's progress only where training waits."""
+
+        def moved(count: int) -> None:
+            if self._writing is None or self._writing.awaited:
+                self.beat.moved(count)
+
+        sharded_checkpoints.save(part, written, group=group, moved=moved)
+        if distributed.is_first():  # all parts are on the disk
+            put(moved=moved)
 
     def _needed_files(self) -> tuple[str, ...]:
         if self.is_deepspeed_enabled:
@@ -239,10 +311,13 @@ class CheckpointedLoop(Trainer):
                 waiting.enter_context(self.beat.waiting())
 
             self.beat.note(step, "writing its part of a checkpoint")
+            part = sharded_checkpoints.part_of(self.model, self.optimizer.optimizer)
+            if self._async_save:
+                self._part = part.in_ram()
+                return
             own_bytes = sharded_checkpoints.save(
-                self.model, self.optimizer.optimizer, path,
-                group=distributed.patient(), moved=self.beat.moved, done=done,
-            )  # fmt: skip
+                part, path, group=distributed.patient(), moved=self.beat.moved, done=done
+            )
         logger.info(
             "Checkpoint of step %d: %.2f GiB in %d parts, %.0f s",
             step, distributed.total(own_bytes) / GIB, distributed.world_size(), time.monotonic() - started,
@@ -272,6 +347,8 @@ class CheckpointedLoop(Trainer):
             sharded_checkpoints.load_optimizer(self.model, optimizer, path, group=group, moved=self.beat.moved)
         elif path is None or not self.is_fsdp_enabled:
             super()._load_optimizer_and_scheduler(checkpoint)
+            if path is not None and self.is_deepspeed_enabled:
+                universal.loaded(self, path)
             return
         else:
             states = torch.load(path / "optimizer.pt", weights_only=True) if distributed.is_first() else None
@@ -291,7 +368,8 @@ class CheckpointedLoop(Trainer):
 
     def _load_best_model(self) -> None:
         # at the end of training, with load_best_model_at_end; it reads files by itself, not by `_load_from_checkpoint`
-        best = self.state.best_model_checkpoint
+        self.finish_saving()
+        best = distributed.of_first(self.state.best_model_checkpoint)  # the others know where it was written aside
         found = checkpoints.fault(Path(best), moved=self.beat.moved) if distributed.is_first() else None
         self.wait_for_disk()
         found = distributed.of_first(found)
@@ -300,8 +378,12 @@ class CheckpointedLoop(Trainer):
             return
         if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)):
             self._load_from_checkpoint(best)
-        else:
+            return
+        with universal.readable(self, Path(best)) as path:  # it may have been written over other ranks
+            self.state.best_model_checkpoint = str(path)
             super()._load_best_model()
+            universal.loaded(self, path)
+        self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """Raises TrainingError when a checkpoint's weights did not all find their place."""

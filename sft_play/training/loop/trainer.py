@@ -274,6 +274,7 @@ def build_trainer(
         mix=mix,
         eval_dataset=to_dataset(evaluation.rows) if evaluation is not None else None,
         checkpoint_limit=config.train.save_total_limit,
+        async_save=config.train.async_save,
         patience=config.train.early_stopping_patience,
         monitor=monitor,
         layout=plan.choice.layout,

@@ -15,7 +15,7 @@ from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
 from sft_play.runs.creation import create_run, discard_run, write_start
 from sft_play.runs.files import refusals
-from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED
+from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED, RESTARTS
 from sft_play.runs.locking import Lock, lock
 from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.runs.ran_out import ENTRY
@@ -114,8 +114,9 @@ def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
     manifest["cpu"] = cpu_facts()
-    if job.resume and (before := job.folder.manifest().get(ENTRY)):  # no step was trained, since memory ran out
-        manifest[ENTRY] = before
+    if job.resume:  # no step was trained, since memory ran out or a process died
+        before = job.folder.manifest()
+        manifest |= {name: before[name] for name in (ENTRY, RESTARTS) if name in before}
     manifest["backend"] = prepared[0].backend.name
     manifest["choices"] = [line for part, one in zip(job.parts, prepared, strict=True) for line in choices(part, one)]
     if prepared[0].renderer.writes_date:

@@ -72,16 +72,21 @@ def barrier(group: Any = None) -> None:
 _patient: dict[Any, Any] = {}
 
 
-def patient() -> Any:
+def patient(*, of: str = "the run") -> Any:
     """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up after
-    `distributed.timeout_s`; None for one process. All ranks call it."""
+    `distributed.timeout_s`; None for one process. All ranks call it.
+
+    Args:
+        of: whose it is: a thread that works beside the training needs one of its own.
+    """
     if world_size() == 1:
         return None
     world = dist.group.WORLD
-    if world not in _patient:
+    if any(group is not world for group, _ in _patient):
         _patient.clear()
-        _patient[world] = dist.new_group(backend="gloo", timeout=PATIENCE)
-    return _patient[world]
+    if (world, of) not in _patient:
+        _patient[world, of] = dist.new_group(backend="gloo", timeout=PATIENCE)
+    return _patient[world, of]
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ from sft_play.log import escape_control, one_line, redact, set_up_logging, survi
 from sft_play.process import failures
 from sft_play.process.endings import STOPPING, StopSignals, leave_with_starter
 from sft_play.process.failures import Failure, numbered
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import DIED, RunFolder
 from sft_play.runs.locking import WRITER, lock
 from sft_play.training.ranks.heartbeat import noted
 
@@ -51,6 +51,8 @@ COMMAND = os.environ.get(failures.COMMAND_VARIABLE, "train-distributed")
 """The command that started the ranks, which messages begin with."""
 LEFTOVER_S = 5.0
 """How long processes that ranks started, such as a data loader's workers, have to notice that the ranks have ended."""
+_OF_A_GPU = ("AcceleratorError", "DistBackendError")
+"""torch's errors where a GPU or NCCL fails, such as memory errors that cannot be corrected."""
 _NO_MEETING = (RendezvousTimeoutError, RendezvousConnectionError, DistStoreError, DistNetworkError)
 """What torch raises where nodes do not meet, or a port is taken."""
 
@@ -150,6 +152,16 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_r
     return "\n".join(part for part in parts if part), 1
 
 
+def death(ended: Sequence[Ended], world: int | None, *, asked: bool, memory_ran_out: bool | None) -> str | None:
+    """How a rank died, in one line, where the ranks may live if they are started again: it left no message, lost
+    another rank or waited in vain, or its GPU failed. None where the error would come again, or a stop was asked
+    for."""
+    root = root_of(ended, stopped=asked)
+    own = root.own
+    helps = own is None or own.kind in ("peer", "hung") or (own.kind == "fault" and own.name in _OF_A_GPU)
+    return sentence(root, world, memory_ran_out=memory_ran_out) if helps and not (asked or root.was_told) else None
+
+
 def _others(ended: Sequence[Ended], root: Ended) -> str:
     others = [one for one in ended if one is not root]
     words = root.own and (root.own.kind, root.own.name, root.own.message)
@@ -218,7 +230,8 @@ def main(words: Sequence[str] | None = None) -> int:
             text, code = report(ended, _world(given), stopped=stopping.asked, memory_ran_out=more)
             if stopping.at_once:
                 text, code = f"[{COMMAND}] ended at once; what was saved until then is kept", Interrupted.exit_code
-            _note_in_run(text.splitlines(), code)
+            died = death(ended, _world(given), asked=stopping.asked, memory_ran_out=more)
+            _note_in_run(text.splitlines(), code, died)
         except (KeyboardInterrupt, SignalException):
             text = f"[{COMMAND}] stopped by the user before the ranks had started"
             code = Interrupted.exit_code
@@ -276,7 +289,7 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _note_in_run(lines: Sequence[str], code: int) -> None:
+def _note_in_run(lines: Sequence[str], code: int, died: str | None) -> None:
     """Record the report in the run folder, where a rank could not: in the log, and as the run's end in its manifest."""
     path = os.environ.get(failures.RUN_VARIABLE)
     if not path:
@@ -289,8 +302,10 @@ def _note_in_run(lines: Sequence[str], code: int) -> None:
                 with folder.log_path.open("a", encoding="utf-8") as log:
                     log.writelines(f"{line}\n" for line in lines)
             # a rank that could not write it may have run out of memory: what rank 0 wrote is its lost connection
-            if code != Interrupted.exit_code and manifest.get("status") in ("running", "failed"):
-                folder.update_manifest(status="failed", error=_error_of(lines))
+            # and one that was told to end with the others may have written that it was stopped
+            has_failed = manifest.get("status") in ("running", "failed", *(["stopped"] if died else []))
+            if code != Interrupted.exit_code and has_failed:
+                folder.update_manifest(status="failed", error=_error_of(lines), **{DIED: died})
     except (SftPlayError, OSError):  # the folder was never made, was removed, or has become another run's
         return
 

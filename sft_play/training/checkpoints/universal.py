@@ -1,0 +1,118 @@
+"""DeepSpeed's checkpoints over another number of ranks, by its universal form.
+
+A ZeRO checkpoint has a file of optimizer states for each rank, which DeepSpeed reads over as many ranks only. Where
+they are others now, its own converter writes each tensor whole, beside the checkpoint, which stays as it is; every rank
+reads its part of it, and it is removed. What ZeRO-3's loader gets wrong is put right here (0.19.8,
+`load_hp_checkpoint_state_from_checkpoint_dir_stage3`): all groups of the optimizer get those of the first, weight
+decay and learning rate among them, and all states one tensor that counts the steps, which each of them counts on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import shutil
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from sft_play.runs.files import free_bytes, room
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.ranks import distributed, engines
+
+logger = logging.getLogger(__name__)
+
+_STATES, _WEIGHTS = "*_optim_states.pt", "*_model_states.pt"
+_GROUPS = "zero/optimizer_state.pt"
+
+
+@contextlib.contextmanager
+def readable(trainer: Any, checkpoint: Path) -> Iterator[Path]:
+    """The checkpoint as the ranks of now can read it: itself, or a copy in DeepSpeed's universal form, which is gone
+    once it was loaded (`loaded`). All ranks call it.
+
+    Raises:
+        RunFolderError: there is no room for the copy.
+    """
+    parts, folder = sorted(checkpoint.glob(f"global_step*/{_STATES}")), checkpoint.parent
+    if not trainer.is_deepspeed_enabled or len(parts) == distributed.world_size():
+        yield checkpoint
+        return
+    made = checkpoints.path_of(checkpoints.staging_path(folder), checkpoints.step_of(checkpoint))
+    trainer.beat.note(checkpoints.step_of(checkpoint), "converting the checkpoint")
+    try:
+        free, what = distributed.of_first(free_bytes(folder)), f"{checkpoint.name} for another number of ranks"
+        with room(folder, _most_bytes(parts), what, free=free), trainer.writing(folder):
+            if distributed.is_first():
+                logger.info("Converting the optimizer states of %d ranks for %d: %s",
+                            len(parts), distributed.world_size(), checkpoint)  # fmt: skip
+                checkpoints.staging(folder)
+                _convert(checkpoint, made, parts[0].parent)
+        trainer.wait_for_disk()
+        _switch(trainer, on=True)
+        yield made
+    finally:
+        _switch(trainer, on=False)
+        if distributed.is_first():
+            shutil.rmtree(made.parent, ignore_errors=True)
+
+
+def loaded(trainer: Any, checkpoint: Path) -> None:
+    """After the engine has read a copy: put back the groups of its optimizer, let it read checkpoints as usual, and
+    remove the copy. All ranks call it."""
+    if not (checkpoint / "latest_universal").is_file():
+        return
+    optimizer = engines.innermost(trainer.optimizer)
+    groups = distributed.of_first(_saved_groups(checkpoint) if distributed.is_first() else None)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        group.update(saved)
+    for state in optimizer.state.values():
+        state["step"] = deepcopy(state["step"])
+    _switch(trainer, on=False)
+    trainer.wait_for_disk()
+    if distributed.is_first():
+        shutil.rmtree(checkpoint.parent, ignore_errors=True)
+
+
+def _switch(trainer: Any, *, on: bool) -> None:
+    """Whether the engine reads the universal form: one that is still to be made, by its config."""
+    trainer.accelerator.state.deepspeed_plugin.deepspeed_config["checkpoint"] = {"load_universal": on}
+    if engines.is_deepspeed(trainer.model_wrapped):
+        trainer.model_wrapped._config.load_universal_checkpoint = on
+
+
+def _saved_groups(made: Path) -> list[dict[str, Any]]:
+    path = next(made.glob(f"*/{_GROUPS}"))
+    groups = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["param_groups"]
+    return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+
+def _most_bytes(parts: Sequence[Path]) -> int:
+    """What a conversion takes at most: every state as pieces and whole, those of the first rank and the weights again.
+
+    Weights that are frozen are in no part.
+    """
+    states = [part.stat().st_size for part in parts]
+    return 2 * sum(states) + states[0] + sum(file.stat().st_size for file in parts[0].parent.glob(_WEIGHTS))
+
+
+def _convert(checkpoint: Path, made: Path, parts: Path) -> None:
+    """Write the copy: DeepSpeed's states in universal form, and links to the checkpoint's other files."""
+    from deepspeed.checkpoint.ds_to_universal import main
+
+    made.mkdir()
+    for item in checkpoint.iterdir():
+        if item != parts:
+            (made / item.name).symlink_to(item.absolute())
+    words = Namespace(
+        input_folder=str(parts), output_folder=str(made / f"{parts.name}_universal"),
+        num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+        inject_missing_state=True,  # what only Megatron's models write
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        main(words)

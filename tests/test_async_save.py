@@ -1,0 +1,268 @@
+"""train.async_save: checkpoints are written while training goes on, and are as whole as any other."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from sft_play.config.load import config_from_text
+from sft_play.facts.models.decoder import parse_config
+from sft_play.planner.layout import Layout
+from sft_play.planner.memory.estimate import estimate
+from sft_play.planner.memory.step_memory import Step
+from sft_play.planner.precision import Precision
+from sft_play.runs.folder import RESTARTS
+from sft_play.training.checkpoints import checkpoints
+from sft_play.training.checkpoints.beside import Writing
+from sft_play.training.loop.callbacks import StopAfter
+from tests import warm
+from tests.bundled import model_config
+from tests.conftest import ROOT, clean_environment
+from tests.models import uneven_run
+from tests.test_train import assert_same_bits, losses, weights
+
+pytestmark = pytest.mark.build
+
+
+# --- decisions --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("given", "layout", "mode"),
+    [({"NPROC": "2"}, "ddp", "full"), ({"NPROC": "2"}, "zero2", "full"), ({"NPROC": "2"}, "fsdp", "lora")],
+)
+def test_where_the_engine_has_none_it_is_refused(command, tmp_path, tiny_llama, monkeypatch, given, layout, mode):
+    uneven_run(tmp_path, tiny_llama)
+    for name, text in {**given, "STRATEGY": layout}.items():
+        monkeypatch.setenv(name, text)
+    words = ["--config", f"{tmp_path}/run.yaml", f"tuning.mode={mode}", "train.async_save=true"]
+    code, printed = command("train-distributed", *words)
+    assert code == 2
+    assert f"STRATEGY={layout} cannot run this job: train.async_save: only FSDP2's ranks" in printed or (
+        "no layout over 2 ranks can run this job" in printed and "fsdp: train.async_save: only FSDP2's ranks" in printed
+    )
+    assert not (tmp_path / "outputs").exists()
+
+
+def test_one_process_is_refused_too(command, tmp_path, tiny_llama):
+    uneven_run(tmp_path, tiny_llama)
+    code, printed = command("train", "--config", f"{tmp_path}/run.yaml", "tuning.mode=full", "train.async_save=true")
+    assert code == 2
+    assert "STRATEGY=single cannot run this job: train.async_save: only FSDP2's ranks (fsdp)" in printed
+    assert "no layout over 1 rank(s) can" in printed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_plan_counts_the_copy_that_each_rank_keeps(seed):
+    draw = random.Random(seed)
+    name = draw.choice(["Llama-3.1-8B", "Qwen2.5-0.5B", "Llama-3.2-1B"])
+    shape, ranks, on_gpu = parse_config(model_config(name), name=name), draw.choice([2, 4, 8]), draw.random() < 0.5
+    copies = draw.choice([1, 2])
+    text = "model: {name: x}\ntuning: {mode: full}\ntrain: {async_save: %s}\n"
+    step = Step(1, 1, 512, layout=Layout("fsdp_hybrid" if copies > 1 else "fsdp", ranks * copies, ranks))
+    step = dataclasses.replace(step, on_gpu=on_gpu)
+    plain, beside = (
+        estimate(config_from_text(text % word, name="run"), shape, Precision("bfloat16", "float32", ""), step)
+        for word in ("false", "true")
+    )
+    assert beside.checkpoint == "sharded"  # also where one process would have written it whole
+    staged = -(-beside.checkpoint_bytes // ranks)
+    assert staged == pytest.approx(12 * shape.params / ranks, rel=0.02)
+    assert beside.host_save_each_bytes >= staged
+    if plain.checkpoint == "sharded":
+        assert beside.host_save_each_bytes - plain.host_save_each_bytes == staged
+        assert beside.host_bytes - plain.host_bytes == staged
+    assert beside.outside_allocator - plain.outside_allocator == (0 if on_gpu else staged)
+
+
+# --- the thread -------------------------------------------------------------------------------------------------------
+def test_what_the_thread_raises_is_raised_where_it_is_awaited():
+    class Failed(BaseException): ...
+
+    def fails() -> None:
+        raise Failed("a part")
+
+    writing = Writing(fails, step=3, needed=1)
+    writing.give_time(10)
+    with pytest.raises(Failed, match="a part"):
+        writing.result()
+    done = threading.Event()
+    writing = Writing(lambda: done.wait(10) and None, step=3, needed=1)
+    writing.give_time(0.01)  # not its end
+    assert not writing.awaited
+    done.set()
+    assert 0 < writing.result() < 10
+    assert writing.awaited
+
+
+def test_a_limit_of_hours_leaves_the_time_that_a_write_beside_the_training_takes(monkeypatch):
+    now = [0.0]
+    stop = StopAfter(None, hours=1.0, elapsed_s=lambda: now[0])
+    stop.on_step_begin()
+    stop.on_save()
+    now[0] = 3600 - 500
+    stop.note_checkpoint(400.0)
+    assert not stop._time_is_up()
+    stop.note_checkpoint(600.0)
+    assert stop._time_is_up()
+    stop.note_checkpoint(1.0)  # the longest counts
+    assert stop._time_is_up()
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+RANKS = """
+import os
+
+
+def disturb(kind):
+    import errno
+    import pathlib
+    import signal
+    import threading
+    import time
+    from sft_play.training.checkpoints import sharded_checkpoints
+
+    write, mark = sharded_checkpoints.save, pathlib.Path(os.environ["MARK"])
+
+    def save(part, checkpoint, **options):
+        assert threading.current_thread() is not threading.main_thread()
+        is_its_turn, is_second = os.environ["RANK"] == "1", checkpoint.name == "checkpoint-4"
+        time.sleep(1.5)  # the rest of the run, if nothing waits for it
+        if kind == "dies" and is_second and is_its_turn and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if kind == "told" and checkpoint.name == "checkpoint-2" and os.environ["RANK"] == "0":
+            os.kill(os.getppid(), signal.SIGTERM)
+            time.sleep(1.5)
+        return write(part, checkpoint, **options)
+
+    def no_room(self, *_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+
+    sharded_checkpoints.save = save
+    if kind == "full" and os.environ["RANK"] == "1":
+        real = sharded_checkpoints._Writer.write_data
+        sharded_checkpoints._Writer.write_data = lambda self, *args: (
+            no_room(self) if "checkpoint-4" in str(self.path) else real(self, *args)
+        )
+
+
+if "RANK" in os.environ and os.environ.get("DISTURBED"):
+    disturb(os.environ["DISTURBED"])
+"""
+"""sitecustomize.py: writes that take longer than the training, and what may happen in the midst of one."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("async-save")
+    uneven_run(folder, tiny_llama)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(RANKS)
+    return folder
+
+
+def run(world: Path, command: str, name: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """A command of a run over two ranks, with a checkpoint every second step."""
+    python = sys.executable if "DISTURBED" in environ else warm.python()  # a fork's launcher is not the ranks' parent
+    given = [python, "-m", "sft_play", command, "--config", f"{world}/run.yaml", "tuning.mode=full"]
+    given += ["train.save_steps=2", "train.save_total_limit=null", "train.max_steps=6", *words]
+    given += [f"output.name={name}"] if command != "resume" else []
+    environ = {"STRATEGY": "fsdp", "NPROC": "2", "MARK": str(world / f"mark-{name}"), **environ}
+    environ |= {"RUN": name} if command == "resume" else {}
+    kept = clean_environment(PYTHONPATH=f"{ROOT}{os.pathsep}{world}/site", **environ)
+    return subprocess.run(given, cwd=ROOT, env=kept, capture_output=True, text=True, timeout=300)
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """The steps of all checkpoints, each as it was written; fails where anything else lies beside them."""
+    found = sorted((folder / "checkpoints").iterdir())
+    assert [checkpoints.fault(path) for path in found] == [None] * len(found)
+    return [checkpoints.step_of(path) for path in found]
+
+
+@pytest.fixture(scope="module")
+def plain(world) -> Path:
+    """The run that waits for its checkpoints."""
+    answer = run(world, "train-distributed", "plain")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return world / "outputs" / "plain"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_checkpoint_is_of_its_step_although_training_went_on(world, plain, precision):
+    words = ["train.bf16=true"] if precision == "bf16" else []
+    if words:
+        answer = run(world, "train-distributed", "plain-bf16", *words)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        plain = world / "outputs" / "plain-bf16"
+    name = f"beside-{precision}"
+    answer = run(world, "train-distributed", name, *words, "train.async_save=true", DISTURBED="late")
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    folder = world / "outputs" / name
+    assert_same_bits(weights(folder), weights(plain))
+    assert losses(folder) == losses(plain)
+    assert whole_steps(folder) == [2, 4, 6]
+    log = (folder / "train.log").read_text()
+    assert "are written while training goes on" in log
+    assert all(f"Checkpoint of step {step}: written beside the training in " in log for step in (2, 4, 6))
+    again = world / "outputs" / f"{name}-again"  # as if it had been killed after the first of them
+    shutil.copytree(folder, again)
+    for step in (4, 6):
+        shutil.rmtree(again / "checkpoints" / f"checkpoint-{step}")
+    manifest = json.loads((again / "manifest.json").read_text())
+    (again / "manifest.json").write_text(json.dumps({**manifest, "status": "failed"}))
+    shutil.rmtree(again / "model")
+    answer = run(world, "resume", again.name, *words)  # it need not be asked for again
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    assert "from step 2" in answer.stdout
+    assert_same_bits(weights(again), weights(plain))
+    assert losses(again) == losses(plain)
+
+
+@pytest.mark.slow
+def test_a_kill_in_the_midst_leaves_the_last_one_whole_and_a_restart_goes_on_from_it(world, plain):
+    answer = run(world, "train-distributed", "dies", "train.async_save=true", DISTURBED="dies", MAX_RESTARTS="1")
+    printed = answer.stdout + answer.stderr
+    assert answer.returncode == 0, printed
+    assert "was killed by SIGKILL" in printed
+    assert "the run goes on from the checkpoint of step 2" in printed
+    folder = world / "outputs" / "dies"
+    assert whole_steps(folder) == [2, 4, 6]
+    assert [one["from_step"] for one in json.loads((folder / "manifest.json").read_text())[RESTARTS]] == [2]
+    assert_same_bits(weights(folder), weights(plain))
+    assert losses(folder) == losses(plain)
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_message_and_the_last_one_stays(world):
+    answer = run(world, "train-distributed", "full", "train.async_save=true", DISTURBED="full")
+    printed = answer.stdout + answer.stderr
+    assert answer.returncode == 2, printed
+    assert printed.count("error: ") == 1, printed
+    assert "the last checkpoint is that of step 2; that of step 4 cannot be written into" in printed
+    assert "No space left on device; about " in printed
+    assert "Traceback" not in printed
+    assert whole_steps(world / "outputs" / "full") == [2]
+
+
+@pytest.mark.slow
+def test_a_stop_request_waits_for_it_and_for_its_own(world, plain):
+    answer = run(world, "train-distributed", "told", "train.async_save=true", "train.max_steps=6", DISTURBED="told")
+    folder = world / "outputs" / "told"
+    printed = answer.stdout + answer.stderr
+    assert answer.returncode == 130, printed
+    steps = whole_steps(folder)
+    assert steps[0] == 2
+    assert "resume" in printed
+    ended = run(world, "resume", "told", "train.async_save=true")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert_same_bits(weights(folder), weights(plain))

@@ -1,0 +1,282 @@
+"""MAX_RESTARTS=: a run of which a process died goes on from its last checkpoint, so often and no more."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sft_play.config.load import load_config
+from sft_play.launch.launch_options import LaunchOptions
+from sft_play.process import endings
+from sft_play.process.failures import Failure, Kind
+from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
+from sft_play.runs.ran_out import RanOut, leave
+from sft_play.starting import launch_ranks
+from sft_play.starting import start as starting
+from sft_play.starting.restarts import Restarts
+from sft_play.training.checkpoints import checkpoints
+from tests import warm
+from tests.conftest import ROOT, clean_environment
+from tests.models import uneven_run
+from tests.test_train import assert_same_bits, losses, weights
+
+pytestmark = pytest.mark.build
+
+
+# --- whether, and how often -------------------------------------------------------------------------------------------
+KINDS: tuple[Kind | None, ...] = ("user", "stopped", "fault", "peer", "hung", None)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_what_died_is_told_from_what_would_fail_again(seed):
+    from sft_play.training.ranks.elastic_agent import Ended, death
+
+    draw = random.Random(seed)
+    kind, code = draw.choice(KINDS), draw.choice([-9, -11, -6, -15, 7])
+    name = draw.choice(["ValueError", "AcceleratorError", "DistBackendError", "TrainingError"])
+    own = Failure(kind, 2, name, "words", "", 100.5, 1, "a", 11) if kind is not None else None
+    asked = draw.random() < 0.3
+    root = Ended(1, 11, code, 100.0, own, "4 (training)")
+    followed = Ended(0, 10, 1, 101.0, Failure("peer", 1, "RuntimeError", "gloo: closed", "", 101.5, 0, "a", 10))
+    others = [followed] if kind in ("user", "fault", None) and code != -15 and draw.random() < 0.5 else []
+    found = death([root, *others], 2, asked=asked, memory_ran_out=False)
+    if kind is None:
+        helps = code != -15  # somebody ended it by a signal that asks
+    else:
+        helps = kind in ("peer", "hung") or (kind == "fault" and name in ("AcceleratorError", "DistBackendError"))
+    assert (found is not None) is (helps and not asked)
+    assert found is None or "words" in found or found.startswith("rank 1 of 2 (pid 11)")
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "model: {name: gpt2, max_seq_len: 64}\ndata: {train_path: rows.jsonl}\n"
+        f"train: {{effective_batch_size: 2}}\noutput: {{dir: {tmp_path}, name: one}}\n"
+    )
+    return path
+
+
+def failed(folder: RunFolder, died: str | None, **more: Any) -> None:
+    folder.write_json("manifest.json", {"format": FORMAT, "status": "failed", **({DIED: died} if died else {}), **more})
+
+
+def checkpoint(folder: RunFolder, step: int) -> None:
+    written = checkpoints.path_of(checkpoints.staging(folder.checkpoints), step)
+    written.mkdir()
+    (written / "model.safetensors").write_bytes(b"weights")
+    checkpoints.commit(written, folder.checkpoints, needed=())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_command_starts_again_as_often_as_it_may(tmp_path, config, monkeypatch, seed):
+    draw = random.Random(seed)
+    most, fails = draw.randint(0, 4), draw.randint(0, 6)
+    folder, began = RunFolder(tmp_path / "one"), []
+    folder.path.mkdir()
+
+    def begin(asked: starting.Asked) -> starting.Started:
+        began.append((asked.resume, asked.over_ranks, os.environ[endings.BEGAN_VARIABLE]))
+        dies = len(began) <= fails
+        failed(folder, f"death {len(began)}" if dies else None, restarts=folder_restarts(folder))
+        return starting.Started(1 if dies else 0, folder)
+
+    monkeypatch.setattr(starting, "_start", begin)
+    monkeypatch.setenv(endings.BEGAN_VARIABLE, "0.0")
+    asked = starting.Asked(load_config(config), LaunchOptions(restarts=most))
+    assert starting.start(asked).code == (1 if fails > most else 0)
+    assert len(began) == 1 + min(most, fails)
+    assert [resume for resume, _, _ in began] == [False] + [True] * min(most, fails)
+    assert {spread for _, spread, _ in began} == {most > 0}  # this process would not outlive the run's
+    assert len({at for *_, at in began}) == 1  # one limit of hours for all
+    assert [entry["after"] for entry in folder_restarts(folder)] == [f"death {n + 1}" for n in range(min(most, fails))]
+
+
+def folder_restarts(folder: RunFolder) -> list[dict[str, Any]]:
+    return folder.manifest().get(RESTARTS, []) if folder.manifest_path.exists() else []
+
+
+def test_one_line_says_how_it_died_and_from_where_it_goes_on(tmp_path, config, caplog):
+    folder, restarts = RunFolder(tmp_path / "one"), Restarts(2)
+    folder.path.mkdir()
+    loaded = load_config(config)
+    failed(folder, "rank 1 died")
+    assert restarts.wanted(folder, loaded)
+    checkpoint(folder, 4)
+    checkpoint(folder, 6)
+    (checkpoints.path_of(folder.checkpoints, 6) / checkpoints.COMPLETE).unlink()  # not whole
+    folder.update_manifest(died="rank 0 died")
+    assert restarts.wanted(folder, loaded)
+    folder.update_manifest(died="again")
+    assert not restarts.wanted(folder, loaded)
+    wanted = [
+        "Restart 1 of 2: rank 1 died; the run goes on from the beginning: there is no checkpoint",
+        "Restart 2 of 2: rank 0 died; the run goes on from the checkpoint of step 4",
+        "MAX_RESTARTS=2 is used up: the run ends",
+    ]
+    assert caplog.messages == wanted
+    log = folder.log_path.read_text()
+    assert all(line in log for line in wanted)
+    assert [entry["from_step"] for entry in folder.manifest()[RESTARTS]] == [0, 4]
+    assert DIED not in folder.manifest()
+
+
+def test_of_a_curriculum_the_stage_is_named(tmp_path, config, caplog):
+    loaded = load_config(config, overrides=["curriculum=[{name: first}, {name: second, learning_rate: 1e-5}]"])
+    folder = RunFolder(tmp_path / "one")
+    failed(folder, "rank 0 died")
+    for name, step in (("first", 9), ("second", 2)):
+        failed(folder.of_stage(name), None)
+        checkpoint(folder.of_stage(name), step)
+    assert Restarts(1).wanted(folder, loaded)
+    assert caplog.messages[0].endswith("goes on from the checkpoint of step 2 of stage second")
+
+
+def test_memory_that_ran_out_and_other_failures_count_for_nothing(tmp_path, config):
+    folder, restarts = RunFolder(tmp_path / "one"), Restarts(1)
+    folder.path.mkdir()
+    failed(folder, None)
+    assert not restarts.wanted(folder, load_config(config))
+    leave(folder, RanOut(3, "training", 1, 4, 2, "run", "CUDA out of memory"))
+    assert restarts.wanted(folder, load_config(config))
+    assert restarts.done == 0
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path, stopped):
+    folder = RunFolder(tmp_path / "one")
+    failed(folder, None)
+    assert launch_ranks._exit_code(-signal.SIGKILL, folder, stopped=stopped) == (130 if stopped else 1)
+    assert folder.manifest().get(DIED) == (None if stopped else "the ranks' agent was killed by SIGKILL")
+    assert launch_ranks._exit_code(-signal.SIGKILL, None, stopped=stopped) == (130 if stopped else 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words", "said"),
+    [
+        ({"MAX_RESTARTS": "-1"}, (), "MAX_RESTARTS=-1 is not a whole number from 0"),
+        ({"MAX_RESTARTS": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (),
+         "MAX_RESTARTS=2 starts the processes of one machine again, and this run is over 2"),
+        ({"MAX_RESTARTS": "2"}, ("tuning.backend=unsloth",),
+         "MAX_RESTARTS=2 does not watch the processes of tuning.backend=unsloth"),
+        ({"MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (),
+         "MAX_RESTARTS=2 is for processes that this command starts, and another launcher started this one"),
+    ],
+)  # fmt: skip
+def test_where_nothing_could_be_started_again_it_is_refused(command, config, monkeypatch, environ, words, said):
+    for name, text in environ.items():
+        monkeypatch.setenv(name, text)
+    code, printed = command("train", "--config", str(config), *words)
+    assert code == 2
+    assert said in printed
+    assert not (config.parent / "one").exists()
+
+
+# --- real runs --------------------------------------------------------------------------------------------------------
+RANKS = """
+import os
+
+
+def dying(step, times, number):
+    import pathlib
+    from sft_play.training.loop.trainer import PlannedTrainer
+
+    real, marks = PlannedTrainer.compute_loss, pathlib.Path(os.environ["MARKS"])
+
+    def compute_loss(self, *args, **options):
+        deaths = len(list(marks.iterdir()))
+        if self.state.global_step + 1 == step and self._slots and deaths < times:
+            (marks / str(deaths)).touch()
+            os.kill(os.getpid(), number)
+        return real(self, *args, **options)
+
+    PlannedTrainer.compute_loss = compute_loss
+
+
+if "RANK" in os.environ and os.environ["RANK"] == os.environ.get("DYING"):
+    dying(*(int(os.environ[name]) for name in ("AT_STEP", "TIMES", "SIGNAL")))
+"""
+"""sitecustomize.py: a rank that gets a signal in a step, so many times."""
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory, tiny_llama) -> Path:
+    folder = tmp_path_factory.mktemp("restarts")
+    uneven_run(folder, tiny_llama)
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(RANKS)
+    return folder
+
+
+def begun(world: Path, command: str, name: str, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    marks = world / f"marks-{name}"
+    marks.mkdir()
+    path = f"{ROOT}{os.pathsep}{world}/site"
+    given = [warm.python(), "-m", "sft_play", command, "--config", f"{world}/run.yaml", f"output.name={name}"]
+    given += ["tuning.lora.dropout=0.1", "train.save_steps=1", *words]
+    return subprocess.run(given, cwd=ROOT, env=clean_environment(PYTHONPATH=path, MARKS=str(marks), **environ),
+                          capture_output=True, text=True, timeout=550)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [("ddp", ["tuning.mode=lora"]), ("fsdp", ["tuning.mode=full", "train.bf16=true"])],
+    ids=["ddp-lora-fp32", "fsdp-full-bf16"],
+)
+def test_a_run_whose_rank_is_killed_twice_ends_as_the_unbroken_one(world, strategy, words):
+    of_ranks = {"STRATEGY": strategy, "NPROC": "2"}
+    whole = begun(world, "train-distributed", f"{strategy}-whole", *words, **of_ranks)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    broken = begun(world, "train-distributed", f"{strategy}-broken", *words, DYING="1", AT_STEP="4", TIMES="2",
+                   SIGNAL=str(int(signal.SIGKILL)), MAX_RESTARTS="2", **of_ranks)  # fmt: skip
+    printed = broken.stdout + broken.stderr
+    assert broken.returncode == 0, printed
+    for k in (1, 2):
+        line = next(line for line in printed.splitlines() if f"Restart {k} of 2: " in line)
+        assert "rank 1 of 2 (pid " in line
+        assert "was killed by SIGKILL at step 4 (training)" in line
+        assert line.endswith("; the run goes on from the checkpoint of step 3")
+    folders = [world / "outputs" / f"{strategy}-{name}" for name in ("whole", "broken")]
+    assert_same_bits(*map(weights, folders))
+    assert losses(folders[0]) == losses(folders[1])
+    manifest = json.loads((folders[1] / "manifest.json").read_text())
+    assert (manifest["status"], len(manifest[RESTARTS]), len(manifest["resumed"])) == ("finished", 2, 2)
+
+
+@pytest.mark.slow
+def test_one_process_that_crashes_each_time_ends_after_its_restarts(world):
+    ended = begun(world, "train", "crash", "tuning.mode=lora", DYING="0", AT_STEP="2", TIMES="9",
+                  SIGNAL=str(int(signal.SIGSEGV)), MAX_RESTARTS="1")  # fmt: skip
+    printed = ended.stdout + ended.stderr
+    assert ended.returncode == 1, printed
+    assert len(list((world / "marks-crash").iterdir())) == 2
+    assert "Restart 1 of 1: rank 0 of 1 (pid " in printed
+    assert "killed by SIGSEGV; the run goes on from the checkpoint of step 1" in printed
+    assert "MAX_RESTARTS=1 is used up: the run ends" in printed
+    manifest = json.loads((world / "outputs" / "crash" / "manifest.json").read_text())
+    assert manifest["status"] == "failed"
+    assert "killed by SIGSEGV" in manifest["error"]
+
+
+@pytest.mark.slow
+def test_one_process_that_is_launched_to_be_watched_trains_as_one_that_is_not(world):
+    """And what a restart cannot help, an exception, is not started again."""
+    plain = begun(world, "train", "plain", "tuning.mode=lora")
+    watched = begun(world, "train", "watched", "tuning.mode=lora", MAX_RESTARTS="3")
+    assert (plain.returncode, watched.returncode) == (0, 0), watched.stdout + watched.stderr
+    folders = [world / "outputs" / name for name in ("plain", "watched")]
+    assert_same_bits(*map(weights, folders))
+    assert json.loads((folders[1] / "manifest.json").read_text())["layout"] == "single"
+    stops = begun(world, "train", "nan", "tuning.mode=lora", "train.learning_rate=1e38", "train.max_grad_norm=0",
+                  MAX_RESTARTS="3")  # fmt: skip
+    assert stops.returncode == 2, stops.stdout + stops.stderr
+    assert "Restart" not in stops.stdout + stops.stderr
