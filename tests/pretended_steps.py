@@ -250,9 +250,7 @@ def main() -> None:
         for *case, kind in cases:
             made = trainer_of(folders[kind], out.parent / "gpu", *case, device)
             found["gpu"][" ".join((*case, kind))] = story(made)
-        found["left"] = {
-            name: refused(folders["llama"], out.parent / "left", *LEFT[name], device) for name in names
-        }
+        found["left"] = {name: refused(folders["llama"], out.parent / "left", *LEFT[name], device) for name in names}
     out.write_text(json.dumps(found))
 
 
