@@ -44,7 +44,7 @@ from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.config_fields import refuse_other_models
 from sft_play.facts.models.decoder import parse_config
-from sft_play.facts.models.families import FAMILIES, OTHER_KINDS
+from sft_play.facts.models.families import FAMILIES
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
@@ -98,8 +98,8 @@ output: {{dir: {folder}/outputs}}
 
 
 def kinds() -> list[str]:
-    """Model types of causal language models, then of image-text classes; encoders with decoders are neither."""
-    causal = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind not in OTHER_KINDS]
+    """Model types of causal language models, with those that are refused by name, then of image-text classes."""
+    causal = list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return [*causal, *(kind for kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES if kind not in causal)]
 
 
