@@ -170,7 +170,7 @@ def _shorten(whole: Any, text: Any, widths: Mapping[str, int]) -> None:
             part.per_layer_config = None
         blocks = getattr(part, "num_hidden_layers", None)
         lists = [name for name, value in vars(part).items() if isinstance(value, list | tuple) and len(value) == blocks]
-        sizes = dict.fromkeys(("depth", "num_hidden_layers", "num_layers"), 1) | widths
+        sizes = {"depth": 1, "num_hidden_layers": 1, "num_layers": 1, **widths}
         for size, value in sizes.items():
             if isinstance(getattr(part, size, None), int):
                 setattr(part, size, value)
