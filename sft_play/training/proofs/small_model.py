@@ -31,8 +31,8 @@ _WINDOW = 8
 _NARROW = {
     "hidden_size": 64, "intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 256, "intermediate_size_mlp": 64,
     "word_embed_proj_dim": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "num_attention_heads": 4, "head_dim": 16, "d_head": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 16,
-    "qk_head_dim": 16, "v_head_dim": 16, "global_head_dim": 16,
+    "num_attention_heads": 4, "head_dim": 16, "d_head": 16, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_head_dim": 16, "v_head_dim": 16, "global_head_dim": 16,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
     "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32,
