@@ -50,7 +50,7 @@ NAMED = {
     "gemma3n_text": (
         {"num_kv_shared_layers": 2, "vocab_size_per_layer_input": 256, "intermediate_size": [96] * 4, "head_dim": 16,
          "hidden_size_per_layer_input": 16, "activation_sparsity_pattern": [0.0] * 4, "laurel_rank": 8},
-        {"correction_coefs"},
+        {"correction_coefs", "prediction_coefs"},
     ),
     "deepseek_v32": (MLA, {"wk", "wq_b", "weights_proj"}),
     "glm_moe_dsa": (MLA, {"wk", "wq_b", "weights_proj"}),

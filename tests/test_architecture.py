@@ -49,7 +49,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     "ministral": {"head_dim": 16},
     "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
     "helium": {"head_dim": 16},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2], [["global"], 1]]},
     "dots1": {"n_shared_experts": 1},
     "opt": {"word_embed_proj_dim": 64},
 }
@@ -66,7 +65,6 @@ NO_DEFAULT: dict[str, dict[str, Any]] = {
         "num_attention_heads": 36,
         "num_key_value_heads": 36,
     },
-    "gpt_neo": {"attention_types": [[["global"], 3]]},
     "opt": {"word_embed_proj_dim": 768},
     "bloom": {"pad_token_id": 0},
 }
@@ -101,8 +99,6 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("mpt", {"expansion_ratio": 2}),
     ("gpt_bigcode", {"multi_query": False}),
     ("gpt2", {"n_inner": 80, "tie_word_embeddings": False}),
-    ("gptj", {"n_inner": 80}),
-    ("gpt_neo", {"attention_types": [[["local"], 3], [["global"], 2]], "intermediate_size": None}),
     ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False, "tie_word_embeddings": True}),
     ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
     ("opt", {"word_embed_proj_dim": 64, "enable_bias": False, "layer_norm_elementwise_affine": False}),
@@ -156,7 +152,7 @@ def file_of(kind: str, **changes: Any) -> dict[str, Any]:
     sizes = {**SIZES, **(EXPERTS if kind in N_EXPERTS else {}), **NEEDED.get(kind, {})}
     if kind in N_EXPERTS:
         sizes[N_EXPERTS[kind]] = 4
-    if kind in ("gpt2", "gptj", "codegen", "gpt_bigcode", "bloom", "mpt", "falcon", "opt", "gpt_neo", "gpt_neox"):
+    if kind in ("gpt2", "gpt_bigcode", "bloom", "mpt", "falcon", "opt", "gpt_neox"):
         sizes = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
     return {"model_type": kind, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **sizes, **changes}
 
@@ -441,7 +437,6 @@ BAD: list[tuple[object, str]] = [
     ({"model_type": "llama"}, "hidden_size: null"),
     ({"model_type": "gemma3", "text_config": []}, "text_config of its config.json is not a mapping"),
     ({**file_of("qwen3"), "layer_types": ["full_attention"]}, "has 1 layer_types and num_hidden_layers: 5"),
-    ({**file_of("gpt_neo"), "attention_types": [["global"]]}, "attention_types"),
     ({**file_of("mixtral"), "num_local_experts": -8}, "num_local_experts: -8"),
     ({**file_of("gpt2"), "resid_pdrop": 2}, "resid_pdrop: 2; it must be a number from 0 to 1"),
     ({**file_of("gemma2"), "attn_logit_softcapping": "x"}, "it must be a number above 0"),

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import torch
+from torch._subclasses import FakeTensorMode
 
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import ModelConfig
@@ -15,7 +17,7 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.trace import confirm
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.trace.step import record, trace_step
-from sft_play.trace.storages import BIRTH
+from sft_play.trace.storages import BIRTH, StorageLog
 from sft_play.training.prepare.model_spec import choose_attention
 from tests.test_trace import GEMMA3, GPT2, LLAMA
 
@@ -164,3 +166,12 @@ def test_flash_attention_is_refused_where_transformers_would_take_another_kernel
     config = config_from_text("model: {name: x, attn_implementation: flash_attention_2}", name="run")
     with pytest.raises(ModelError, match="runs only with other kernels"):
         choose_attention(config, GptOssForCausalLM)
+
+
+@pytest.mark.parametrize("before", [0, 1, 2])
+def test_a_boolean_index_at_any_place_has_as_many_elements_as_the_mask(before):
+    """GLM 5.3 picks pools of keys by `keys[:, keep]`; a fake mask has no values."""
+    with FakeTensorMode(), StorageLog():
+        keys, keep = torch.zeros(2, 3, 5, 7), torch.zeros((2, 3, 5)[before:], dtype=torch.bool)
+        shape = keys[(slice(None),) * before + (keep,)].shape
+    assert shape == (*(2, 3)[:before], keep.numel(), 7)

@@ -6,27 +6,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+from benchmarks.registry import NEEDED
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import named
 from sft_play.facts.models.families import OTHER_KINDS
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.trace.meta_shape import measure
-from sft_play.training.proofs.small_model import small_config
+from sft_play.training.model.nf4_experts import ExpertQuantizer
+from sft_play.training.proofs.small_model import field_of, small_config
 
-NO_DEFAULT = {
-    "dots1": {"n_routed_experts": 8, "n_shared_experts": 1},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
-    "ministral": {"head_dim": 128},
-    "nemotron": {"num_key_value_heads": 8},
-}
-"""Sizes for which the config class has no default."""
-NOT_BUILT = {
-    "cohere_compass_text", "dbrx", "emu3", "gemma4_assistant", "mllama", "musicgen",
-    "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer",
-}  # fmt: skip
+NOT_BUILT = {"emu3", "mllama", "musicgen", "musicgen_melody", "qwen4_exp", "qwen4_exp_text", "reformer"}
 """Types whose class cannot be built from its config's own defaults (transformers 5.23), of sound and images too."""
 SAMPLE = ("nemotron_h", "jetmoe", "jamba", "granitemoehybrid", "qwen3_moe", "gpt_oss", "deepseek_v3", "mamba2")
 """Experts of all layouts, a hybrid, a class without attention."""
@@ -47,7 +37,7 @@ def small_on_meta(kind: str):
 
     for make in (small_config, lambda config: config):
         try:
-            config = make(CONFIG_MAPPING[kind](**NO_DEFAULT.get(kind, {})).get_text_config())
+            config = make(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config())
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config), config
         except Exception:  # each class checks its sizes in its own way
@@ -99,3 +89,40 @@ def test_experts_are_counted_from_the_tensors_that_the_class_has(kind, gated):
     matrices = 3 if gated else 2
     assert layer.expert_params >= layer.num_experts * matrices * wide * shape.hidden_size  # or more: biases
     assert shape.experts_per_token > 0
+
+
+@pytest.mark.parametrize("kinds", [("glm5_next", "dots3_note_text", "deepseek_v3"), None])
+def test_a_small_config_is_one_that_its_class_reads(kinds):
+    """What a class checks of its sizes when it reads a file holds for the small ones, too."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    seen = 0
+    for kind in kinds or classes():
+        try:
+            config = CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config()
+        except Exception:  # it has no defaults
+            continue
+        small = small_config(config)
+        again = type(small)(**{key: value for key, value in small.to_dict().items() if key != "model_type"})
+        for name in ("num_hidden_layers", "head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim"):
+            assert field_of(again, name) == field_of(small, name), (kind, name)
+        seen += 1
+    assert seen == 3 if kinds else seen > 140
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [("falcon_mamba", {"x_proj", "dt_proj", "out_proj"}), ("jamba", {"dt_proj"}), ("bamba", {"out_proj"}),
+     ("gemma3n_text", {"prediction_coefs", "correction_coefs"}), ("bloom", set()), ("qwen3", set())],
+)  # fmt: skip
+def test_weights_that_a_class_reads_itself_are_not_packed_in_4_bits(kind, whole):
+    """In bytes of 4 bits its own product or kernel would fail; plan, trace and run leave the same layers alone."""
+    model, config = small_on_meta(kind)
+    shape = measure(model, config, name=kind)
+    linears = [linear for linear, _ in shape.linears]
+    assert {linear.name for linear in linears if not linear.packs} == whole
+    assert shape.packable_params == sum(count * one.weights for one, count in shape.linears if one.packs) + sum(
+        kind.count * stacked.weights for kind in shape.layers for stacked in kind.stacked
+    )
+    left_out = ExpertQuantizer.get_modules_to_not_convert(model)
+    assert whole <= {name.rpartition(".")[2] for name in left_out}

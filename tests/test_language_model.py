@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from benchmarks.registry import small_base
 from sft_play.finished.load import load_folder
+from sft_play.training.checkpoints.model_saving import put_into_whole, write_weights
+from sft_play.training.loop.loop_checkpoints import CheckpointedLoop
 from sft_play.training.model.language_model import OLDER_LAYOUTS, PEFT_PREFIX, Tower, language_config, tower_of
 from sft_play.training.proofs.adapter_trial import linear_layers
 from tests.test_merge import qwen3_5_moe_with_images
@@ -20,7 +24,9 @@ WITHOUT_HEAD = (
     "paddleocr_vl", "qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe",
 )  # fmt: skip
 """Classes whose decoders get their head here."""
-WITH_HEAD = ("gemma3", "idefics3", "llama4", "mistral3", "paligemma", "qwen3_5")
+WITH_HEAD = (
+    "gemma3", "idefics3", "kosmos-2", "llama4", "minimax_m3_vl", "mistral3", "paligemma", "qwen3_5", "unlimited_ocr",
+)  # fmt: skip
 OFTEN = ("qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3")
 
 
@@ -43,6 +49,47 @@ def test_on_text_both_compute_the_same(kind, tmp_path):
     alone = load_folder(tmp_path, dtype=torch.float32)
     assert sum(one.numel() for one in alone.parameters()) < sum(one.numel() for one in whole.parameters())
     torch.testing.assert_close(logits(alone), logits(whole), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["molmo2", *(pytest.param(one, marks=pytest.mark.slow) for one in ("nemotron_h_omni", "minimax_m3_vl"))]
+)
+def test_trained_weights_are_written_as_the_whole_class_reads_them(kind, tmp_path):
+    """Tensors that files hold in pieces, or under other names, take the place of the base's."""
+    whole = small_base(kind)
+    whole.save_pretrained(tmp_path / "base")
+    alone = load_folder(tmp_path / "base", dtype=torch.float32)
+    alone.sft_tower = tower_of(whole.config, alone)
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    write_weights(alone, tmp_path / "saved")
+    put_into_whole(alone, tmp_path / "saved", tmp_path / "base")
+    again, found = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not found["missing_keys"]
+    assert not found["unexpected_keys"]
+    torch.testing.assert_close(logits(again.eval()), logits(alone), rtol=1e-5, atol=1e-5)
+    others = {name: one for name, one in whole.named_parameters() if "vision" in name}
+    assert others
+    assert all(torch.equal(one, again.get_parameter(name)) for name, one in others.items())
+
+
+def test_a_checkpoint_s_adapter_is_read_under_its_own_names(tmp_path):
+    """PEFT renames an adapter's tensors as those of the base's published files, and loses some (Mistral Large 4)."""
+    whole = small_base("mistral_large4")
+    torch.manual_seed(1)
+    alone = AutoModelForCausalLM.from_config(language_config(whole.config))
+    model = get_peft_model(alone, LoraConfig(r=2, target_modules=["gate_proj", "o_proj"]))
+    own = {name: one for name, one in model.named_parameters() if "lora_" in name}
+    with torch.no_grad():
+        wanted = {name: one.normal_().clone() for name, one in own.items()}
+        model.save_pretrained(tmp_path)
+        for one in own.values():
+            one.zero_()
+    trainer = SimpleNamespace(model=model, is_fsdp_enabled=False)
+    CheckpointedLoop._load_from_checkpoint(trainer, str(tmp_path))
+    assert len(own) > 8
+    assert all(torch.equal(one, wanted[name]) for name, one in own.items())
 
 
 @pytest.mark.parametrize("places", [(("model.", "model.language_model."),), (("", "language_model."),)])

@@ -207,7 +207,6 @@ def _quantise(model: Any, settings: StepSettings) -> None:
     """NF4 fakes where transformers would put bitsandbytes' layers, chosen by its own functions."""
     from transformers import BitsAndBytesConfig
     from transformers.integrations.bitsandbytes import replace_with_bnb_linear
-    from transformers.quantizers.base import get_keys_to_not_convert
 
     wanted = BitsAndBytesConfig(
         load_in_4bit=True,
@@ -216,7 +215,8 @@ def _quantise(model: Any, settings: StepSettings) -> None:
         bnb_4bit_compute_dtype=getattr(torch, settings.quant_compute),
         bnb_4bit_quant_storage=getattr(torch, settings.quant_storage),
     )
-    replace_with_bnb_linear(model, get_keys_to_not_convert(model), quantization_config=wanted)
+    left_out = nf4_experts.ExpertQuantizer.get_modules_to_not_convert(model)
+    replace_with_bnb_linear(model, left_out, quantization_config=wanted)
     linear_4bit = importlib.import_module("bitsandbytes").nn.Linear4bit
     for name, layer in list(model.named_modules()):
         if isinstance(layer, linear_4bit):

@@ -30,7 +30,7 @@ from sft_play.log import one_line
 from sft_play.trace.build import block_list, count, replaceable
 from sft_play.training.model.language_model import language_config
 from sft_play.training.prepare.experts import is_routed
-from sft_play.training.proofs.adapter_trial import adapter_places
+from sft_play.training.proofs.adapter_trial import adapter_places, any_number, read_past
 
 _KINDS: dict[str, AttentionKind] = {
     "full_attention": "full",
@@ -128,10 +128,10 @@ def measure(
     types, packages = _layer_types(hf_config, len(blocks)), _kernel_packages(model)
     # a class whose file names the package may have linear attention in place of softmax attention
     named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
-    measured = []
+    measured, unpacked = [], read_past(model)
     for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
         kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
-        measured.append(_adapted(kind, f"{path}.{place}.", without_adapter))
+        measured.append(_adapted(kind, f"{path}.{place}.", without_adapter, unpacked))
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
     heads = _number(hf_config, "num_attention_heads") or 1
@@ -168,12 +168,16 @@ def measure(
         has_fused_attention=bool(getattr(type(model), "_supports_sdpa", False)),
         note=f"that of {type(model).__name__}, measured on its class",
     )
-    return replace(shape, outer_params=count(model) - shape.params)
+    buffers = sum(one.nbytes for one in model.buffers())
+    return replace(shape, outer_params=count(model) - shape.params, buffer_bytes=buffers)
 
 
-def _adapted(kind: LayerKind, at: str, without_adapter: Container[str]) -> LayerKind:
-    """The block with what of it gets adapters; `at`: the beginning of its modules' full names."""
-    linears = (replace(one, adaptable=at + one.path not in without_adapter) for one in kind.linears)
+def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
+    """The block with what of it gets adapters and 4 bits; `at`: the beginning of its modules' full names."""
+    linears = (
+        replace(one, adaptable=at + one.path not in without_adapter, packs=any_number(at + one.path) not in unpacked)
+        for one in kind.linears
+    )
     return replace(kind, linears=tuple(linears))
 
 

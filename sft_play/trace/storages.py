@@ -302,15 +302,16 @@ def _engine_adds_in_place(args: Any) -> bool:
 
 # --- boolean indices: operators whose result has no length on fake tensors --------------------------------------------
 def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
-    """`x[mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
-    indices = args[1]
-    if len(indices) != 1 or indices[0] is None or indices[0].dtype != torch.bool:
+    """`x[mask]`, `x[:, mask]` and `x[mask] = v`, as the CUDA kernels do them: by the mask's table of positions."""
+    given = [one for one in args[1] if one is not None]
+    if len(given) != 1 or given[0].dtype != torch.bool:
         return func(*args, **kwargs)
-    mask = indices[0]
+    mask = given[0]
     log.passing((8 * log.chosen(mask) * mask.dim(),))
     if isinstance(mask, FakeTensor):
         positions = [torch.empty(log.chosen(mask), dtype=torch.int64) for _ in range(mask.dim())]
-        args = (args[0], positions, *args[2:])
+        indices = [one for place in args[1] for one in ([place] if place is None else positions)]
+        args = (args[0], indices, *args[2:])
     return func(*args, **kwargs)
 
 

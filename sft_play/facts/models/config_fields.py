@@ -132,7 +132,8 @@ def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
     for usual in LARGEST:
         for key in (usual, *ALIASES.get(usual, ())):
             value = fields.values.get(key)
-            if value is not None and not isinstance(value, list):  # a list: one size for each block
+            # a list: one size for each block; heads of 0: no part of them turns with the position (glm5_next)
+            if value is not None and not isinstance(value, list) and not (key == "head_dim" and value == 0):
                 fields.need(key)
 
 

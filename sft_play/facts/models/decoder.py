@@ -363,8 +363,6 @@ class _Builder:
         fields, rule = self.fields, self.family.window
         if rule == "none":
             return "full"
-        if rule == "gpt_neo":
-            return self._gpt_neo_kind(index)
         # transformers 5 writes layer_types; older files only have the window, and the class's own rule applies
         named = fields.values.get("layer_types")
         if isinstance(named, list) and rule != "all":
@@ -410,17 +408,3 @@ class _Builder:
                 "which the plan does not know without transformers"
             )
         return kind if kind == "full" or self.fields.count(self.family.window_field) else "full"
-
-    def _gpt_neo_kind(self, index: int) -> AttentionKind:
-        """`attention_types` is a list of [list of kinds, how often]."""
-        types = self.fields.values.get("attention_types") or [[["global", "local"], 12]]
-        try:
-            flat = [kind for kinds, times in types for _ in range(times) for kind in kinds]
-        except (TypeError, ValueError):
-            flat = []
-        if len(flat) != self.num_layers:
-            raise ModelError(
-                f"model {one_line(self.fields.name)}: attention_types of its config.json gives {len(flat)} blocks "
-                f"and num_hidden_layers is {self.num_layers}"
-            )
-        return "sliding" if flat[index] == "local" else "full"

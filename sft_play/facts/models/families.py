@@ -26,11 +26,10 @@ WindowRule = Literal[
     "pattern",
     "no_rope",
     "chunked",
-    "gpt_neo",
 ]
 """Which blocks see a window where config.json has no `layer_types`: none; all (if there is a window); those from
 `max_window_layers` on; every second one before it; all but every nth; all but the first of four; by
-`sliding_window_pattern`; those without rotary positions; by chunks; by GPT-Neo's `attention_types`."""
+`sliding_window_pattern`; those without rotary positions; by chunks."""
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,6 @@ _GPT2 = replace(
     _LAYER_NORM, qkv=("attn.c_attn",), out="attn.c_proj", mlp=_GPT2_MLP, width="n_inner", position_offset=0,
     rotary=False,
 )  # fmt: skip
-_GPTJ = replace(
-    _LAYER_NORM, qkv=("attn.q_proj", "attn.k_proj", "attn.v_proj"), out="attn.out_proj",
-    mlp=("mlp.fc_in", "mlp.fc_out"), qkv_bias=False, out_bias=False, head_bias=True, norms=1, width="n_inner",
-    parallel=True, sdpa=False,
-)  # fmt: skip
 _NEOX = replace(
     _LAYER_NORM, qkv=("attention.query_key_value",), out="attention.dense", mlp=_NEOX_MLP, qkv_bias="attention_bias",
     out_bias="attention_bias", parallel="use_parallel_residual",
@@ -238,13 +232,6 @@ FAMILIES: dict[str, Family] = {
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": _GPT2,
-    "gpt_neo": replace(
-        _LAYER_NORM, qkv=("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj"),
-        out="attn.attention.out_proj", mlp=_GPT2_MLP, qkv_bias=False, position_offset=0, rotary=False, window="gpt_neo",
-        window_field="window_size", sdpa=False,
-    ),
-    "gptj": _GPTJ,
-    "codegen": replace(_GPTJ, qkv=("attn.qkv_proj",)),
     "gpt_neox": _NEOX,
     "opt": _OPT,
     "biogpt": _OPT,
@@ -355,9 +342,21 @@ _IMAGES_AND_SOUND = """
     mask2former resnet sam segformer siglip siglip2 speecht5 swin swinv2 vit vit_mae wav2vec2 wavlm whisper yolos
 """
 
+_WITHOUT_NEXT_TOKENS = {
+    "blt": "a model of bytes in patches, of four transformers: no plan is made for more than one list of blocks",
+    "diffusion_gemma": "a model that writes blocks of text by diffusion, not token by token",
+    "diffusion_gemma_text": "a model that writes blocks of text by diffusion, not token by token",
+    "gemma4_assistant": "a draft model, which reads the states of the model that it helps and is none on its own",
+    "gemma4_unified_assistant": "a draft model, which reads the states of the model that it helps and is none on its "
+    "own",
+    "pi0": "a model of a robot's actions, not a language model",
+    "shieldgemma2": "a classifier of images, which does not generate text",
+}
+
 OTHER_KINDS: dict[str, str] = {
     **dict.fromkeys(_ENCODERS.split(), "an encoder, which reads text but does not generate it"),
     **dict.fromkeys(_ENCODER_DECODERS.split(), "an encoder with a decoder, which this toolkit does not train"),
     **dict.fromkeys(_IMAGES_AND_SOUND.split(), "a model of images or sound, not a language model"),
+    **_WITHOUT_NEXT_TOKENS,
 }
 """Model types that are not decoders, and what they are."""

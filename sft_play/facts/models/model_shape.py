@@ -32,6 +32,8 @@ class Linear:
     bias: bool = False
     adaptable: bool = True
     """Whether it takes an adapter (`families.why_no_adapter`, `training/proofs/adapter_trial`)."""
+    packs: bool = True
+    """Whether qlora keeps it in 4 bits; not where the class reads its weight outside of its product."""
 
     @property
     def name(self) -> str:
@@ -147,7 +149,7 @@ class LayerKind:
     def packable(self) -> tuple[int, ...]:
         """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
         stacks = tuple(one.weights for one in self.stacked)
-        return tuple(linear.weights for linear in self.linears) + stacks
+        return tuple(linear.weights for linear in self.linears if linear.packs) + stacks
 
     @cached_property
     def linear_biases(self) -> int:
@@ -240,6 +242,8 @@ class ModelShape:
     """Linear layers outside the blocks, the output head left out."""
     outer_params: int = 0
     """Parameters outside blocks, embedding, head and `outer_linears`: the last norm, an embedding norm."""
+    buffer_bytes: int = 0
+    """Bytes of what the class keeps beside its parameters, whole on every rank: causal masks, tables of positions."""
     stored_dtype: str | None = None
     """Dtype of the weights in the model's files as its config.json says; None where it does not."""
     note: str = ""

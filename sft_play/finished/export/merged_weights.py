@@ -16,7 +16,13 @@ from sft_play.errors import ConfigError, ModelError
 from sft_play.finished.export.adapted_model import AdaptedModel
 from sft_play.log import one_line
 from sft_play.training.checkpoints.full_state_dict import tied_names
-from sft_play.training.checkpoints.model_saving import put_into_whole, saved_dtypes, write_one_by_one, write_weights
+from sft_play.training.checkpoints.model_saving import (
+    put_into_whole,
+    renamed,
+    saved_dtypes,
+    write_one_by_one,
+    write_weights,
+)
 from sft_play.training.checkpoints.tensor_files import tensor_shapes, tensors_in
 from sft_play.training.model.model_loading import DTYPES, no_load_report, read_model
 from sft_play.units import gib
@@ -224,9 +230,10 @@ class _Stack:
         """The files' tensors of the model's, by their names in the files."""
         from transformers.core_model_loading import revert_weight_conversion
 
-        tower = self._adapted.model_spec.tower
+        mapping = _key_mapping(self._adapted) or {}
+        names = {renamed(key, mapping): key for key in self.keys}
         for name, tensor in revert_weight_conversion(self._adapted.plain, {self._target: joined}).items():
-            yield name if tower is None else tower.in_whole(name), tensor
+            yield names.get(name, name), tensor
 
     def is_undone_by_transformers(self) -> bool:
         """Whether its tensors come out again under the names and with the shapes that the files have."""

@@ -49,6 +49,9 @@ def large_tensors(shape: ModelShape) -> Iterator[tuple[int, int, bool]]:
     """Elements, count and whether qlora packs it, of the tensors that can be large: matrices, embedding, head."""
     for elements, count in shape.packable:
         yield elements, count, True
+    for linear, count in shape.linears:
+        if not linear.packs:
+            yield linear.weights, count, False
     yield shape.table_params, 1 if shape.tied else 2, False
 
 
@@ -222,7 +225,12 @@ class Resident:
 
 
 def resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
-    """Weights, adapters, gradients and states of one rank under its layout."""
+    """Weights with the class's buffers, adapters, gradients and states of one rank under its layout."""
+    without = _resident(config, shape, widths, layout)
+    return replace(without, weights=without.weights + shape.buffer_bytes)
+
+
+def _resident(config: RunConfig, shape: ModelShape, widths: Numbers, layout: Layout) -> Resident:
     full, nf4 = config.tuning.mode == "full", config.tuning.mode == "qlora"
     own = trained(config, shape, widths)
     frozen = 0 if full else weight_bytes(shape, width=widths.weights, nf4=nf4)

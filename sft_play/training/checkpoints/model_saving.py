@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from sft_play.training.checkpoints.full_state_dict import (
     is_adapter,
     tied_names,
 )
-from sft_play.training.checkpoints.tensor_files import tensors_in
+from sft_play.training.checkpoints.tensor_files import FileTensor, tensors_in
 from sft_play.training.model.language_model import Tower, tower_in
 
 
@@ -131,21 +134,25 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
     if tower is None or is_adapter(model):
         return
     trained, others = tensors_in(folder), tensors_in(base)
-    places = {name: tower.in_whole(name) for name in trained}
     own, tied = {_part(name) for name in trained}, tied_names(model)
-    kept = []
-    for key in others:
+    whole_places = tuple(whole for own_place, whole in tower.places if whole != own_place)
+    sources, left = dict[str, FileTensor](), dict(trained)
+    for key, one in others.items():
         name = renamed(key, tower.key_mapping)
         if name in trained:
-            places[name] = key
-        elif name not in tied and _part(name) not in own:
-            kept.append(key)
-    sources = {places[name]: trained[name] for name in trained} | {key: others[key] for key in kept}
-    shapes = {key: one.shape for key, one in sources.items()}
+            sources[key] = left.pop(name, trained[name])
+        elif not (
+            name in tied or _part(name) in own or renamed(key, dict(tower.renamings)).startswith(whole_places)
+        ):  # a part for images or sound
+            sources[key] = one
+    pieces = partial(_as_published, tower.skeleton(), {tower.in_whole(name): one for name, one in left.items()})
+    on_meta = pieces(lambda one: torch.empty(one.shape, device="meta"))
+    shapes = {key: one.shape for key, one in sources.items()} | {key: tuple(piece.shape) for key, piece in on_meta}
     aside = folder / ".whole"
     aside.mkdir()
     write_one_by_one(
-        aside, ((key, one.read()) for key, one in sources.items()), shapes=shapes,
+        aside, chain(((key, one.read()) for key, one in sources.items()), pieces(lambda one: one.read())),
+        shapes=shapes,
         dtype_of=lambda name, tensor: dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
     )  # fmt: skip
     for file in {*(one.file for one in trained.values()), *folder.glob("*.index.json")}:
@@ -154,7 +161,22 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
         file.rename(folder / file.name)
     aside.rmdir()
     saved = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("dtype")
-    write_whole_config(base, folder, dtype=saved, vocab_size=model.get_input_embeddings().weight.shape[0])
+    write_whole_config(base, folder, dtype=saved, vocab_size=model.config.vocab_size)
+
+
+def _as_published(
+    whole: Any, tensors: Mapping[str, FileTensor], read: Callable[[FileTensor], torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors by the names, and in the pieces, that their class (on the meta device) saves them in, a block at a time;
+    as they are where it has no way back."""
+    blocks: dict[str, dict[str, FileTensor]] = {}
+    for name, one in tensors.items():
+        blocks.setdefault(name[: match.end()] if (match := re.search(r"\.\d+\.", name)) else "", {})[name] = one
+    for block in blocks.values():
+        state = {name: read(one) for name, one in block.items()}
+        with contextlib.suppress(Exception):  # each conversion fails in its own way
+            state = state if whole is None else revert_weight_conversion(whole, dict(state))
+        yield from state.items()
 
 
 def write_whole_config(base: Path, folder: Path, *, dtype: str | None, vocab_size: int) -> None:

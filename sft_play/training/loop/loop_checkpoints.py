@@ -356,10 +356,13 @@ class CheckpointedLoop(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(path / "scheduler.pt", weights_only=True))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        # the Trainer knows neither parts (.distcp) nor whole safetensors for a model that FSDP has divided already
+        # the Trainer knows neither parts (.distcp) nor whole safetensors for a model that FSDP has divided already; an
+        # adapter it reads with PEFT, which renames tensors as those of the base's published files and loses some
         path = Path(resume_from_checkpoint)
         if sharded_checkpoints.is_sharded(path):
             sharded_checkpoints.load_weights(self.model, path, group=distributed.patient(), moved=self.beat.moved)
+        elif not self.is_fsdp_enabled and full_state_dict.is_adapter(self.model):
+            full_state_dict.fill_adapter(self.model, path)
         elif not self.is_fsdp_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -376,7 +379,7 @@ class CheckpointedLoop(Trainer):
         if found is not None:
             logger.warning("The best checkpoint cannot be loaded, so the last weights are kept: %s: %s", best, found)
             return
-        if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)):
+        if self.is_fsdp_enabled or sharded_checkpoints.is_sharded(Path(best)) or full_state_dict.is_adapter(self.model):
             self._load_from_checkpoint(best)
             return
         with universal.readable(self, Path(best)) as path:  # it may have been written over other ranks

@@ -68,6 +68,15 @@ class Tower:
             **{rf"^{re.escape(whole)}": own for own, whole in self.places},
         }
 
+    def skeleton(self) -> Any:
+        """The whole class without weights; None where it is not one of images and text, or its other parts need a
+        package that is not there."""
+        try:
+            with torch.device("meta"):
+                return AutoModelForImageTextToText.from_config(copy.deepcopy(self.whole))
+        except Exception:  # each class in its own way
+            return None
+
     def in_whole(self, name: str) -> str:
         """The name in the whole class of a weight or module, with PEFT's prefix or without; of one that has its name
         there already the same."""
@@ -97,11 +106,8 @@ def tower_of(whole: Any, language_model: Any) -> Tower | None:
     published; None where that is the language model's own."""
     if whole.get_text_config() is whole:
         return None
-    try:
-        config = copy.deepcopy(whole)
-        with torch.device("meta"):
-            model = AutoModelForImageTextToText.from_config(config)
-    except Exception:  # the class is not one of images and text, or its other parts need a package that is not there
+    model = Tower(whole, ()).skeleton()
+    if model is None:
         return Tower(whole, (("model.", "model.language_model."),))
     # a private part of transformers (5.23); what it joins and splits is registered with the language model
     renamings = tuple(
@@ -133,14 +139,17 @@ def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> A
     said, inner = (published or {}).get("tie_word_embeddings"), (published or {}).get("text_config")
     if isinstance(inner, Mapping) and "tie_word_embeddings" not in inner and isinstance(said, bool):
         text.tie_word_embeddings = said
-    if type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(whole, "is_encoder_decoder", False):
-        found = _class_with_head(text)
-        if found is not None:
-            AutoModelForCausalLM.register(type(text), found, exist_ok=True)
-            known = get_checkpoint_conversion_mapping(whole.model_type) or []
-            joined = [one for one in known if isinstance(one, WeightConverter)]
-            if joined:  # experts that files hold one by one
-                register_checkpoint_conversion_mapping(found.__name__, joined, overwrite=True)
+    if (text is whole and type(text) in MODEL_FOR_CAUSAL_LM_MAPPING) or getattr(whole, "is_encoder_decoder", False):
+        return text
+    found = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+    is_new = found is None
+    if found is None and (found := _class_with_head(text)) is not None:
+        AutoModelForCausalLM.register(type(text), found, exist_ok=True)
+    if found is not None and (is_new or get_checkpoint_conversion_mapping(text.model_type) is None):
+        known = get_checkpoint_conversion_mapping(whole.model_type) or []
+        joined = [one for one in known if isinstance(one, WeightConverter)]
+        if joined:  # experts that files hold one by one
+            register_checkpoint_conversion_mapping(found.__name__, joined, overwrite=True)
     return text
 
 
@@ -161,20 +170,24 @@ def _class_with_head(text: Any) -> type | None:
     if whole is not None:  # the config of a whole class, which may be a text model all the same (Mistral 4)
         return whole if whole.__name__.endswith("ForCausalLM") else None
     decoder = _decoder_of(kind)
-    return None if decoder is None else _with_head(decoder, kind)
+    made = None if decoder is None else _with_head(decoder, kind)
+    return next(iter(_beside(kind, "ForCausalLM")), made)
 
 
 def _decoder_of(kind: type) -> Any:
     """The class that runs the blocks of a text config, by transformers' mapping, or in the file beside the config's."""
-    found: Any = MODEL_MAPPING.get(kind, None)
-    if found is None:
-        file = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
-        models: list[Any] = [
-            one for _, one in inspect.getmembers(file, inspect.isclass) if issubclass(one, PreTrainedModel)
-        ]
-        found = [one for one in models if one.config_class is kind and one.__name__.endswith("TextModel")]
+    found: Any = MODEL_MAPPING.get(kind, None) or _beside(kind, "TextModel")
     classes = found if isinstance(found, list | tuple) else [found]
     return next((one for one in classes if "input_ids" in list(inspect.signature(one.forward).parameters)[1:2]), None)
+
+
+def _beside(kind: type, ending: str) -> list[type]:
+    """Classes of models of a config with names of this ending, in the file beside its own."""
+    file = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+    models: list[Any] = [
+        one for _, one in inspect.getmembers(file, inspect.isclass) if issubclass(one, PreTrainedModel)
+    ]
+    return [one for one in models if one.config_class is kind and one.__name__.endswith(ending)]
 
 
 def _with_head(decoder: Any, kind: type) -> type:

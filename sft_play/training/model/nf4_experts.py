@@ -23,6 +23,7 @@ from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from sft_play.training.prepare.experts import PACKED, stacked_experts
+from sft_play.training.proofs.adapter_trial import read_past
 
 
 # --- a packed weight --------------------------------------------------------------------------------------------------
@@ -144,6 +145,13 @@ def through_nf4(weight: torch.Tensor) -> torch.Tensor:
 # --- loading ----------------------------------------------------------------------------------------------------------
 class ExpertQuantizer(Bnb4BitHfQuantizer):
     """bitsandbytes' 4 bits for linear layers, as in transformers, and for stacked experts too."""
+
+    @staticmethod
+    def get_modules_to_not_convert(model: Any, *given: Any, **options: Any) -> list[str]:
+        """Names, and patterns of names, of what stays as it is: the head, what a class excludes, weights that its code
+        reads itself."""
+        left_out = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *given, **options)
+        return [*left_out, *read_past(model)]
 
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
         """Whether a tensor of this name is packed when it is read."""

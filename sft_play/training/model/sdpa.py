@@ -98,10 +98,10 @@ def libraries() -> CudaLibraries:
 def _call_of(hf_config: Any, *, masked: bool, half: bool) -> SdpaCall | None:
     """What a model's attention asks of sdpa; None where its config does not say."""
     text = hf_config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    if not isinstance(heads, int) or not heads:
-        return None
     try:
+        heads = getattr(text, "num_attention_heads", None)
+        if not isinstance(heads, int) or not heads:
+            return None
         width = value = getattr(text, "head_dim", None) or text.hidden_size // heads
         if getattr(text, "kv_lora_rank", None):  # latent attention
             width, value = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim

@@ -29,7 +29,7 @@ from sft_play.log import one_line
 from sft_play.training.proofs.small_model import MOST_PARAMETERS, VOCABULARY, kind_of, on_small_model
 
 _FOUND = TypeAdapter(dict[str, str])
-VERSION = 1
+VERSION = 2
 """Part of the key of what is remembered: raised whenever this module would answer otherwise."""
 LEARNS_NOTHING = "it gets no gradient"
 PAST_ADAPTER = "the class reads its weight past the adapter"
@@ -60,17 +60,17 @@ def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[Adap
     failed, untried = dict[str, str](), ""
     if kind not in FAMILIES:
         failed, untried = _remembered(model, trust_remote_code)
-    recorded = {_pattern(layer): why_no_adapter(kind, layer.rpartition(".")[2]) for layer in layers}
+    recorded = {any_number(layer): why_no_adapter(kind, layer.rpartition(".")[2]) for layer in layers}
     failed |= {pattern: why for pattern, why in recorded.items() if why}
-    lost = frozenset(layer for layer in layers if _pattern(layer) in failed)
+    lost = frozenset(layer for layer in layers if any_number(layer) in failed)
     modules = [name for name, _ in model.named_modules() if name]
     targets = shortest([layer for layer in layers if layer not in lost], modules)
-    there = {_pattern(layer) for layer in lost}
+    there = {any_number(layer) for layer in lost}
     reasons = sorted((pattern, why) for pattern, why in failed.items() if pattern in there)
     return AdapterPlaces(tuple(targets), tuple(reasons), untried), lost
 
 
-def _pattern(path: str) -> str:
+def any_number(path: str) -> str:
     """A layer's name with * for numbers: the same layer of every block, and of every expert."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path)
 
@@ -114,7 +114,7 @@ def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozense
 def freeze(model: nn.Module, patterns: Collection[str]) -> None:
     """Take the parameters of these names, with * for numbers, out of training."""
     for name, parameter in model.named_parameters():
-        if _pattern(name) in patterns:
+        if any_number(name) in patterns:
             parameter.requires_grad_(False)
 
 
@@ -126,7 +126,7 @@ def _try_in_full(small: Any, *, trust_remote_code: bool = False) -> dict[str, st
             _step(model, draw)
         names: dict[str, bool] = {}
         for name, parameter in model.named_parameters():
-            names[_pattern(name)] = names.get(_pattern(name), False) or parameter.grad is not None
+            names[any_number(name)] = names.get(any_number(name), False) or parameter.grad is not None
     return {name: LEARNS_NOTHING for name, has_one in names.items() if not has_one}
 
 
@@ -154,7 +154,7 @@ def _remembered(model: Any, trust_remote_code: bool) -> tuple[dict[str, str], st
     try:
         return remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code), ""
     except _Untried as why:
-        return _read_past(model), str(why)
+        return read_past(model), str(why)
 
 
 def _deciding(hf_config: Any) -> dict[str, Any]:
@@ -172,11 +172,11 @@ def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
         model = _small_random(small, trust_remote_code)
         _step(copy.deepcopy(model), 0)  # some keep their states, which cannot be copied
-        failed = _read_past(model)
+        failed = read_past(model)
         groups: dict[str, list[str]] = {}
         for name in linear_layers(model):
-            if _pattern(name) not in failed:
-                groups.setdefault(_pattern(name), []).append(name)
+            if any_number(name) not in failed:
+                groups.setdefault(any_number(name), []).append(name)
         if _attempt(model, groups):  # at once is quicker, and the rule
             for pattern, group in groups.items():
                 failed |= _attempt(model, {pattern: group})
@@ -217,7 +217,7 @@ def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str,
                 return {}
     except Exception as error:  # PEFT's refusal, or whatever a class does with what the adapter returns
         return dict.fromkeys(groups, f"an adapter there fails: {one_line(str(error), limit=120)}")
-    without = {_pattern(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in waiting}
+    without = {any_number(name.removeprefix("base_model.model.").partition(".lora_")[0]) for name in waiting}
     return dict.fromkeys(sorted(without), LEARNS_NOTHING)
 
 
@@ -230,9 +230,10 @@ def _step(model: Any, draw: int) -> None:
         loss.backward()
 
 
-def _read_past(model: nn.Module) -> dict[str, str]:
-    """The linear layers whose weight their owner's code gives to a function: a fused kernel, which this machine may
-    lack, would not see the adapter."""
+def read_past(model: nn.Module) -> dict[str, str]:
+    """The linear layers (* for numbers) whose weight their owner's code reads itself: for a fused kernel, which this
+    machine may lack, or a product of its own. It would not see an adapter, nor can it read 4 bits. Slices are those of
+    tensor-parallel pretraining (BLOOM), which no run has."""
     sources: dict[type, str] = {}
     found = {}
     for name in linear_layers(model):
@@ -240,8 +241,8 @@ def _read_past(model: nn.Module) -> dict[str, str]:
         owner = type(model.get_submodule(parent))
         if owner not in sources:
             sources[owner] = _forward_code(owner)
-        if re.search(rf"\bself\.{re.escape(leaf)}\.weight\s*[,)]", sources[owner]):
-            found[_pattern(name)] = PAST_ADAPTER
+        if re.search(rf"\bself\.{re.escape(leaf)}\.weight\b(?!\s*\[|\.(dtype|device|shape)\b)", sources[owner]):
+            found[any_number(name)] = PAST_ADAPTER
     return found
 
 

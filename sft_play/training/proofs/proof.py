@@ -222,7 +222,11 @@ def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _cases(hf_config: Any, parts: int) -> list[tuple[Heads, int | None]]:
-    """The heads of a model on one of `parts` tensor-parallel ranks, with and without the window that it has."""
+    """The heads of a model on one of `parts` tensor-parallel ranks, with and without the window that it has; of all
+    its layers, where their sizes differ."""
+    if getattr(hf_config, "is_heterogeneous", False):
+        layers = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
+        return sorted({case for layer in layers for case in _cases(layer, parts)}, key=str)
     queries = hf_config.num_attention_heads
     own = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // queries
     widths = {own, getattr(hf_config, "global_head_dim", None) or own}

@@ -31,13 +31,16 @@ _WINDOW = 8
 _NARROW = {
     "hidden_size": 64, "intermediate_size": 64, "ffn_dim": 64, "ffn_hidden_size": 256, "intermediate_size_mlp": 64,
     "word_embed_proj_dim": 64, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
-    "num_attention_heads": 4, "head_dim": 16, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16, "qk_head_dim": 32, "v_head_dim": 16, "global_head_dim": 16,
+    "num_attention_heads": 4, "head_dim": 16, "d_head": 16, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_head_dim": 16, "v_head_dim": 16, "global_head_dim": 16,
     "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 128, "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_heads": 4,
-    "linear_head_dim": 16, "rotary_dim": 16,
+    "linear_head_dim": 16, "rotary_dim": 16, "index_n_heads": 4, "index_head_dim": 32,
 }  # fmt: skip
-"""Sizes by their names in transformers' configs; those that a config lacks, or that are null, stay so."""
+"""Sizes by their names in transformers' configs; those that a config lacks, or that are null or 0, stay so."""
+_HEADS = ("head_dim", "qk_head_dim", "qk_rope_head_dim", "qk_nope_head_dim")
+_TURNED = 8
+"""Size of the part of a head that turns with the position, where the config has one apart."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "attention_window_size")
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -229,9 +232,9 @@ def _narrow(small: Any) -> None:
         sizes |= dict.fromkeys(
             ("num_key_value_heads", "num_kv_heads"), 4 if groups == heads else 1 if groups == 1 else 2
         )
-    whole_head = field_of(small, "qk_head_dim")
-    if whole_head is not None and field_of(small, "head_dim") == whole_head:  # not the rotated part alone
-        sizes["head_dim"] = sizes["qk_head_dim"]
+    turned = field_of(small, "qk_rope_head_dim")
+    heads = {name: value for name in _HEADS if isinstance(value := field_of(small, name), int)} if turned else {}
+    sizes |= {name: _in_proportion(value, turned) for name, value in heads.items()}
     for name in _EXPERTS:
         value = field_of(small, name)
         if isinstance(value, int) and value:
@@ -242,19 +245,33 @@ def _narrow(small: Any) -> None:
     _set(small, {**sizes, **_states(small)})
     if overrides:
         small.per_layer_config = {
-            layer: {name: 2 * sizes[name] if name in sizes and isinstance(value, int) else value
+            layer: {name: _in_proportion(value, turned) if name in heads
+                    else 2 * sizes[name] if name in sizes and isinstance(value, int) else value
                     for name, value in own.items()}
             for layer, own in overrides.items()
         }  # fmt: skip
     rotation = getattr(small, "rope_parameters", None)
     if isinstance(rotation, dict):
-        turned = int(sizes["head_dim"] * float(rotation.get("partial_rotary_factor", None) or 1.0)) // 2
-        for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
-            if isinstance(rotation.get(name), list):
-                rotation[name] = rotation[name][:turned]
-        if "mrope_section" in getattr(small, "ignore_keys_at_rope_validation", ()):
-            # how many frequencies turn with time, height and width
-            rotation["mrope_section"] = [turned // 4, turned // 4, turned - 2 * (turned // 4)]
+        by_kind = [one for one in rotation.values() if isinstance(one, dict)]  # of layers
+        for one in by_kind or [rotation]:
+            share = float(one.get("partial_rotary_factor", None) or 1.0)
+            _narrow_rotation(small, one, (_TURNED if turned else int(sizes["head_dim"] * share)) // 2)
+
+
+def _narrow_rotation(small: Any, rotation: dict[str, Any], frequencies: int) -> None:
+    """Give a rotation's lists the lengths for heads of so many frequencies."""
+    for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
+        if isinstance(rotation.get(name), list):
+            rotation[name] = rotation[name][:frequencies]
+    if "mrope_section" in getattr(small, "ignore_keys_at_rope_validation", ()):
+        # how many frequencies turn with time, height and width
+        rotation["mrope_section"] = [frequencies // 4, frequencies // 4, frequencies - 2 * (frequencies // 4)]
+
+
+def _in_proportion(size: int, turned: int) -> int:
+    """A head's size where the part that turns with the position, `turned`, becomes `_TURNED`: classes check that parts
+    add up to heads, and keep how large a share of a head turns."""
+    return max(1, size * _TURNED // turned)
 
 
 def _states(small: Any) -> dict[str, int]:
@@ -281,7 +298,7 @@ def _set(small: Any, sizes: dict[str, int]) -> None:
     """Set the sizes that the config has; one that is a list per layer becomes the same in all layers."""
     for name, size in sizes.items():
         value = field_of(small, name)
-        if value is None and name not in _SPECIAL:
+        if not value and name not in _SPECIAL:
             continue
         with contextlib.suppress(AttributeError):  # a property computed from other fields
             setattr(small, name, [size] * len(value) if isinstance(value, list) else size)
