@@ -75,6 +75,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 8, "moe_topk": 2},  # one expert, by its defaults
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
