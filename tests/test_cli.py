@@ -71,6 +71,24 @@ def test_the_environment_that_make_passes_is_read_and_words_win(monkeypatch):
     assert str(read_request(["train"], {"SET": ""}).config) == "configs/run_starter.yaml"
 
 
+def test_a_run_that_is_named_is_resumed_with_the_run_yaml_that_it_has(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs" / "mine"
+    run.mkdir(parents=True)
+    recorded = tmp_path / "my.yaml"
+    (run / "manifest.json").write_text(json.dumps({"config_path": str(recorded)}))
+
+    def config_of(*words, **environment):
+        return str(read_request(list(words), environment).config)
+
+    starter = config_of("resume")
+    assert config_of("resume", RUN="mine") == starter  # its file is gone
+    recorded.write_text("")
+    assert config_of("resume", RUN="mine") == config_of("resume", "--run", "mine") == str(recorded)
+    assert config_of("resume", RUN="other") == config_of("resume") == starter
+    assert config_of("resume", RUN="mine", CONFIG="b.yaml") == "b.yaml"
+
+
 def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):
     monkeypatch.chdir(ROOT)
     code, printed = command("plan", "--config", "configs/run_llama70b.yaml", "--hardware", "1xRTX3060")

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from sft_play.commands import FILES, INTERNAL, help_line
 from sft_play.config.leaves import sections
 from sft_play.config.load import load_config, refuse_typographic, split_overrides
+from sft_play.config.schema import OutputConfig
 from sft_play.config.unknown_keys import flag_hint
 from sft_play.errors import ConfigError
 from sft_play.launch.exported import node_variables, rank_variables
@@ -23,6 +24,8 @@ from sft_play.launch.given import NODE_VARIABLES
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of
 from sft_play.log import escape_control, one_line
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
+from sft_play.runs.files import read_json
+from sft_play.runs.folder import MANIFEST
 from sft_play.spelling import did_you_mean, nearest
 from sft_play.starter import CONFIG
 
@@ -136,7 +139,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     overrides = (*split_overrides(of_make), *of_flags, *given.overrides)
     asked, notes = _asked(given, environment)
     _refuse_words(given.command, overrides)
-    config = _text(given, environment, "CONFIG")
+    config = _text(given, environment, "CONFIG") or _recorded_config(given, environment)
     request = Request(
         command=given.command,
         config=_config_path(config or CONFIG),
@@ -152,6 +155,13 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     )
     _refuse_no_config(request, environment)
     return request
+
+
+def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
+    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG."""
+    run = _text(given, environment, "RUN") if given.command == "resume" and "CONFIG" not in environment else None
+    path = read_json(Path(OutputConfig().dir) / run / MANIFEST).get("config_path") if run else None
+    return path if isinstance(path, str) and Path(path).is_file() else None
 
 
 _CONFIGS = Path("configs")
