@@ -74,7 +74,7 @@ def turn_for_ever():
         time.sleep(0.1)
 
 cli.commands.load = lambda name: type("File", (), {"run": staticmethod(work)})
-cli.read_request = lambda *_: type("Request", (), {"command": "train", "json": False, "trust": False})
+cli.read_request = lambda *_: type("Request", (), {"command": "train", "json": False, "trust": False, "out": None})
 sys.exit(cli.main(["train"]))
 '''
 

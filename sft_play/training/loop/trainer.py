@@ -257,9 +257,8 @@ def build_trainer(
     rows = to_dataset(train.rows)
     packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
     mix = sources.mix(seed=config.train.seed, sizes=packed) if sources else None
-    if mix is not None and packs is not None:
-        for line in mix_table(mix, shown="packed"):
-            logger.debug("Packing: %s", line)
+    for line in mix_table(mix, shown="packed") if mix is not None and packs is not None else ():
+        logger.debug("Packing: %s", line)
     trainer = (kind or PlannedTrainer)(
         model=model,
         args=arguments,
@@ -286,14 +285,18 @@ def build_trainer(
         **options,
     )
     if peft_config is not None:
-        set_adapter_dtype(trainer.model, config, plan)
-        cast_outside_autocast(trainer.model)
-        name_backbone(trainer.model.get_base_model())
+        _fit_adapters(trainer.model, config, plan)
     trainer.step_memory.plan = plan
     engines.tell_accumulation(trainer, plan)
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
+
+
+def _fit_adapters(model: Any, config: RunConfig, plan: Plan) -> None:
+    set_adapter_dtype(model, config, plan)
+    cast_outside_autocast(model)
+    name_backbone(model.get_base_model())
 
 
 def _optimizer(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:

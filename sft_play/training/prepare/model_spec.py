@@ -126,14 +126,10 @@ def build_model_spec(
         ConfigError: packing is on, and the class does not keep the chats of a row apart.
     """
     whole = _whole_config(config)
-    fields = whole.to_dict()
-    refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
-    is_dequantised = quantisation_of(fields)[0] is not None
-    if is_dequantised:
-        _forget_quantisation(whole)
+    notes = _dequantised(whole, config)
+    is_dequantised = bool(notes)
     hf_config = language_config(whole)
     fit_ties(whole, hf_config, lambda: _names_of(config))
-    notes = [f"Model: {stored_words(fields, config.tuning.mode)}"] if is_dequantised else []
     model_class = _model_class(hf_config, config)
     if is_dequantised and model_class is nn.Module:
         raise ModelError(
@@ -167,6 +163,20 @@ def build_model_spec(
         new_rows,
         is_dequantised,
     )  # fmt: skip
+
+
+def _dequantised(whole: Any, config: RunConfig) -> list[str]:
+    """What is said of a base whose weights are stored quantised, which its config then says no more; of others nothing.
+
+    Raises:
+        ModelError: they are stored in a form that is not read.
+    """
+    fields = whole.to_dict()
+    refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
+    if quantisation_of(fields)[0] is None:
+        return []
+    _forget_quantisation(whole)
+    return [f"Model: {stored_words(fields, config.tuning.mode)}"]
 
 
 def _trained(
