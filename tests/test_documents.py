@@ -490,7 +490,7 @@ def test_what_cannot_be_read_is_said(tmp_path):
         "c.txt": (b"\x89PNG\r\n\x1a\n...", ":1: byte 0x89 at column 1 is not UTF-8"),
         "d.txt": (b"abc\n\x00\x01\x02", "is not text (it holds NUL bytes)"),
         "e.txt": (b"first\ncaf\xe9", ":2: byte 0xE9 at column 4 is not UTF-8 (looks like Latin-1)"),
-        "f.txt": ("text".encode("utf-16"), "is UTF-16, not UTF-8. Convert it"),
+        "f.txt": ("text".encode("utf-16"), "is UTF-16, not UTF-8. "),
         "g.docx": (b"just words", "cannot be read as docx: damaged, or something else than its name says?"),
         "h.docx": (b"PK\x03\x04 and no more", "cannot be read as docx: damaged"),
         "i.pdf": (b"%PDF-1.4 and no more", "pdf"),
