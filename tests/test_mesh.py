@@ -190,7 +190,7 @@ def test_the_types_that_are_divided_are_those_of_transformers():
         paths = (*family.qkv, family.out, *family.mlp)
         styles = [plan.get(f"layers.*.{path}") for path in paths]
         is_whole = set(plan.values()) <= whole and all(style in ("colwise", "rowwise") for style in styles)
-        assert (kind in TENSOR_PARALLEL) == (is_whole and not family.extra), kind
+        assert (kind in TENSOR_PARALLEL) == is_whole, kind
     assert set(FAMILIES) >= TENSOR_PARALLEL
 
 

@@ -33,17 +33,21 @@ def test_what_is_planned_agrees_with_its_trace_and_trains(book):
     assert {kind for kind, row in planned.items() if any(isinstance(row[mode], str) for mode in MODES)} == BROKEN
 
 
-FAR_FROM_TRACE = {"apertus", "deepseek_v2", "gpt_oss", "mistral_large4"}
+FAR_FROM_TRACE = {
+    "nemotron",
+}
 """Classes whose estimate and trace differ by more than 1%."""
 BROKEN = {
     "deepseek_v4",
-    "falcon_mamba",
+    "inkling2",
+    "inkling2_text",
     "instructblip",
+    "kosmos-2",
+    "laguna",
+    "minimax_m3_vl",
     "mistral_large4",
-    "nemotron_h_omni",
-    "qwen2_5_omni_thinker",
-    "qwen3_omni_moe_thinker",
-    "shieldgemma2",
+    "modernbert-decoder",
+    "unlimited_ocr",
 }
 """Classes that are planned, and fail at something after it: docs/models.md says at what."""
 

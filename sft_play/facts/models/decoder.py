@@ -248,7 +248,7 @@ class _Builder:
             linears=self._attention(),
             attention=attention,
             norm_params=norms,
-            other_params=sinks + family.extra,
+            other_params=sinks,
         )
         if experts is not None and has_experts:
             return self._with_experts(plain, experts)

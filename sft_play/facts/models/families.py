@@ -114,8 +114,6 @@ class Family:
     sinks: bool = False
     sdpa: bool = True
     """The class can call PyTorch's fused attention."""
-    extra: int = 0
-    """Further parameters of a block (weights of an activation)."""
     mla: bool = False
     experts: Experts | None = None
 
@@ -145,7 +143,7 @@ _DEEPSEEK = replace(_BIASED, mla=True, experts=_AFTER_DENSE)
 
 TENSOR_PARALLEL = frozenset({
     "arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "gpt_neox",
-    "granite", "helium", "internlm3", "jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron",
+    "granite", "helium", "internlm3", "jais2", "llama", "ministral", "ministral3", "mistral", "nemotron",
     "olmo", "phi", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2", "vaultgemma",
 })  # fmt: skip
 """Model types whose blocks transformers' tensor-parallel plan splits completely, by heads and MLP columns
@@ -224,8 +222,6 @@ FAMILIES: dict[str, Family] = {
     "exaone4": Family(qk_norm=True, window="pattern"),
     "nemotron": _NEMOTRON,
     "jais2": _NEMOTRON,
-    "apertus": replace(_BIASED, mlp=_PLAIN, qk_norm=True, extra=2),
-    "nanochat": replace(_BIASED, mlp=("mlp.fc1", "mlp.fc2"), norm="none"),
     "persimmon": replace(
         _LAYER_NORM, qkv=("self_attn.query_key_value",), out="self_attn.dense", mlp=_NEOX_MLP, qk_norm="qk_layernorm",
         qk_norm_bias=True,

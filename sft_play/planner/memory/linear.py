@@ -9,6 +9,9 @@ from sft_play.planner.memory.operations import Pass, liger_norm
 from sft_play.planner.memory.structure import LinearSpec
 from sft_play.planner.memory.tape import Grads, Ref, Tape, one_gradient, shared
 
+WIDE_WEIGHTS = ("gemma", "centred")
+"""Norms that multiply by their weight in fp32."""
+
 
 def norm(run: Pass, x: Ref, kind: str = "", *, of_heads: bool = False) -> Ref:
     """A norm over hidden states or heads; RMSNorms compute in fp32, LayerNorm is one kernel."""
@@ -21,24 +24,26 @@ def norm(run: Pass, x: Ref, kind: str = "", *, of_heads: bool = False) -> Ref:
             x = run.to(x, 4)
         return run.tape.op((x,), x.elements, x.width, saved=(x,), trains=run.spec.full)
     wide = run.to(x, 4)
-    out = _normalised(run, wide)
+    out = _normalised(run, wide, centred=kind == "centred")
     del wide
-    if kind == "gemma":  # (1 + weight) in fp32, then the input's dtype
+    if kind in WIDE_WEIGHTS:  # in fp32, then the input's dtype
         return run.to(_by_weight(run, out), x.width)
     return _by_weight(run, run.to(out, x.width))
 
 
-def _normalised(run: Pass, wide: Ref) -> Ref:
-    """wide * rsqrt(mean(wide ** 2)): holds `wide`; the square's gradient takes four more of its size."""
+def _normalised(run: Pass, wide: Ref, *, centred: bool) -> Ref:
+    """wide * rsqrt(mean(wide ** 2)): holds `wide`; the square's gradient takes four more of its size. `centred`: wide -
+    mean(wide) is in its place, computed for each of the two."""
     size = wide.elements
     backward = one_gradient(size, 4, during=12 * size)  # with `grad`, which the mean's gradient replaces
-    return run.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
+    held = (run.tape.new(size, 4), run.tape.new(size, 4)) if centred else (wide,)
+    return run.tape.op((wide,), size, 4, saved=held, backward=backward)
 
 
 def _by_weight(run: Pass, x: Ref) -> Ref:
     """weight * x: x is held where the weight trains."""
     # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
-    width = max(x.width, run.spec.numbers.weights) if run.spec.norm != "gemma" else x.width
+    width = x.width if run.spec.norm in WIDE_WEIGHTS else max(x.width, run.spec.numbers.weights)
     size, e, full, wanted = x.elements, x.width, run.spec.full, x.node is not None
 
     def backward(tape: Tape, grad: Ref) -> Grads:

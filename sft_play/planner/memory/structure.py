@@ -59,7 +59,7 @@ class BlockSpec:
     value_dim: int
     linears: tuple[tuple[str, LinearSpec], ...]
     """Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up; latent attention's own."""
-    norm: Literal["rms", "gemma", "layer"] = "rms"
+    norm: Literal["rms", "gemma", "centred", "layer"] = "rms"
     norm_after: bool = False
     """Outputs of attention and MLP are normed before they are added, as in Gemma 2."""
     parallel: bool = False
@@ -242,11 +242,10 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
     )
 
 
-def _norm(shape: ModelShape) -> Literal["rms", "gemma", "layer"]:
-    """The norm by how it is computed: a LayerNorm without a bias is written out in fp32 (Cohere), as Gemma's norm
-    is."""
+def _norm(shape: ModelShape) -> Literal["rms", "gemma", "centred", "layer"]:
+    """The norm by how it is computed: a LayerNorm without a bias is written out in fp32 (Cohere)."""
     if shape.norm == "layer" and not shape.norm_bias:
-        return "gemma"
+        return "centred"
     return "rms" if shape.norm == "none" else shape.norm
 
 
