@@ -75,3 +75,10 @@ def test_an_embedding_that_trains_beside_4_bit_layers_hands_its_dtype_on(kind: s
     words = "{mode: qlora, lora: {r: 4, modules_to_save: [embed_tokens]}}"
     step = Step(2, 1, 1024, masks=False, saves=False, checkpointed_layers=0)
     assert abs(apart(fields(kind, tied=True), words, "lion_8bit", PRECISIONS[0], step)) < TOLERANCE
+
+
+def test_a_norm_that_is_written_out_holds_what_it_computes_twice() -> None:
+    """Cohere's LayerNorm subtracts the mean twice, in fp32."""
+    model = fields("cohere", tied=True) | {"num_hidden_layers": 8, "vocab_size": 4096}
+    step = Step(8, 1, 512, masks=False, saves=False, checkpointed_layers=0)
+    assert abs(apart(model, "{mode: lora, lora: {r: 8}}", "adamw_torch_fused", PRECISIONS[0], step)) < TOLERANCE
