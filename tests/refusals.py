@@ -43,7 +43,7 @@ class _Stops(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         raise Loading(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Never reached; without it a loader is taken for one of the old kind."""
+        """Never called; importlib treats a loader without it as a legacy one."""
 
 
 def _answer(words: list[str], variables: dict[str, str]) -> dict[str, Any]:

@@ -17,11 +17,12 @@ import pytest
 
 from sft_play import cli, commands
 from sft_play.commands.request import read_request
-from sft_play.errors import DoesNotFit, Interrupted, SftPlayError
+from sft_play.errors import DoesNotFit, Interrupted, RunFolderError, SftPlayError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.launch.machine import one_gpu
 from sft_play.planner import calibration
+from sft_play.runs.folder import FORMAT
 from sft_play.starting import start
 from tests import warm
 from tests.conftest import ROOT
@@ -76,7 +77,7 @@ def test_a_run_that_is_named_is_resumed_with_the_run_yaml_that_it_has(tmp_path, 
     run = tmp_path / "outputs" / "mine"
     run.mkdir(parents=True)
     recorded = tmp_path / "my.yaml"
-    (run / "manifest.json").write_text(json.dumps({"config_path": str(recorded)}))
+    (run / "manifest.json").write_text(json.dumps({"format": FORMAT, "config_path": str(recorded)}))
 
     def config_of(*words, **environment):
         return str(read_request(list(words), environment).config)
@@ -85,8 +86,12 @@ def test_a_run_that_is_named_is_resumed_with_the_run_yaml_that_it_has(tmp_path, 
     assert config_of("resume", RUN="mine") == starter  # its file is gone
     recorded.write_text("")
     assert config_of("resume", RUN="mine") == config_of("resume", "--run", "mine") == str(recorded)
-    assert config_of("resume", RUN="other") == config_of("resume") == starter
     assert config_of("resume", RUN="mine", CONFIG="b.yaml") == "b.yaml"
+    with pytest.raises(RunFolderError, match=r"there is no run other in outputs; the runs there: mine"):
+        config_of("resume", RUN="other")
+    (tmp_path / starter).parent.mkdir()
+    (tmp_path / starter).touch()  # beside the starter it may be one of its runs
+    assert config_of("resume", RUN="other") == config_of("resume") == starter
 
 
 def test_what_does_not_fit_has_exit_code_3(command, monkeypatch):

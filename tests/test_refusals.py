@@ -163,6 +163,6 @@ def test_every_command_that_can_refuse_is_asked():
 
 
 def test_a_command_that_goes_on_is_stopped_where_it_would_load_a_library(answers):
-    """The harness itself: what is not refused is not taken for refused."""
+    """The harness itself: a command that is not refused is not counted as refused."""
     found = asked_of([("render", {"CONFIG": CONFIG}, "")], answers[1])
     assert [(one["code"], one["loaded"]) for one in found] == [(-1, "transformers")]

@@ -26,6 +26,7 @@ from sft_play.log import escape_control, one_line
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import MANIFEST
+from sft_play.runs.lookup import checked_name, run_at
 from sft_play.spelling import did_you_mean, nearest
 from sft_play.starter import CONFIG
 
@@ -158,10 +159,21 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
 
 
 def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG."""
+    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG.
+
+    Raises:
+        RunFolderError: there is no such run, and no starter whose runs it could be one of.
+    """
     run = _text(given, environment, "RUN") if given.command == "resume" and "CONFIG" not in environment else None
-    path = read_json(Path(OutputConfig().dir) / run / MANIFEST).get("config_path") if run else None
-    return path if isinstance(path, str) and Path(path).is_file() else None
+    if run is None:
+        return None
+    base = Path(OutputConfig().dir)
+    path = read_json(base / run / MANIFEST).get("config_path")
+    if isinstance(path, str) and Path(path).is_file():
+        return path
+    if not Path(CONFIG).is_file():
+        run_at(base, checked_name(run, key="RUN"))
+    return None
 
 
 _CONFIGS = Path("configs")

@@ -7,7 +7,7 @@ from sft_play.log import one_line
 
 
 def require_split(split: str | None, data: str | None) -> None:
-    """Raises ConfigError where SPLIT has no rows to evaluate on, or stands beside DATA."""
+    """Raises ConfigError where SPLIT names no held-out rows, or is given together with DATA."""
     if split is not None and data is not None:
         raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
     if split not in (None, "val", "test"):

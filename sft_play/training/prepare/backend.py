@@ -143,6 +143,7 @@ def unsupported(config: RunConfig) -> list[str]:
     reasons = {
         "data.packing": "Unsloth's attention does not know where the chats of a row begin",
         "tuning.lora.use_dora": "its kernels compute plain LoRA",
+        "tuning.lora.init": "its adapters start at zero",
         "tuning.lora.modules_to_save": "Unsloth stores and ties such modules in a way of its own",
         "model.add_tokens": "Unsloth resizes and trains embeddings in a way of its own",
         "model.adapter": "it starts a new adapter",
