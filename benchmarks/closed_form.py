@@ -104,10 +104,6 @@ TinyLlama-1.1B-Chat-v1.0 full 2048 1 off
 TinyLlama-1.1B-Chat-v1.0 lora 2048 8
 TinyLlama-1.1B-Chat-v1.0 qlora 2048 4 dora
 TinyLlama-1.1B-Chat-v1.0 lora 1024 2 dora
-gpt2 full 1024 8
-gpt2 full 512 2 off
-gpt2 lora 1024 4
-gpt2 qlora 1024 8 off
 Llama-3.2-1B lora 1024 4 off apart
 Qwen2.5-3B qlora 2048 2 apart
 gemma-3-1b-it lora 2048 2 off apart

@@ -21,14 +21,14 @@ from typing import Any
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import Hardware, named
-from sft_play.facts.models.architecture import shape_of
-from sft_play.facts.models.decoder import parse_config
+from sft_play.facts.models.architecture import config_json
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.speed_error import SpeedError, speed_error
 from sft_play.planner.speed.throughput import Speed, predict_speed, rates_of
+from sft_play.trace.block_meter import planned_shape
 
 ROWS = Path(__file__).with_name("published_speeds.csv")
 TARGET = (6.5e9, 73e9)
@@ -36,9 +36,9 @@ TARGET = (6.5e9, 73e9)
 
 
 def _mpt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    """MosaicML's MPT: GPT-2's block, which has the same matrix products."""
-    sizes = {"n_embd": hidden, "n_layer": layers, "n_head": heads, "n_positions": 65_536, "vocab_size": 50_368}
-    return {"model_type": "gpt2", **sizes}
+    """MosaicML's MPT."""
+    sizes = {"d_model": hidden, "n_layers": layers, "n_heads": heads, "max_seq_len": 65_536, "vocab_size": 50_368}
+    return {"model_type": "mpt", **sizes}
 
 
 def _qwen1(hidden: int, width: int, layers: int, heads: int) -> dict[str, Any]:
@@ -64,7 +64,7 @@ OTHER_MODELS = {
 @functools.cache
 def shape(name: str) -> ModelShape:
     """The shapes of a row's model."""
-    return parse_config(OTHER_MODELS[name], name=name) if name in OTHER_MODELS else shape_of(name)
+    return planned_shape(OTHER_MODELS.get(name) or config_json(name), name=name)
 
 
 _named = functools.cache(named)

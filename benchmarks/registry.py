@@ -43,16 +43,14 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.config_fields import refuse_other_models
-from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.families import FAMILIES
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.files import read_json, write_json
 from sft_play.runs.manifest import versions
-from sft_play.trace.block_meter import meter_of
+from sft_play.trace.block_meter import planned_shape
 from sft_play.trace.confirm import settings_of
-from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.settings import TraceUnavailable
 from sft_play.trace.step import record
 from sft_play.training.model.language_model import language_config
@@ -196,8 +194,7 @@ def agreement(config: Any) -> dict[str, Any]:
     fields = json.loads(json.dumps(config.to_dict(), default=str))
     text = language_config(config)
     known = text.model_type in FAMILIES
-    shape = parse_config(fields, name="m") if known else shape_on_meta(fields, name="m")
-    shape = shape if known else replace(shape, meter=meter_of(fields))
+    shape = planned_shape(fields, name="m")
     found: dict[str, Any] = {"plan": "known" if known else "measured"}
     attention: Literal["sdpa", "eager"] = "sdpa" if shape.has_sdpa else "eager"
     for mode, layers in (("lora", 0), ("full", None if shape.can_checkpoint else 0)):

@@ -14,11 +14,12 @@ from typing import Any, Literal
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.facts.hardware import named
-from sft_play.facts.models.architecture import shape_of
+from sft_play.facts.models.architecture import config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import predict_speed, rates_of
+from sft_play.trace.block_meter import planned_shape
 
 FMS = (
     "https://github.com/foundation-model-stack/fms-acceleration/blob/876e2ed6fc4e/scripts/benchmarks/refs/"
@@ -111,7 +112,8 @@ SCALING = (
 def speed(point: Point, gpus: int, *, layout: str, micro: int, share: float | None = None) -> float:
     """Predicted tokens per second and GPU; `share`: what matrix products reach of the peak, if not the plan's."""
     words = point.machine.format(n=gpus if gpus <= 8 else f"{gpus // 8}x8")
-    hardware, shape, config = _named(words), shape_of(point.model), _config(point.mode)
+    hardware, config = _named(words), _config(point.mode)
+    shape = planned_shape(config_json(point.model), name=point.model)
     precision = Precision(point.precision, point.precision, "")
     step = Step(
         micro_batch=micro,

@@ -25,13 +25,14 @@ from benchmarks.scaling import scaling
 from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import detect, named
-from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
+from sft_play.facts.models.architecture import KNOWN_MODELS, config_json
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import predict_speed, rates_of
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
+from sft_play.trace.block_meter import planned_shape
 
 MODES = {"full", "lora", "qlora"}
 
@@ -47,7 +48,7 @@ def predicted(row: dict[str, str]) -> float | None:
     try:
         micro, length, count = int(row["micro_batch"]), int(row["seq_len"]), int(row["n_gpus"])
         hardware = named(f"{count}x{row['gpu']}")
-        shape = shape_of(row["model"])
+        shape = planned_shape(config_json(row["model"]), name=row["model"])
     except (ValueError, SftPlayError):
         return None
     rank = int(row["lora_r"]) if row["lora_r"].isdigit() else 16

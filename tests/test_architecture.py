@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.architecture import KNOWN_MODELS, shape_of
+from sft_play.facts.models.architecture import KNOWN_MODELS, positions_of, shape_of
 from sft_play.facts.models.config_fields import (
     ALIASES,
     CLASS_DEFAULTS,
@@ -37,36 +37,15 @@ SIZES: dict[str, Any] = {
 }
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 N_EXPERTS = {
-    **dict.fromkeys(("mixtral", "phimoe", "granitemoe", "granitemoeshared", "gpt_oss"), "num_local_experts"),
-    "llama4_text": "num_local_experts",
-    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "flex_olmo", "hunyuan_v1_moe"), "num_experts"),
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe", "dots1"), "n_routed_experts"),
-    "ernie4_5_moe": "moe_num_experts",
-}  # fmt: skip
-NEEDED: dict[str, dict[str, Any]] = {
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"head_dim": 16, "num_key_value_heads": 2},
-    "helium": {"head_dim": 16},
-    "dots1": {"n_shared_experts": 1},
-    "opt": {"word_embed_proj_dim": 64},
+    **dict.fromkeys(("mixtral", "gpt_oss"), "num_local_experts"),
+    **dict.fromkeys(("qwen3_moe", "olmoe"), "num_experts"),
+    **dict.fromkeys(("deepseek_v3", "glm4_moe"), "n_routed_experts"),
 }
+NEEDED: dict[str, dict[str, Any]] = {"hunyuan_v1_dense": {"head_dim": 16}, "ministral": {"head_dim": 16}}
 """Fields without which the class itself cannot be built."""
 
 NO_DEFAULT: dict[str, dict[str, Any]] = {
-    **{kind: {"head_dim": 64} for kind in ("hunyuan_v1_dense", "hunyuan_v1_moe", "ministral")},
-    "nemotron": {"head_dim": 64, "num_key_value_heads": 2},
-    "glm4_moe": {"head_dim": 64},
-    "dots1": {
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "num_attention_heads": 36,
-        "num_key_value_heads": 36,
-    },
-    "opt": {"word_embed_proj_dim": 768},
-    "bloom": {"pad_token_id": 0},
+    kind: {"head_dim": 64} for kind in ("hunyuan_v1_dense", "ministral", "glm4_moe")
 }
 """Fields that every real file of the type states, since the class has no default that works."""
 
@@ -81,64 +60,23 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 2}),
     ("qwen2", {"layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 3, "use_sliding_window": True}),
     ("qwen3", {"attention_bias": True, "tie_word_embeddings": True}),
-    ("qwen2_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 2, "qkv_bias": False}),
-    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 4}),
     ("qwen3_moe", {"mlp_only_layers": [0, 3], "attention_bias": True, "head_dim": 32}),
     ("gemma2", {"attention_bias": True}),
     ("gemma3_text", {"sliding_window_pattern": 3, "num_hidden_layers": 7}),
     ("gemma3_text", {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"]}),
-    ("phi", {"qk_layernorm": True}),
     ("phi3", {"sliding_window": 16, "tie_word_embeddings": True}),
-    ("phimoe", {"attention_bias": True, "lm_head_bias": True}),
-    ("starcoder2", {"use_bias": False, "sliding_window": 16}),
-    ("stablelm", {"qk_layernorm": True, "use_qkv_bias": True, "use_parallel_residual": True}),
-    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "num_ln_in_parallel_attn": 1}),
-    ("falcon", {"multi_query": False, "bias": True, "parallel_attn": False, "alibi": True}),
-    ("falcon", {"ffn_hidden_size": 160, "tie_word_embeddings": False}),
-    ("mpt", {"expansion_ratio": 2}),
-    ("gpt_bigcode", {"multi_query": False}),
-    ("gpt2", {"n_inner": 80, "tie_word_embeddings": False}),
-    ("gpt_neox", {"attention_bias": False, "use_parallel_residual": False, "tie_word_embeddings": True}),
-    ("opt", {"word_embed_proj_dim": 32, "do_layer_norm_before": False}),
-    ("opt", {"word_embed_proj_dim": 64, "enable_bias": False, "layer_norm_elementwise_affine": False}),
-    ("opt", {"word_embed_proj_dim": 64, "ffn_dim": 200}),
-    ("bloom", {"n_embed": 64}),
-    ("cohere", {"use_qk_norm": True, "attention_bias": True}),
-    ("cohere2", {"sliding_window_pattern": 2, "attention_bias": True}),
     ("olmo2", {"attention_bias": True}),
     ("olmo3", {"sliding_window": 16}),
     ("olmoe", {"attention_bias": True}),
     ("granite", {"attention_bias": True, "mlp_bias": True}),
-    ("granitemoe", {"attention_bias": True}),
-    ("granitemoeshared", {"shared_intermediate_size": 48}),
     ("gpt_oss", {"attention_bias": False}),
-    ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 2}),
-    ("deepseek_v2", {"attention_bias": True, "mlp_bias": True, "first_k_dense_replace": 1}),
     ("deepseek_v3", {"attention_bias": True, "n_shared_experts": 2, "q_lora_rank": None}),
     ("glm", {"attention_bias": False, "head_dim": 32}),
     ("glm4_moe", {"use_qk_norm": True, "attention_bias": True, "head_dim": 32}),
     ("ernie4_5", {"use_bias": True}),
-    ("ernie4_5_moe", {"use_bias": True, "moe_layer_interval": 2, "moe_layer_end_index": 3}),
     ("exaone4", {"sliding_window": 16, "sliding_window_pattern": 2}),
     ("smollm3", {"use_sliding_window": True, "sliding_window": 16, "attention_bias": True, "mlp_bias": True}),
-    ("llama4_text", {"interleave_moe_layer_step": 2, "attention_bias": True}),
-    ("llama4_text", {"moe_layers": [1, 2], "no_rope_layers": [1, 0, 1, 1, 0]}),
-    ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
-    ("nemotron", {"head_dim": 32, "mlp_bias": True, "attention_bias": True}),
-    ("persimmon", {"qk_layernorm": False}),
-    ("cwm", {"mlp_bias": True, "sliding_window": 16}),
-    ("arcee", {"attention_bias": True, "mlp_bias": True}),
-    ("helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
-    ("internlm3", {"head_dim": 32}),
-    ("internlm3", {"qkv_bias": True, "bias": True}),
-    ("internlm3", {"attention_bias": True, "mlp_bias": True}),
-    ("jais2", {"attention_bias": False, "mlp_bias": False, "head_dim": 32}),
-    ("olmo", {"attention_bias": True, "tie_word_embeddings": True}),
-    ("vaultgemma", {"attention_bias": True}),
     ("hunyuan_v1_dense", {"attention_bias": True, "head_dim": 32}),
-    ("hunyuan_v1_moe", {"attention_bias": True, "head_dim": 16}),
-    ("dots1", {"n_shared_experts": 2, "first_k_dense_replace": 2, "attention_bias": True}),
 ]
 
 
@@ -150,8 +88,6 @@ def file_of(kind: str, **changes: Any) -> dict[str, Any]:
     sizes = {**SIZES, **(EXPERTS if kind in N_EXPERTS else {}), **NEEDED.get(kind, {})}
     if kind in N_EXPERTS:
         sizes[N_EXPERTS[kind]] = 4
-    if kind in ("gpt2", "gpt_bigcode", "bloom", "mpt", "falcon", "opt", "gpt_neox"):
-        sizes = {key: value for key, value in sizes.items() if key != "num_key_value_heads"}
     return {"model_type": kind, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **sizes, **changes}
 
 
@@ -177,9 +113,7 @@ def check(config: dict[str, Any]) -> None:
     assert parsed.params == built.params
     for key in ("embedding_params", "head_params", "tied", "vocab_size", "num_layers", "layer_order", "expert_params"):
         assert getattr(parsed, key) == getattr(built, key), key
-    assert sorted(item.path for item, _ in parsed.linears if "project" not in item.path) == sorted(
-        item.path for item, _ in built.linears if "project" not in item.path
-    )
+    assert sorted(item.path for item, _ in parsed.linears) == sorted(item.path for item, _ in built.linears)
     for mine, real in zip(parsed.layers, built.layers, strict=True):
         assert mine.count == real.count
         assert set(mine.linears) == set(real.linears)
@@ -196,15 +130,9 @@ def check(config: dict[str, Any]) -> None:
             *COUNTS,
         ):
             assert getattr(mine, key) == getattr(real, key), key
-    for key in (
-        "window",
-        "activation",
-        "norms_per_layer",
-        "position_rows",
-        "head_bias",
-        "embedding_width",
-    ):
-        assert getattr(parsed, key) == getattr(built, key) or (key, parsed.norm) == ("norms_per_layer", "none"), key
+    assert parsed.window == built.window
+    assert parsed.norms_per_layer == built.norms_per_layer
+    assert parsed.attention_dropout == built.attention_dropout
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -219,9 +147,8 @@ def test_a_variant_gives_the_modules_of_the_class(kind, changes):
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
 def test_fields_left_to_the_class_are_those_of_the_class(kind):
-    width = CLASS_DEFAULTS[kind].get("hidden_size") or CLASS_DEFAULTS[kind].get("n_embd") or 2048
-    config = {"model_type": kind, "hidden_size": width, "num_hidden_layers": 3, **NO_DEFAULT.get(kind, {})}
-    check(config)
+    width = CLASS_DEFAULTS[kind]["hidden_size"]
+    check({"model_type": kind, "hidden_size": width, "num_hidden_layers": 3, **NO_DEFAULT.get(kind, {})})
 
 
 def test_the_table_of_class_defaults_is_transformers_own():
@@ -240,7 +167,7 @@ def test_the_table_of_class_defaults_is_transformers_own():
                 assert own[key] == value, (kind, key)
             seen += 1
     assert set(CLASS_DEFAULTS) == set(FAMILIES)
-    assert seen > 700
+    assert seen > 300
     changed = {kind: dict.fromkeys(fields, 1) for kind, fields in CLASS_DEFAULTS.items()}
     for kind, fields in class_defaults(changed).items():
         assert {key: CLASS_DEFAULTS[kind][key] if key != "partial_rotary_factor" else 1 for key in fields} == fields
@@ -272,7 +199,7 @@ def test_what_is_called_no_decoder_is_a_type_of_transformers():
     assert not set(OTHER_KINDS) & set(FAMILIES)
 
 
-@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "llava", "llama4"])
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "llava"])
 @pytest.mark.parametrize("tied", [None, True, False])
 def test_a_wrapper_means_its_language_model(wrapper, tied):
     inner = {key: value for key, value in file_of(WRAPPERS[wrapper]).items() if key != "model_type"}
@@ -359,38 +286,81 @@ def test_a_block_of_an_unknown_type_is_unknown():
 def test_published_configs_have_the_modules_of_their_classes(origin):
     checked = 0
     for path in sorted(model_configs(origin).glob("*/config.json")):
-        if path.parent.name != "phi-2-remote-code":
+        with contextlib.suppress(UnknownArchitecture):
             check(json.loads(path.read_text(encoding="utf-8")))
             checked += 1
-    assert checked == 19
+    assert checked >= 17
 
 
 def test_what_a_step_keeps_is_read_too():
-    gpt2 = parse_config(file_of("gpt2", resid_pdrop=0.2), name="m")
-    assert (gpt2.dropout, gpt2.attention_dropout, gpt2.embedding_dropout) == (0.2, 0.1, 0.1)
-    assert (gpt2.activation, gpt2.norm, gpt2.fused_qkv, gpt2.rotary_dim) == ("gelu_new", "layer", True, 0)
-    gemma = parse_config(file_of("gemma2"), name="m")
+    gemma = parse_config(file_of("gemma2", attention_dropout=0.1), name="m")
     assert (gemma.attention_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, "gemma", 4)
-    phi = parse_config(file_of("phi"), name="m")
-    assert (phi.rotary_dim, phi.head_dim, phi.parallel_blocks, phi.head_bias) == (8, 16, True, True)
-    assert parse_config(file_of("phi", rope_parameters={"partial_rotary_factor": 0.25}), name="m").rotary_dim == 4
-    neox = parse_config(file_of("gpt_neox", rotary_pct=1.0), name="m")
-    assert (neox.rotary_dim, neox.parallel_blocks) == (16, True)
-    assert parse_config(file_of("bloom"), name="m").alibi
+    assert gemma.attention_dropout == 0.1
+    phi = parse_config(file_of("phi3", rope_parameters={"partial_rotary_factor": 0.25}), name="m")
+    assert (phi.rotary_dim, phi.head_dim, phi.fused_qkv, phi.fused_gate_up) == (4, 16, True, True)
     assert parse_config(file_of("gpt_oss"), name="m").sinks
     mla = parse_config(file_of("deepseek_v3"), name="m").mla
     assert mla is not None
     assert (mla.q_rank, mla.kv_rank, mla.nope_dim, mla.rope_dim, mla.value_dim) == (1536, 512, 128, 64, 128)
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("phi3", "resid_pdrop", 0.1), ("phi3", "embd_pdrop", 0.1), ("llama", "hidden_act", "gelu_new")],
+)
+def test_what_the_estimate_does_not_count_is_left_to_the_class(kind, key, value):
+    """Masks of dropout, and activations of several steps."""
+    with pytest.raises(UnknownArchitecture, match=key):
+        parse_config(file_of(kind, **{key: value}), name="m")
+
+
+@pytest.mark.parametrize(
+    ("config", "positions"),
+    [
+        ({"model_type": "gpt2", "n_embd": 64, "n_positions": 96}, 96),
+        ({"model_type": "opt", "hidden_size": 64, "max_position_embeddings": 48}, 48),
+        ({"model_type": "qwen3_5", "text_config": {"max_position_embeddings": 72, "hidden_size": 64}}, 72),
+        ({"model_type": "bloom", "hidden_size": 64}, None),
+        ({"model_type": "bloom", "max_position_embeddings": "many"}, None),
+        (file_of("llama", max_position_embeddings=80), 80),
+        ({"model_type": "bert", "max_position_embeddings": 512}, None),
+    ],
+)
+def test_positions_are_read_of_every_class(config, positions, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert positions_of(str(tmp_path)) == positions
+
+
 def test_modules_that_share_a_name_are_listed_by_their_paths():
-    shape = parse_config(file_of("gpt2"), name="m")
+    from sft_play.trace.meta_shape import shape_on_meta
+
+    shape = shape_on_meta({"model_type": "gpt2", **SIZES}, name="m")
     assert shape.linear_shapes == {
         "c_attn": (64, 192), "attn.c_proj": (64, 64), "c_fc": (64, 256), "mlp.c_proj": (256, 64),
     }  # fmt: skip
     assert [linear.path for linear, _ in shape.linears if linear.matches("c_proj")] == ["attn.c_proj", "mlp.c_proj"]
     assert [linear.path for linear, _ in shape.linears if linear.matches("attn.c_proj")] == ["attn.c_proj"]
     assert not [linear for linear, _ in shape.linears if linear.matches("proj")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "alibi", "dropout"),
+    [
+        ({"model_type": "bloom", **SIZES}, True, 0.0),
+        ({"model_type": "falcon", **SIZES, "alibi": True}, True, 0.0),
+        ({"model_type": "falcon", **SIZES, "attention_dropout": 0.2}, False, 0.2),
+        ({"model_type": "gpt2", **SIZES}, False, 0.1),
+        ({"model_type": "codegen", **SIZES, "attn_pdrop": 0.3, "rotary_dim": 8}, False, 0.3),
+        ({"model_type": "qwen3_next", **SIZES}, False, 0.0),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_what_decides_on_masks_is_read_of_measured_classes_too(fields, alibi, dropout):
+    """Rows without masks, or one behind the other, are not planned where positions are a mask or scores are dropped."""
+    from sft_play.trace.meta_shape import shape_on_meta
+
+    shape = shape_on_meta(fields, name="m")
+    assert (shape.alibi, shape.attention_dropout) == (alibi, dropout)
 
 
 def test_blocks_that_differ_are_counted_by_kind():
@@ -436,7 +406,7 @@ BAD: list[tuple[object, str]] = [
     ({"model_type": "gemma3", "text_config": []}, "text_config of its config.json is not a mapping"),
     ({**file_of("qwen3"), "layer_types": ["full_attention"]}, "has 1 layer_types and num_hidden_layers: 5"),
     ({**file_of("mixtral"), "num_local_experts": -8}, "num_local_experts: -8"),
-    ({**file_of("gpt2"), "resid_pdrop": 2}, "resid_pdrop: 2; it must be a number from 0 to 1"),
+    ({**file_of("phi3"), "resid_pdrop": 2}, "resid_pdrop: 2; it must be a number from 0 to 1"),
     ({**file_of("gemma2"), "attn_logit_softcapping": "x"}, "it must be a number above 0"),
     ({**file_of("gemma2"), "attn_logit_softcapping": True}, "it must be a number above 0"),
 ]
@@ -460,7 +430,7 @@ def test_any_value_in_any_field_is_a_shape_or_a_message():
                 with contextlib.suppress(ModelError):
                     assert parse_config({**file_of(kind), key: value}, name="m").params > 0
                 tried += 1
-    assert tried > 5000
+    assert tried > 2500
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
@@ -469,6 +439,6 @@ def test_fused_attention_is_planned_where_the_class_calls_it(kind):
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CLASSES
 
-    config, family = AutoConfig.for_model(kind), FAMILIES[kind]
+    config, sinks = AutoConfig.for_model(kind), FAMILIES[kind].sinks
     is_capped = getattr(config, "attn_logit_softcapping", None) is not None
-    assert (family.sdpa and not family.sinks and not is_capped) == CLASSES[type(config)]._supports_sdpa
+    assert (not sinks and not is_capped) == CLASSES[type(config)]._supports_sdpa

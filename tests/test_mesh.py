@@ -187,7 +187,7 @@ def test_the_types_that_are_divided_are_those_of_transformers():
     whole = {"colwise", "rowwise", "replicated_with_grad_allreduce"}
     for kind, family in FAMILIES.items():
         plan = getattr(CONFIG_MAPPING[kind], "base_model_tp_plan", None) or {} if kind in CONFIG_MAPPING else {}
-        paths = (*family.qkv, family.out, *family.mlp)
+        paths = (*family.qkv, "self_attn.o_proj", *family.mlp)
         styles = [plan.get(f"layers.*.{path}") for path in paths]
         is_whole = set(plan.values()) <= whole and all(style in ("colwise", "rowwise") for style in styles)
         assert (kind in TENSOR_PARALLEL) == is_whole, kind

@@ -31,9 +31,10 @@ COUNT = 100
 
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-3B-Instruct", "meta-llama/Llama-3.1-8B", "mistralai/Mistral-7B-v0.3",
-    "google/gemma-3-27b-it", "google/gemma-2-9b", "microsoft/Phi-3.5-mini-instruct", "Qwen/Qwen3-4B", "gpt2",
-    "Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "EleutherAI/pythia-1.4b",
-    "tiiuae/falcon-7b", "facebook/opt-1.3b", "microsoft/phi-2", "allenai/OLMo-2-1124-7B", "bigcode/starcoder2-3b",
+    "google/gemma-3-27b-it", "google/gemma-2-9b", "microsoft/Phi-3.5-mini-instruct", "Qwen/Qwen3-4B", "google/gemma-2b",
+    "Qwen/Qwen3-30B-A3B", "mistralai/Mixtral-8x7B-v0.1", "openai/gpt-oss-20b", "HuggingFaceTB/SmolLM3-3B",
+    "zai-org/GLM-4.5-Air", "ibm-granite/granite-3.1-2b-instruct", "google/gemma-3-1b-it", "allenai/OLMo-2-1124-7B",
+    "mistralai/Ministral-3-3B-Base-2512",
     "sft-play/starter-base",
 )  # fmt: skip
 MACHINES = (

@@ -21,7 +21,7 @@ from tests.conftest import chat
 
 GIB = 2**30
 MODELS = (
-    "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "gpt2", "Qwen/Qwen3-30B-A3B",
+    "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B",
     "microsoft/Phi-3.5-mini-instruct",
 )  # fmt: skip
 
@@ -50,15 +50,16 @@ def test_plans_leave_the_mask_out_by_the_rule():
             model, mode, f"tuning.backend={backend}", f"data.packing={packing}", f"train.batch_size={micro}",
             f"model.attn_implementation={attention}",
         )  # fmt: skip
-        shape = dataclasses.replace(shape_of(model), alibi=draw.random() < 0.1)
+        dropout = draw.choice([0.0, 0.0, 0.1])
+        shape = dataclasses.replace(shape_of(model), alibi=draw.random() < 0.1, attention_dropout=dropout)
         plan = make_plan(PlanRequest(config, shape, machine(capability)))
         keeps = (
             (attention == "eager" or "gemma-2" in model or "A3B" in model or shape.alibi)
             or capability == (7, 5) or backend == "unsloth"
         )  # fmt: skip
         bounded = (
-            packing != "none" and attention == "auto" and not model.startswith(("google/gemma-2", "gpt2"))
-            and not shape.alibi and backend != "unsloth"
+            packing != "none" and attention == "auto" and not model.startswith("google/gemma-2")
+            and not dropout and not shape.alibi and backend != "unsloth"
         )  # fmt: skip
         step = plan.choice.step
         assert step.varlen == bounded

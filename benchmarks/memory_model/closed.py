@@ -13,11 +13,11 @@ from typing import Any
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
-from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.estimate import MemoryEstimate, estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
+from sft_play.trace.block_meter import planned_shape
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings
 
 OPTIMIZERS = {
@@ -41,7 +41,7 @@ def closed_form(settings: StepSettings) -> MemoryEstimate:
     """
     _require_known(settings)
     try:
-        shape = parse_config(dict(settings.model), name="published")
+        shape = planned_shape(settings.model, name="published")
     except ModelError as error:
         raise NoClosedForm(f"the model's shape is not read: {error}") from None
     is_mixed = settings.strategy == "fsdp2" or settings.strategy.startswith("zero")

@@ -14,8 +14,8 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.build.survey import RowMaker
 from sft_play.data.sources.files import AnySource
-from sft_play.errors import DataError, ModelError, SftPlayError
-from sft_play.facts.models.architecture import shape_of
+from sft_play.errors import DataError, ModelError
+from sft_play.facts.models.architecture import positions_of
 from sft_play.launch.machine import offline_without_hub
 
 SPLITS = ("train", "val", "test")
@@ -42,15 +42,11 @@ def maker_of(config: RunConfig, tokenizer: Any) -> RowMaker:
     """What makes token rows of a run's conversations; the longest row is the plan's."""
     from sft_play.data.masks.render import Renderer
 
-    max_seq_len = min(config.model.max_seq_len, positions_of(config) or config.model.max_seq_len)
-    return RowMaker(Renderer(tokenizer, config.data, max_seq_len=max_seq_len), task_mode=config.task_mode)
-
-
-def positions_of(config: RunConfig) -> int | None:
-    """How many positions the model has; None where its config.json does not say."""
-    with contextlib.suppress(SftPlayError):
-        return shape_of(config.model.name, revision=config.model.revision, trust_remote_code=True).max_positions
-    return None
+    wish = config.model.max_seq_len
+    positions = positions_of(config.model.name, revision=config.model.revision)
+    return RowMaker(
+        Renderer(tokenizer, config.data, max_seq_len=min(wish, positions or wish)), task_mode=config.task_mode
+    )
 
 
 def prepare_hub(config: RunConfig) -> None:

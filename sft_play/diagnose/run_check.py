@@ -23,10 +23,10 @@ from sft_play.data.token_pieces import TokenBytes, token_pieces
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
 from sft_play.diagnose.pages import CheckReport
-from sft_play.diagnose.row_tools import SPLITS, maker_of, positions_of, prepare_hub
+from sft_play.diagnose.row_tools import SPLITS, maker_of, prepare_hub
 from sft_play.errors import DataError, SftPlayError
 from sft_play.facts.hardware import Hardware
-from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder
+from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder, positions_of
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import require_machine
@@ -196,7 +196,7 @@ class _Checks:
     def _masks(self, surveys: dict[str, RowStats]) -> Iterator[Finding]:
         config, maker = self._config, self._maker
         assert maker is not None
-        positions = positions_of(config)
+        positions = positions_of(config.model.name, revision=config.model.revision)
         chats = [survey for survey in surveys.values() if not self._is_text(survey)]
         for survey in chats:
             yield from checks.judge_masks(survey, config.data)

@@ -25,8 +25,6 @@ from sft_play.facts.models.architecture import (
     stored_words,
     text_only,
 )
-from sft_play.facts.models.config_fields import UnknownArchitecture
-from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.launch_options import LaunchOptions
@@ -43,6 +41,7 @@ from sft_play.planner.screen import fit_line, warnings
 from sft_play.runs.manifest import FREE_TO_CHANGE
 from sft_play.starting.resumed import NOTHING_KEPT, Kept
 from sft_play.starting.row_survey import known_rows
+from sft_play.trace.block_meter import planned_shape
 from sft_play.training.measure.recorded import recorded
 
 if TYPE_CHECKING:
@@ -61,16 +60,7 @@ def shape_for(config: RunConfig) -> ModelShape:
     fields = config_json(model.name, revision=model.revision)
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
-    try:
-        shape = parse_config(fields, name=model.name)
-    except UnknownArchitecture as error:
-        logger.debug("%s; its class is measured on the meta device", error)
-        from sft_play.trace.block_meter import meter_of
-        from sft_play.trace.confirm import cached_shape
-
-        shape = cached_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
-        own_code = model.name if model.trust_remote_code and fields.get("auto_map") else None
-        shape = replace(shape, meter=meter_of(fields, code=own_code))
+    shape = planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
     published = published_words(model.name, model.revision, shape.params)
     stored = stored_words(fields, config.tuning.mode)
     if config.model.add_tokens:  # some models have spare rows, which the tokenizer alone knows

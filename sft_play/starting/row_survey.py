@@ -20,7 +20,7 @@ from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import data_files, data_paths
 from sft_play.errors import SftPlayError, in_stage
-from sft_play.facts.models.architecture import local_folder, shape_of
+from sft_play.facts.models.architecture import local_folder, positions_of
 from sft_play.files import atomic, cache_dir
 from sft_play.planner.micro_batches import RowTokens, row_tokens
 from sft_play.process.heap import importing
@@ -127,11 +127,7 @@ def _count(config: RunConfig) -> None:
 
 
 def _limit(config: RunConfig) -> tuple[int, int | None]:
-    positions = None
-    with contextlib.suppress(SftPlayError):  # a class that the tables lack has no known limit
-        model = config.model
-        shape = shape_of(model.name, revision=model.revision, trust_remote_code=model.trust_remote_code)
-        positions = shape.max_positions
+    positions = positions_of(config.model.name, revision=config.model.revision)
     wish = config.model.max_seq_len
     return min(wish, positions or wish), positions
 

@@ -21,6 +21,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ModelError
 from sft_play.facts.host import memory
 from sft_play.facts.installed import remembered
+from sft_play.facts.models.config_fields import UnknownArchitecture
+from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
 from sft_play.planner.layout import SINGLE
@@ -29,13 +31,13 @@ from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import Numbers
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.process.heap import importing
-from sft_play.trace.confirm import row_mask, settings_of
+from sft_play.trace.confirm import cached_shape, row_mask, settings_of
 from sft_play.trace.settings import StepSettings, TraceUnavailable
 from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_VERSION = 2
+BLOCKS_VERSION = 3
 """Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings."""
 CHUNK = 64
 """Tokens that states are computed by at once, at least."""
@@ -56,6 +58,21 @@ _WORDS: dict[Way, str] = {"kept": "forwards and backwards", "recomputed": "with 
 def meter_of(model: Mapping[str, Any], *, code: str | None = None) -> BlockMeter:
     """The meter of the class that a config.json describes; `code`: the folder or hub name whose own code defines it."""
     return BlockMeter(json.dumps(dict(model)), code)
+
+
+def planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
+    """The shapes of a config.json's language model, for a plan: of a class that the tables lack they are measured on
+    the meta device, and so are its blocks.
+
+    Raises:
+        ModelError: it is no causal language model, or its class refuses the config.
+    """
+    try:
+        return parse_config(config, name=name)
+    except UnknownArchitecture as error:
+        logger.debug("%s; its class is measured on the meta device", error)
+    shape = cached_shape(config, name=name, trust_remote_code=trust_remote_code)
+    return replace(shape, meter=meter_of(config, code=name if trust_remote_code and config.get("auto_map") else None))
 
 
 @dataclass(frozen=True)

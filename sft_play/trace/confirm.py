@@ -31,9 +31,9 @@ from sft_play.trace.settings import Device, StepSettings, TracedPeak, TraceUnava
 
 logger = logging.getLogger(__name__)
 
-TRACE_VERSION = 17
+TRACE_VERSION = 18
 """Part of the key of traces: raised whenever this package would give another number for the same settings."""
-SHAPE_VERSION = 7
+SHAPE_VERSION = 8
 """The same for shapes."""
 _PEAK, _SHAPE = TypeAdapter(TracedPeak), TypeAdapter(ModelShape)
 STRATEGIES: dict[str, Literal["single", "ddp", "fsdp2"]] = {"single": "single", "ddp": "ddp", "fsdp": "fsdp2"}

@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from sft_play.errors import ModelError
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.models.architecture import refuse_remote_code
-from sft_play.facts.models.config_fields import ACTIVATION, ALIASES, Defaults, refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.models.config_fields import ALIASES, Defaults, refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
@@ -51,6 +51,9 @@ _PER_TOKEN = ("num_experts_per_tok", *ALIASES["num_experts_per_tok"], "top_k_exp
 
 _PLACES = re.compile(r"idx|index|layer_(id|number|num)|training")
 """Names of attributes that differ from block to block without making them different."""
+
+_DROPOUT = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""Names of dropout of attention probabilities in configs."""
 
 _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_linear")
 """Names of the MLP's last linear layer."""
@@ -158,10 +161,11 @@ def measure(
         own_experts=any(kind.num_experts for kind in kinds)
         and not any(hasattr(module, "is_concatenated") for module in model.modules()),
         kernel_packages=packages,
-        activation=next((str(value) for name in ACTIVATION if (value := _field(hf_config, name))), "gelu"),
         head_bias=getattr(head, "bias", None) is not None,
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
+        alibi=shows_alibi(hf_config),
+        attention_dropout=next((float(rate) for name in _DROPOUT if (rate := _field(hf_config, name))), 0.0),
         position_rows=_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),
         can_checkpoint=bool(getattr(type(model), "supports_gradient_checkpointing", False)),
@@ -188,6 +192,11 @@ def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Cont
         for place, module in model.named_modules()
         if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
     )
+
+
+def shows_alibi(hf_config: Any) -> bool:
+    """Whether positions are a bias of the attention scores."""
+    return bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt")
 
 
 def _norms(block: nn.Module, hidden: int) -> int:
@@ -277,7 +286,7 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
     modules = dict(block.named_modules())
     linears = tuple(_linear(path, module) for path, module in modules.items() if _is_linear(module))
     experts = _expert_tensors(block)
-    width, gated = _expert_width([tensor for _, tensor in experts if tensor.dim() == 3])
+    width = _expert_width([tensor for _, tensor in experts if tensor.dim() == 3])
     mlp = next((linear.inputs for linear in linears if linear.name in _DOWN and not linear.is_attention), 0)
     kind = LayerKind(
         count=0,
@@ -287,7 +296,6 @@ def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: boo
         mlp_width=0 if experts else mlp,
         num_experts=experts[0][1].shape[0] if experts else 0,
         expert_width=width,
-        gated_experts=gated,
         expert_params=sum(tensor.numel() for _, tensor in experts),
         stacked=tuple(Stacked(path, *tensor.shape) for path, tensor in experts if tensor.dim() == 3),
         shared_width=mlp if experts else 0,
@@ -326,19 +334,16 @@ def _expert_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _expert_width(matrices: Sequence[torch.Tensor]) -> tuple[int, bool]:
-    """Inner width of one expert, and whether a gate stands beside its up projection; 0 where no two matrices are those
-    to the inner width, or to twice as much, and back."""
+def _expert_width(matrices: Sequence[torch.Tensor]) -> int:
+    """Inner width of one expert; 0 where no two matrices lead to the inner width, or to twice as much, and back."""
     pairs = list(itertools.pairwise(tuple(matrix.shape[1:]) for matrix in matrices))
     if not pairs:
-        return 0, True
+        return 0
     # the largest, and of equal ones the last: gates come first, and JetMoE's attention has small experts too
     up, down = max(reversed(pairs), key=lambda pair: sum(map(math.prod, pair)))
     doubled = next((size for size in down if sorted(up) == sorted((2 * size, sum(down) - size))), 0)
-    if doubled:
-        return doubled, True
     # the same two sides: outputs come first, as in a linear layer
-    return (up[0] if sorted(up) == sorted(down) else 0), len(matrices) > 2
+    return doubled or (up[0] if sorted(up) == sorted(down) else 0)
 
 
 def _is_norm(module: nn.Module) -> bool:

@@ -82,8 +82,16 @@ def _powers(original: Any, situation: Situation) -> Any:
     )
 
 
-def _is_grouped(original: Any, situation: Situation) -> Any:
-    return lambda input, weight, offs: weight.dtype == torch.bfloat16 and situation.settings.device.capability >= (8, 0)
+def _grouped_products(original: Any, situation: Situation) -> Any:
+    is_new = situation.settings.device.capability >= (8, 0)
+    own = original if is_new else torch.ops.transformers.grouped_mm_fallback
+
+    def product(input: Any, weight: Any, offs: Any) -> Any:
+        if is_new and weight.dtype != torch.bfloat16:
+            return replacements.GroupedProduct.apply(input.to(weight.dtype), weight)
+        return own(input.to(weight.dtype), weight, offs)
+
+    return product
 
 
 def _packed_indices(original: Any, situation: Situation) -> Any:
@@ -121,10 +129,11 @@ PATCHES: tuple[Patch, ...] = (
           lambda original, situation: lambda tensor: situation.mask != "padded"),
     *_where(
         lambda settings: settings.experts in ("stacked", "cast"),
-        Patch("grouped products", "transformers.integrations.moe:_can_use_grouped_mm", "input weight offs",
-              "PyTorch's fake knows the kernel of bf16 only; others, and older GPUs, multiply one expert after another "
-              "inside one operator, as transformers' own does",
-              _is_grouped),
+        Patch("grouped products", "transformers.integrations.moe:_grouped_mm", "input weight offs",
+              "PyTorch's fake knows the kernel of bf16 only; in other dtypes it multiplies one expert after another "
+              "inside one operator. GPUs before Ampere run transformers' own loop, whose backward pass makes the "
+              "gradient of frozen weights too",
+              _grouped_products),
     ),
     Patch("packing", "transformers.masking_utils:find_packed_sequence_indices", "position_ids",
           "transformers reads position ids for sequence borders; fake tensors have no values",

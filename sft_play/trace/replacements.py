@@ -42,6 +42,26 @@ def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: boo
     return torch.ops.aten.native_dropout(input, p, True)[0] if training and p > 0 else input
 
 
+class GroupedProduct(torch.autograd.Function):
+    """CUDA's grouped product in other dtypes than bf16: rows of inputs, experts x inputs x outputs in, rows of outputs
+    out."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Any, weight: Any) -> Any:
+        """Each is held for the other's gradient, as by the derivative of `_grouped_mm`."""
+        of_rows, of_weight = ctx.needs_input_grad
+        ctx.save_for_backward(rows if of_weight else None, weight if of_rows else None)
+        ctx.like = (rows.shape, weight.shape, rows.dtype)
+        return rows.new_empty(rows.shape[0], weight.shape[2])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        """The gradients that are asked for."""
+        *shapes, dtype = ctx.like
+        pairs = zip(shapes, ctx.needs_input_grad, strict=True)
+        return tuple(torch.empty(shape, dtype=dtype) if asked else None for shape, asked in pairs)
+
+
 class _HalfSoftmax(torch.autograd.Function):
     """fp16 in, fp32 out, in one kernel forward and one (with its temporary) backward."""
 

@@ -22,7 +22,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from sft_play.errors import ModelError
-from sft_play.facts.models.config_fields import DEQUANTISED, quantisation_of, refuse_other_models, stored_by
+from sft_play.facts.models.config_fields import (
+    DEQUANTISED,
+    UnknownArchitecture,
+    quantisation_of,
+    refuse_other_models,
+    stored_by,
+    usual_names,
+)
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.log import one_line
@@ -49,6 +56,19 @@ def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool 
     config = config_json(name, revision=revision)
     refuse_remote_code(config, name=name, allowed=trust_remote_code)
     return parse_config(config, name=name)
+
+
+def positions_of(name: str, *, revision: str | None = None) -> int | None:
+    """How many positions a model has; None where its config.json does not say, or there is none."""
+    with contextlib.suppress(ModelError):
+        config = config_json(name, revision=revision)
+        try:
+            return parse_config(config, name=name).max_positions
+        except UnknownArchitecture:
+            inner = config.get("text_config")
+            said = usual_names(inner if isinstance(inner, Mapping) else config).get("max_position_embeddings")
+            return said if isinstance(said, int) and said > 0 else None
+    return None
 
 
 def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:

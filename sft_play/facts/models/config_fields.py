@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +169,7 @@ class Fields:
                 f"model {one_line(name)}: model_type {one_line(kind)} is not among the {len(FAMILIES)} whose blocks "
                 "the plan knows without transformers"
             )
-        values = _usual_names(CLASS_DEFAULTS[kind]) | _usual_names(text)
+        values = usual_names(CLASS_DEFAULTS[kind]) | usual_names(text)
         # defaults are those of one model of the class: a file without sizes is not taken for it
         if not wrapped and not any(key in text for key in ("hidden_size", *ALIASES["hidden_size"])):
             raise cls(kind, values, name)._no_number("hidden_size", None)
@@ -195,13 +195,6 @@ class Fields:
     def count(self, key: str) -> int | None:
         """A whole number that may be absent, null or 0 (then None)."""
         return self.need(key) if self.values.get(key) not in (None, 0) else None
-
-    def index(self, key: str) -> int:
-        """A place in the list of blocks, or -1 for its end."""
-        value = self.values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < -1:
-            raise self._no_number(key, value)
-        return value
 
     def flag(self, choice: Choice) -> bool:
         """A fixed answer, or the value of a true-or-false field; absent and null count as false."""
@@ -230,10 +223,6 @@ class Fields:
             raise self._refusal(key, value, "it must be a number from 0 to 1")
         return float(value)
 
-    def changed(self, **values: Any) -> Fields:
-        """The same fields with other values."""
-        return replace(self, values={**self.values, **values})
-
     def _refusal(self, key: str, value: object, rule: str) -> ModelError:
         shown = one_line(json.dumps(value, default=str))
         return ModelError(f"model {one_line(self.name)}: config.json has {key}: {shown}; {rule}")
@@ -243,7 +232,7 @@ class Fields:
         return self._refusal(key, value, rule)
 
 
-def _usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
+def usual_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """The same fields with the usual names for sizes, and one name for the number of experts."""
     renamed = dict(config)
     for usual, others in ALIASES.items():

@@ -15,8 +15,8 @@ AttentionKind = Literal["full", "sliding", "chunked", "none"]
 """Which keys a block's queries see: all before them, the last `window`, those of their chunk of `window`; none where
 the block has no softmax attention (a recurrent or convolutional one)."""
 
-NormKind = Literal["rms", "gemma", "layer", "none"]
-"""rms: RMSNorm; gemma: RMSNorm whose weight multiplies in fp32; layer: LayerNorm; none: no weights."""
+NormKind = Literal["rms", "gemma"]
+"""rms: RMSNorm; gemma: RMSNorm whose weight multiplies in fp32."""
 
 ATTENTION_PARTS = ("self_attn.", "attn.", "attention.", "self_attention.")
 """What the names of attention's own linear layers start with."""
@@ -120,8 +120,6 @@ class LayerKind:
     num_experts: int = 0
     expert_width: int = 0
     """Inner width of one expert; 0 where it cannot be told from the experts' tensors."""
-    gated_experts: bool = True
-    """Experts have a gate beside the up projection; else they have an activation between two matrices (Nemotron-H)."""
     expert_params: int = 0
     """Experts' weights and biases. transformers keeps them as one tensor per projection, which are not linear
     layers."""
@@ -209,12 +207,10 @@ class ModelShape:
     """The weights by which experts' outputs are added are fp32, whatever the run computes in."""
     kernel_packages: tuple[str, ...] = ()
     """Packages whose kernels the class runs where they are installed, and its own slower reference code where not."""
-    activation: str = "silu"
     head_bias: bool = False
     norm: NormKind = "rms"
     norms_per_layer: int = 2
     """Norms over the hidden width in one block."""
-    norm_bias: bool = False
     qk_norm: bool = False
     fused_qkv: bool = False
     """Query, key and value come from one linear layer."""
@@ -228,14 +224,9 @@ class ModelShape:
     sinks: bool = False
     attention_softcap: float | None = None
     """Attention scores are capped (Gemma-2): only eager attention does it."""
-    parallel_blocks: bool = False
-    """Attention and MLP read the same input, and their outputs are added at once."""
     mla: Mla | None = None
-    dropout: float = 0.0
-    """Dropout of the blocks' own outputs in training, after attention and MLP (GPT-2: 0.1)."""
     attention_dropout: float = 0.0
     """Dropout of attention probabilities in training."""
-    embedding_dropout: float = 0.0
     embedding_width: int = 0
     """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
     outer_linears: tuple[Linear, ...] = ()

@@ -65,14 +65,8 @@ class BlockBytes:
 
 
 def _block(run: Pass, x: Ref) -> Ref:
-    """The whole block: pre-norm, or attention and MLP in parallel (GPT-J, GPT-NeoX, Falcon, Phi, Cohere)."""
+    """The whole block: attention, then the MLP, each behind a norm."""
     spec = run.spec
-    if spec.parallel:
-        normed = norm(run, x)
-        attended = attention(run, normed)
-        if spec.parallel_norms:
-            normed = norm(run, x)
-        return run.add(run.add(attended, mlp(run, normed)), x)
     for part in (attention, mlp):
         residual = x
         x = part(run, norm(run, x))

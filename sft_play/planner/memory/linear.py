@@ -9,41 +9,32 @@ from sft_play.planner.memory.operations import Pass, liger_norm
 from sft_play.planner.memory.structure import LinearSpec
 from sft_play.planner.memory.tape import Grads, Ref, Tape, one_gradient, shared
 
-WIDE_WEIGHTS = ("gemma", "centred")
-"""Norms that multiply by their weight in fp32."""
 
-
-def norm(run: Pass, x: Ref, kind: str = "", *, of_heads: bool = False) -> Ref:
-    """A norm over hidden states or heads; RMSNorms compute in fp32, LayerNorm is one kernel."""
-    kind, liger = kind or run.spec.norm, run.spec.liger
+def norm(run: Pass, x: Ref, *, of_heads: bool = False) -> Ref:
+    """A norm over hidden states or heads; it is computed in fp32."""
+    liger = run.spec.liger
     if liger is not None and (liger.head_norms or not of_heads):
         rows = x.elements // run.spec.head_dim if of_heads else run.tokens
         return liger_norm(run.tape, x, rows, in_place=liger.in_place, trains=run.spec.full)
-    if kind == "layer":
-        if run.spec.numbers.autocast is not None:  # in autocast's fp32 list on CUDA
-            x = run.to(x, 4)
-        return run.tape.op((x,), x.elements, x.width, saved=(x,), trains=run.spec.full)
     wide = run.to(x, 4)
-    out = _normalised(run, wide, centred=kind == "centred")
+    out = _normalised(run, wide)
     del wide
-    if kind in WIDE_WEIGHTS:  # in fp32, then the input's dtype
+    if run.spec.norm == "gemma":  # in fp32, then the input's dtype
         return run.to(_by_weight(run, out), x.width)
     return _by_weight(run, run.to(out, x.width))
 
 
-def _normalised(run: Pass, wide: Ref, *, centred: bool) -> Ref:
-    """wide * rsqrt(mean(wide ** 2)): holds `wide`; the square's gradient takes four more of its size. `centred`: wide -
-    mean(wide) is in its place, computed for each of the two."""
+def _normalised(run: Pass, wide: Ref) -> Ref:
+    """wide * rsqrt(mean(wide ** 2)): holds `wide`; the square's gradient takes four more of its size."""
     size = wide.elements
     backward = one_gradient(size, 4, during=12 * size)  # with `grad`, which the mean's gradient replaces
-    held = (run.tape.new(size, 4), run.tape.new(size, 4)) if centred else (wide,)
-    return run.tape.op((wide,), size, 4, saved=held, backward=backward)
+    return run.tape.op((wide,), size, 4, saved=(wide,), backward=backward)
 
 
 def _by_weight(run: Pass, x: Ref) -> Ref:
     """weight * x: x is held where the weight trains."""
     # type promotion: fp32 weights under autocast make the product fp32; Gemma's weight is cast up to x's fp32
-    width = x.width if run.spec.norm in WIDE_WEIGHTS else max(x.width, run.spec.numbers.weights)
+    width = x.width if run.spec.norm == "gemma" else max(x.width, run.spec.numbers.weights)
     size, e, full, wanted = x.elements, x.width, run.spec.full, x.node is not None
 
     def backward(tape: Tape, grad: Ref) -> Grads:
@@ -186,14 +177,3 @@ def _by_magnitude(run: Pass, x: Ref) -> Ref:
         return (out if e == 4 else tape.new(size, e),)
 
     return run.tape.op((x,), size, 4, saved=(x,), backward=backward, trains=True)
-
-
-def by_widths(run: Pass, x: Ref, prefix: str) -> Ref:
-    """Layers of an unknown arrangement: each holds its output; the sum has the hidden width."""
-    outputs = [
-        linear(run, x, role) if spec.inputs == run.spec.hidden else None
-        for role, spec in run.linears.items()
-        if role.startswith(prefix)
-    ]
-    produced = [out for out in outputs if out is not None]
-    return run.tape.op(produced or (x,), run.tokens * run.spec.hidden, x.width, saved=produced or (x,))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from sft_play.planner.memory.linear import by_widths, linear
+from sft_play.planner.memory.linear import linear
 from sft_play.planner.memory.model_states import NF4_BLOCK
 from sft_play.planner.memory.operations import Pass, liger_gate
 from sft_play.planner.memory.tape import Grads, Ref, Tape, one_gradient, shared
@@ -31,10 +31,10 @@ def _experts(run: Pass, x: Ref) -> Ref:
     places = run.tape.new(rows, 8)
     gathered = run.tape.op((x,), rows * spec.hidden, x.width, saved=(places,), backward=run.put_back(x, rows))
     read: list[Ref] = []  # what the block reads dequantised or with an adapter, once, until its experts have run
-    both = _grouped(run, gathered, 0, spec.hidden, (2 if spec.gated_experts else 1) * spec.expert_width, read)
+    both = _grouped(run, gathered, 0, spec.hidden, 2 * spec.expert_width, read)
     # biases are gathered row by row before the product, and the name lives until the next ones replace it
     bias = run.tape.new(both.elements, both.width) if spec.expert_bias else None
-    parts = run.parts(both, wide, wide) if spec.gated_experts else [both]
+    parts = run.parts(both, wide, wide)
     inner = _clamped_gate(run, parts) if spec.clamped_gate else _plain_gate(run, parts)
     del both  # the caller of the gate keeps its input
     out = _grouped(run, inner, -1, spec.expert_width, spec.hidden, read)
@@ -74,7 +74,7 @@ def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: lis
     adapter = adapter * elements // max(1, whole)
     x = run.low(x)
     trains = spec.full or adapter > 0
-    held = [x] if trains else []
+    held = [x] if trains or spec.experts_by_loop else []
     weight = None
     if spec.nf4 and spec.expert_weights:
         weight = run.tape.new(elements, width)
@@ -106,6 +106,8 @@ def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: lis
                 summed = tape.new(elements, width)
             run.weight_gradient(adapter, spec.numbers.adapters)
             del summed
+        elif spec.experts_by_loop:
+            tape.meter.touch(elements * e)
         return (out,)
 
     return run.tape.op(
@@ -114,9 +116,7 @@ def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: lis
 
 
 def _plain_gate(run: Pass, parts: list[Ref]) -> Ref:
-    """act(gate) * up; of experts without a gate, act(up)."""
-    if len(parts) == 1:
-        return _activated(run, parts.pop())
+    """act(gate) * up."""
     gate, up = parts
     parts.clear()  # the caller's list would keep both alive through the product
     return run.product(_activated(run, gate), up)
@@ -149,48 +149,20 @@ def _weighted_rows(run: Pass, out: Ref, routing: Ref) -> Ref:
 
 
 def _dense_mlp(run: Pass, x: Ref) -> Ref:
-    """Gate, up and down (`gate_up`: the first two as halves of one product), or up and down."""
+    """Gate, up and down (`gate_up`: the first two as halves of one product)."""
     liger = run.spec.liger is not None and run.spec.liger.gate
     if "gate_up" in run.linears:
         both = linear(run, x, "gate_up")
         gate, up = run.parts(both, both.elements // 2, both.elements // 2)
         inner = liger_gate(run.tape, gate, up, copies=True) if liger else run.product(up, _activated(run, gate))
-        return run.drop(linear(run, inner, "down"), run.spec.dropout)
-    if "gate" in run.linears:
-        if liger:
-            inner = liger_gate(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
-        else:
-            inner = run.product(_activated(run, linear(run, x, "gate")), linear(run, x, "up"))
         return linear(run, inner, "down")
-    if "up" not in run.linears:
-        return by_widths(run, x, "mlp.")
-    x = linear(run, x, "up")
-    x = _activated(run, x)
-    x = linear(run, x, "down")
-    return run.drop(x, run.spec.dropout)
+    if liger:
+        inner = liger_gate(run.tape, linear(run, x, "gate"), linear(run, x, "up"), copies=False)
+    else:
+        inner = run.product(_activated(run, linear(run, x, "gate")), linear(run, x, "up"))
+    return linear(run, inner, "down")
 
 
 def _activated(run: Pass, x: Ref) -> Ref:
-    """The activation: one kernel that holds its input, or a tensor for each step of a formula."""
-    if run.spec.activation == "kernel":
-        return run.tape.op((x,), x.elements, x.width, saved=(x,))
-    return _gelu_new(run, x)
-
-
-def _gelu_new(run: Pass, x: Ref) -> Ref:
-    """0.5 * x * (1 + tanh(c * (x + 0.044715 * x ** 3))), step by step; autocast takes pow in fp32."""
-    wide = x if run.spec.numbers.autocast is None else run.to(x, 4)
-    half = run.scaled(x)
-    cube = run.scaled(_cubed(run, wide))
-    del wide
-    inner = run.scaled(run.add(x, cube))
-    del cube
-    inner = run.tape.op((inner,), inner.elements, inner.width, holds_output=True)
-    inner = run.tape.op((inner,), inner.elements, inner.width, backward=shared(1))
-    return run.product(half, inner)
-
-
-def _cubed(run: Pass, x: Ref) -> Ref:
-    """x ** 3: its gradient takes x ** 2, three times that, and their product."""
-    backward = one_gradient(x.elements, x.width, during=2 * x.nbytes)
-    return run.tape.op((x,), x.elements, x.width, saved=(x,), backward=backward)
+    """The activation: one kernel that holds its input."""
+    return run.tape.op((x,), x.elements, x.width, saved=(x,))

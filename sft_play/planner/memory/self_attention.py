@@ -5,16 +5,14 @@ Shapes: q (B, a, S, head_dim), k and v (B, kv heads, S, head_dim), scores (B, a,
 
 from __future__ import annotations
 
-from sft_play.planner.memory.linear import by_widths, linear, norm
+from sft_play.planner.memory.linear import linear, norm
 from sft_play.planner.memory.operations import Pass, liger_rotation, round_up
 from sft_play.planner.memory.structure import BlockSpec
 from sft_play.planner.memory.tape import Grads, Ref, Tape, fresh, one_gradient, shared
 
 
 def attention(run: Pass, x: Ref) -> Ref:
-    """Self-attention with its projections; latent attention and recurrent mixers by their widths."""
-    if not run.spec.attends or "o" not in run.linears:
-        return by_widths(run, x, "attention.")
+    """Self-attention with its projections."""
     q, k, v = _latent(run, x) if "kv_b" in run.linears else _query_key_value(run, x)
     q, k = _turned(run, q, k)
     out = _attend(run, q, k, v)
@@ -22,8 +20,7 @@ def attention(run: Pass, x: Ref) -> Ref:
     if by_cat and run.spec.kernel in ("flash", "cudnn") and not run.spec.one_by_one:
         # torch.cat left q contiguous head by head; both kernels lay their output out as q, and reshaping it copies
         out = run.tape.op((out,), out.elements, out.width)
-    out = linear(run, out, "o")
-    return run.drop(out, run.spec.dropout)
+    return linear(run, out, "o")
 
 
 def _query_key_value(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
@@ -35,10 +32,8 @@ def _query_key_value(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
     else:
         q, k, v = linear(run, x, "q"), linear(run, x, "k"), linear(run, x, "v")
     if spec.qk_norm:
-        # Cohere's, StableLM's and Phi's LayerNorms of heads are counted as written out in fp32
-        kind = "rms" if spec.norm == "layer" else spec.norm
-        q = norm(run, q, kind, of_heads=True)
-        k = norm(run, k, kind, of_heads=True)
+        q = norm(run, q, of_heads=True)
+        k = norm(run, k, of_heads=True)
     return q, k, v
 
 
@@ -69,9 +64,9 @@ def _latent(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
     """Multi-head latent attention: compressed queries and keys, widened to all heads (deepseek_v3)."""
     spec, heads = run.spec, run.tokens * run.spec.heads
     is_compressed = "q_a" in run.linears
-    q = linear(run, norm(run, linear(run, x, "q_a"), "rms"), "q_b") if is_compressed else linear(run, x, "q")
+    q = linear(run, norm(run, linear(run, x, "q_a")), "q_b") if is_compressed else linear(run, x, "q")
     compressed = linear(run, x, "kv_a")
-    wide = linear(run, norm(run, compressed, "rms"), "kv_b")
+    wide = linear(run, norm(run, compressed), "kv_b")
     k = run.tape.op((wide, compressed), heads * spec.head_dim, wide.width)
     v = run.parts(wide, heads * spec.value_dim)[0]
     return q, k, v

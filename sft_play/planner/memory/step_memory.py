@@ -40,6 +40,8 @@ from sft_play.units import MIB
 Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
 Terms = dict[str, int]
 
+GROUPED_SINCE = (8, 0)
+"""Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py)."""
 WORKSPACE_THREADS = 2
 """Threads that multiply: the forward's and the autograd engine's."""
 TOKEN_BYTES = 3 * 8
@@ -161,6 +163,7 @@ class Walk:
         alike: dict[str, Any] = {
             "lora_dropout": lora.dropout, "dora": lora.use_dora, "casts_inputs": step.casts_inputs,
             "one_by_one": step.one_by_one, "experts_in_turn": in_turn, "numbers": self.numbers,
+            "experts_by_loop": step.on_gpu and (step.capability or GROUPED_SINCE) < GROUPED_SINCE and not in_turn,
             "liger": liger_in_memory(self.config, self.shape, step.layout, on_gpu=step.on_gpu),
         }  # fmt: skip
         specs = []
@@ -348,8 +351,6 @@ class Walk:
     def training(self) -> Mapping[Moment, Terms]:
         """The step itself: of each moment's visits the one with the most bytes."""
         held = [self._batch(self.step.micro_batch, self.specs, trains=True)]
-        if self.shape.embedding_dropout:
-            held[0] += self.step.tokens * self.shape.hidden_size  # its mask
         passing = optimizer_transient(self.config.train.optim, self.shape, self.part)
         if self.step.layout.shards_states:
             passing //= self.step.layout.shard

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 from sft_play.config.schema import LoraConfig, RunConfig
 from sft_play.errors import ConfigError
 from sft_play.facts.models.families import why_no_adapter
-from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape, Stacked
+from sft_play.facts.models.model_shape import LayerKind, Linear, ModelShape, NormKind, Stacked
 from sft_play.log import one_line
 from sft_play.planner.attention import FLASH_HEAD, SdpaCall, sdpa_kernel
 from sft_play.planner.gradients import adapter_dtype
@@ -59,21 +59,14 @@ class BlockSpec:
     value_dim: int
     linears: tuple[tuple[str, LinearSpec], ...]
     """Linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up; latent attention's own."""
-    norm: Literal["rms", "gemma", "centred", "layer"] = "rms"
+    norm: NormKind = "rms"
     norm_after: bool = False
     """Outputs of attention and MLP are normed before they are added, as in Gemma 2."""
-    parallel: bool = False
-    """Attention and MLP read the same input, and one norm's output."""
-    parallel_norms: bool = False
-    """Each of the two has a norm of its own, as in GPT-NeoX."""
     qk_norm: bool = False
     rotary: float = 1.0
     """Fraction of a head that is rotated; 0: none."""
     rotary_by_cat: bool = False
     """Rotated and other parts of a head are concatenated."""
-    activation: Literal["kernel", "gelu_new"] = "kernel"
-    dropout: float = 0.0
-    """Dropout of the block's two outputs."""
     attention_dropout: float = 0.0
     """Dropout of attention probabilities: eager attention keeps its mask, the fused kernels recompute it."""
     kernel: AttentionKernel = "flash"
@@ -87,7 +80,6 @@ class BlockSpec:
     experts: int = 0
     experts_per_token: int = 0
     expert_width: int = 0
-    gated_experts: bool = True
     expert_bias: bool = False
     clamped_gate: bool = False
     """Experts gate as gpt-oss does."""
@@ -97,8 +89,9 @@ class BlockSpec:
     """Elements of each stacked tensor of experts, and parameters of its adapter (0: none)."""
     experts_in_turn: bool = False
     """Experts run one after another instead of as one grouped product."""
-    attends: bool = True
-    """False: no softmax attention, but a recurrent or convolutional mixer."""
+    experts_by_loop: bool = False
+    """Grouped products run as transformers' own loop (GPUs before Ampere), which holds the rows of frozen weights and
+    makes their gradients too."""
     full: bool = False
     """The weights train themselves, without adapters."""
     nf4: bool = False
@@ -216,74 +209,42 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
             (role, LinearSpec(linear.inputs, linear.outputs, lora.rank if is_target(linear, adapted) else 0))
             for role, linear in roles(kind, shape).items()
         ),
-        norm=_norm(shape),
+        norm=shape.norm,
         norm_after=norms >= 4,
-        parallel=shape.parallel_blocks,
-        parallel_norms=shape.parallel_blocks and norms >= 2,
         qk_norm=shape.qk_norm,
         rotary=shape.rotary_dim / max(1, shape.head_dim),
         rotary_by_cat=0 < shape.rotary_dim < shape.head_dim or (shape.fused_qkv and shape.rotary_dim > 0),
-        activation="gelu_new" if shape.activation in STEPWISE_ACTIVATIONS else "kernel",
-        dropout=shape.dropout,
         attention_dropout=shape.attention_dropout,
         softcap=shape.attention_softcap is not None,
         sinks=shape.sinks,
         experts=kind.num_experts if kind.expert_width else 0,  # experts of unknown width are counted as none
-        experts_per_token=shape.rows_per_token,
+        experts_per_token=shape.experts_per_token,
         expert_width=kind.expert_width,
-        gated_experts=kind.gated_experts,
         expert_weights=tuple((one.weights, 0 if full else stacked_adapter(one, lora)) for one in kind.stacked),
         expert_bias=kind.expert_params > 3 * shape.hidden_size * kind.expert_width * kind.num_experts > 0,
         clamped_gate=shape.clamped_gate,
         routes_in_fp32=shape.routes_in_fp32,
-        attends=kind.attention != "none",
         full=full,
         nf4=mode == "qlora",
     )
 
 
-def _norm(shape: ModelShape) -> Literal["rms", "gemma", "centred", "layer"]:
-    """The norm by how it is computed: a LayerNorm without a bias is written out in fp32 (Cohere)."""
-    if shape.norm == "layer" and not shape.norm_bias:
-        return "centred"
-    return "rms" if shape.norm == "none" else shape.norm
-
-
-STEPWISE_ACTIVATIONS = frozenset({"gelu_new", "gelu_fast", "gelu_python", "gelu_accurate"})
-"""Activations that transformers computes step by step in Python, with a tensor per step (activations.py)."""
-
-_LATENT = {
-    "q_proj": "q",
-    "q_a_proj": "q_a",
-    "q_b_proj": "q_b",
-    "kv_a_proj_with_mqa": "kv_a",
-    "kv_b_proj": "kv_b",
-    "o_proj": "o",
-}
+_LATENT = {"q_proj": "q", "q_a_proj": "q_a", "q_b_proj": "q_b", "kv_a_proj_with_mqa": "kv_a", "kv_b_proj": "kv_b",
+           "o_proj": "o"}  # fmt: skip
+_ATTENTION = {4: "qkvo", 2: ("qkv", "o")}
+_MLP = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
+"""Roles by how many layers there are: families name them differently, but list them in one order."""
 
 
 def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
-    """The block's linear layers by role: q, k, v, o or qkv; gate, up, down or gate_up; others by name."""
+    """The linear layers of a block of the table by role: q, k, v, o or qkv; gate, up, down or gate_up; latent
+    attention's own. None of a class that is measured."""
+    if shape.adapters is not None:
+        return {}
     attention = [linear for linear in kind.linears if linear.is_attention]
     rest = [linear for linear in kind.linears if not linear.is_attention]
-    by_role: dict[str, Linear] = {}
-    # families name their layers differently, but list them in one order: query, key, value, output; gate, up, down
-    if shape.mla is not None:
-        by_role |= {_LATENT[linear.name]: linear for linear in attention if linear.name in _LATENT}
-    elif len(attention) == 4:
-        by_role |= dict(zip("qkvo", attention, strict=True))
-    elif len(attention) == 2:
-        by_role |= dict(zip(("qkv", "o"), attention, strict=True))
-    else:
-        by_role |= {f"attention.{linear.path}": linear for linear in attention}
-    # a router or the gate of a shared expert is a linear layer too, but none of the MLP's three
-    router_widths = (kind.num_experts, 1) if kind.num_experts else (1,)
-    mlp = [linear for linear in rest if linear.inputs > 1 and linear.outputs not in router_widths]
-    by_count = {3: ("gate", "up", "down"), 2: ("gate_up" if shape.fused_gate_up else "up", "down")}
-    names = by_count.get(len(mlp), tuple(f"mlp.{linear.path}" for linear in mlp))
-    by_role |= dict(zip(names, mlp, strict=True))
-    named = {id(linear) for linear in by_role.values()}
-    return by_role | {f"other.{linear.path}": linear for linear in rest if id(linear) not in named}
+    names = [_LATENT[one.name] for one in attention] if shape.mla is not None else _ATTENTION[len(attention)]
+    return dict(zip((*names, *_MLP[len(rest)]), (*attention, *rest), strict=True))
 
 
 def on_tensor_parallel(spec: BlockSpec, ranks: int) -> BlockSpec:

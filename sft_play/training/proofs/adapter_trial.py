@@ -96,8 +96,7 @@ def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozense
     experts, indexers, parts that text does not pass. Its weights may be on the meta device; none where no small model
     computes."""
     hf_config = model.config
-    family = FAMILIES.get(str(hf_config.model_type))
-    if family is not None and (family.experts is None or family.experts.router_extra != "correction"):
+    if str(hf_config.model_type) in FAMILIES:
         return frozenset()
 
     def tried() -> dict[str, str]:
