@@ -25,7 +25,6 @@ import signal
 import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -43,7 +42,7 @@ from sft_play.config.load import config_from_text
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.config_fields import refuse_other_models
-from sft_play.facts.models.families import FAMILIES
+from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
@@ -53,7 +52,7 @@ from sft_play.trace.block_meter import planned_shape
 from sft_play.trace.confirm import settings_of
 from sft_play.trace.settings import TraceUnavailable
 from sft_play.trace.step import record
-from sft_play.training.model.language_model import language_config
+from sft_play.training.proofs import small_model
 from sft_play.training.proofs.small_model import small_config
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,26 +188,49 @@ def _write_base(kind: str, folder: Path) -> Any:
 # --- the plan ---------------------------------------------------------------------------------------------------------
 
 
-def agreement(config: Any) -> dict[str, Any]:
-    """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares."""
-    fields = json.loads(json.dumps(config.to_dict(), default=str))
-    text = language_config(config)
-    known = text.model_type in FAMILIES
+WIDER = 8
+"""How much wider than those that train here the models are whose plan and trace are compared: activations outweigh
+tables then, as they do in models of a usual size."""
+
+
+def wide_config(kind: str) -> dict[str, Any]:
+    """The config of a small model of a class, `WIDER` times as wide, as its config.json has it.
+
+    Raises:
+        Exception: whatever the class says of its sizes.
+    """
+    narrow = dict(small_model._NARROW)
+    counts = {name for name in narrow if "num_" in name or "vocab" in name or name.startswith("index_n")}
+    small_model._NARROW.update({name: WIDER * size for name, size in narrow.items() if name not in counts})
+    try:
+        config = _small(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})), "text")
+    finally:
+        small_model._NARROW.update(narrow)
+    fields: dict[str, Any] = json.loads(json.dumps(config.to_dict(), default=str))
+    return fields
+
+
+def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares: of each
+    mode the larger one, without and with checkpointing; None where no trace runs."""
     shape = planned_shape(fields, name="m")
-    found: dict[str, Any] = {"plan": "known" if known else "measured"}
-    attention: Literal["sdpa", "eager"] = "sdpa" if shape.has_sdpa else "eager"
-    for mode, layers in (("lora", 0), ("full", None if shape.can_checkpoint else 0)):
-        rank = "" if mode == "full" else ", lora: {r: 8}"
-        run = config_from_text(f"model: {{name: m, max_seq_len: 128}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
-        step = Step(2, 1, 128, attention=attention, masks=False, saves=False, checkpointed_layers=layers)
-        try:
-            traced = record(settings_of(run, fields, shape, BF16, step))[0].peak
-        except TraceUnavailable:  # a class that does not run without a mask, with which a run pads its rows, then
-            step = replace(step, masks=True)
-            traced = record(settings_of(run, fields, shape, BF16, step))[0].peak
-        predicted = estimate(run, shape, BF16, step).allocated
-        found[f"trace_{mode}"] = round(predicted / traced - 1, 4)
+    found: dict[str, Any] = {"plan": "known" if shape.meter is None else "measured"}
+    for mode in MODES:
+        apart = [_apart(fields, shape, mode, layers) for layers in ((0, None) if shape.can_checkpoint else (0,))]
+        found[f"trace_{mode}"] = max((share for share in apart if share is not None), key=abs, default=None)
     return found
+
+
+def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int | None) -> float | None:
+    rank = "" if mode == "full" else ", lora: {r: 8}"
+    run = config_from_text(f"model: {{name: m, max_seq_len: 256}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
+    attention: Literal["sdpa", "eager"] = "sdpa" if shape.has_sdpa else "eager"
+    for masks in (False, True):  # a class may not run without a mask, with which a run pads its rows then
+        step = Step(8, 1, 256, attention=attention, masks=masks, saves=False, checkpointed_layers=layers)
+        predicted = estimate(run, shape, BF16, step).allocated
+        with contextlib.suppress(TraceUnavailable):
+            return round(predicted / record(settings_of(run, fields, shape, BF16, step))[0].peak - 1, 4)
+    return None
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -340,8 +362,9 @@ the language model is trained, and what is written is of that class, its other p
 `make -C benchmarks registry`.
 
 - **plan**: `known` blocks, whose bytes the plan computes, or blocks `measured` on tensors without bytes.
-- **trace**: how far the plan's bytes are from those of the whole step, run on such tensors: LoRA; full weights with
-  checkpointing.
+- **trace**: how far the plan's bytes are from those of the whole step, run on such tensors, of a model eight times as
+  wide, 8 rows of 256 tokens: LoRA; QLoRA; full weights; of each the larger one without and with checkpointing. — where
+  none runs.
 - **LoRA, QLoRA, full**: trained; interrupted, resumed, and equal bit by bit to the run without a break; merged (full:
   saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
 
@@ -372,7 +395,7 @@ def page(book: Mapping[str, Any]) -> str:
             continue
         counts["planned"] += 1
         counts["trained"] += all(not isinstance(row[mode], str) for mode in MODES)
-        trace = f"{row['trace_lora']:+.1%}; {row['trace_full']:+.1%}"
+        trace = "; ".join("—" if (share := row.get(f"trace_{mode}")) is None else f"{share:+.1%}" for mode in MODES)
         rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
     lines = (f"{number}. {text}" for text, number in notes.items())
     number = {"seen": len(rows), "all": book["all"]}
@@ -389,6 +412,20 @@ def _note(reason: str) -> str:
 # --- the walk ---------------------------------------------------------------------------------------------------------
 
 
+def compared(kind: str, small: Any) -> dict[str, Any]:
+    """`agreement` of a wide model of the class; of the small one where it takes no other sizes.
+
+    Raises:
+        SftPlayError: the class is refused.
+    """
+    try:
+        return agreement(wide_config(kind))
+    except SftPlayError:
+        raise
+    except Exception:  # each class checks its sizes in its own way
+        return agreement(json.loads(json.dumps(small.to_dict(), default=str)))
+
+
 def walked(kind: str, folder: Path) -> dict[str, Any]:
     """All that is found of a class."""
     row: dict[str, Any] = {}
@@ -401,7 +438,7 @@ def walked(kind: str, folder: Path) -> dict[str, Any]:
     except Exception as error:  # each class checks its sizes in its own way, some only when they are saved
         return {"not_built": _line(error)}
     try:
-        row |= agreement(config)
+        row |= compared(kind, config)
     except SftPlayError as error:
         return {"refused": str(error)}
     except Exception as error:  # a class that does not take its own config again
@@ -435,6 +472,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--kinds", default=",".join(kinds()))
     parser.add_argument("--again", action="store_true", help="those too that are in the file")
+    parser.add_argument("--only-plans", action="store_true", help="compare plan and trace again, and train nothing")
     words = parser.parse_args()
     torch.set_num_threads(1)
     book = read_json(words.out) if words.out.is_file() else {}
@@ -443,6 +481,11 @@ def main() -> None:
     book["all"] = len(kinds())
     rows: dict[str, Any] = book.setdefault("classes", {})
     for kind in filter(None, words.kinds.split(",")):
+        if words.only_plans:
+            _compare_again(kind, rows)
+            print(kind, json.dumps(rows.get(kind)), flush=True)
+            write_json(words.out, book)
+            continue
         if kind in rows and not words.again:
             continue
         rows[kind] = {"not_built": "it ended the process"}
@@ -454,6 +497,16 @@ def main() -> None:
         write_json(words.out, book)
     if words.out == OUT:
         (ROOT / "docs" / "models.md").write_text(page(book), encoding="utf-8")
+
+
+def _compare_again(kind: str, rows: dict[str, Any]) -> None:
+    """The comparison of plan and trace of a class that was walked before."""
+    if "plan" not in rows.get(kind, {}):
+        return
+    try:
+        rows[kind] |= compared(kind, small_base(kind).config)
+    except Exception as error:
+        rows[kind]["trace_failed"] = f"{type(error).__name__}: {_line(error)}"
 
 
 def _write_rows(path: Path) -> None:

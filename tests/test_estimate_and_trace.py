@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 from typing import Any
 
 import pytest
 
-from benchmarks.registry import NEEDED
+from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.facts.models.families import FAMILIES
 from sft_play.planner.memory.estimate import estimate
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import DtypeName, Precision
 from sft_play.trace.block_meter import planned_shape
-from sft_play.training.proofs import small_model
 
 pytestmark = pytest.mark.build
 
@@ -119,20 +117,7 @@ def test_grouped_experts_take_what_their_kernel_takes(kind: str, mode: str, kern
         assert abs(found) < TOLERANCE, checkpointed
 
 
-def at_a_real_width(kind: str) -> dict[str, Any]:
-    """The config of a small model of a class, eight times as wide: activations then outweigh what a table takes."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(small_model, "_NARROW", {
-            key: value * (1 if "num_" in key or "vocab" in key else 8) for key, value in small_model._NARROW.items()
-        })  # fmt: skip
-        small = small_model.small_config(CONFIG_MAPPING[kind](**NEEDED.get(kind, {})).get_text_config())
-    small.vocab_size = 4096
-    return json.loads(json.dumps(small.to_dict(), default=str))
-
-
-FEW = ("llama", "gpt_oss", "llama4_text")
+FEW = ("llama", "gpt_oss", "opt")
 OTHERS = (*sorted(FAMILIES), "opt", "llama4_text", "nemotron", "seed_oss", "cohere2", "qwen3_5_text", "gpt_neox")
 
 
@@ -141,7 +126,7 @@ OTHERS = (*sorted(FAMILIES), "opt", "llama4_text", "nemotron", "seed_oss", "cohe
 )
 def test_blocks_of_a_real_width_take_what_the_trace_takes(kind: str) -> None:
     """By formulas for a class of the table, measured for another."""
-    model = at_a_real_width(kind)
+    model = wide_config(kind) | {"vocab_size": 4096}
     shape = planned_shape(model, name="m")
     assert (shape.meter is None) == (kind in FAMILIES)
     for words, checkpointed in (("{mode: lora, lora: {r: 8}}", 0), ("{mode: full}", None)):
