@@ -211,22 +211,22 @@ def wide_config(kind: str) -> dict[str, Any]:
 
 
 def agreement(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares: of each
-    mode the larger one, without and with checkpointing; None where no trace runs."""
+    """Where the plan's activations are from, and how far they are from a trace of the whole step, as shares: LoRA
+    without, QLoRA and full weights with checkpointing; None where no trace runs."""
     shape = planned_shape(fields, name="m")
     found: dict[str, Any] = {"plan": "known" if shape.meter is None else "measured"}
     for mode in MODES:
-        apart = [_apart(fields, shape, mode, layers) for layers in ((0, None) if shape.can_checkpoint else (0,))]
-        found[f"trace_{mode}"] = max((share for share in apart if share is not None), key=abs, default=None)
+        layers = None if mode != "lora" and shape.can_checkpoint else 0
+        found[f"trace_{mode}"] = _apart(fields, shape, mode, layers)
     return found
 
 
 def _apart(fields: Mapping[str, Any], shape: ModelShape, mode: str, layers: int | None) -> float | None:
     rank = "" if mode == "full" else ", lora: {r: 8}"
-    run = config_from_text(f"model: {{name: m, max_seq_len: 256}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
+    run = config_from_text(f"model: {{name: m, max_seq_len: 128}}\ntuning: {{mode: {mode}{rank}}}\n", name="x")
     attention: Literal["sdpa", "eager"] = "sdpa" if shape.has_sdpa else "eager"
     for masks in (False, True):  # a class may not run without a mask, with which a run pads its rows then
-        step = Step(8, 1, 256, attention=attention, masks=masks, saves=False, checkpointed_layers=layers)
+        step = Step(8, 1, 128, attention=attention, masks=masks, saves=False, checkpointed_layers=layers)
         predicted = estimate(run, shape, BF16, step).allocated
         with contextlib.suppress(TraceUnavailable):
             return round(predicted / record(settings_of(run, fields, shape, BF16, step))[0].peak - 1, 4)
@@ -363,8 +363,7 @@ the language model is trained, and what is written is of that class, its other p
 
 - **plan**: `known` blocks, whose bytes the plan computes, or blocks `measured` on tensors without bytes.
 - **trace**: how far the plan's bytes are from those of the whole step, run on such tensors, of a model eight times as
-  wide, 8 rows of 256 tokens: LoRA; QLoRA; full weights; of each the larger one without and with checkpointing. — where
-  none runs.
+  wide, 8 rows of 128 tokens: LoRA without checkpointing; QLoRA and full weights with it. — where none runs.
 - **LoRA, QLoRA, full**: trained; interrupted, resumed, and equal bit by bit to the run without a break; merged (full:
   saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
 
