@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.generate import with_variables
 from sft_play.cli import main
-from sft_play.commands.developing import with_variables
 from sft_play.process import variables
 
 ROOT = Path(__file__).resolve().parent.parent

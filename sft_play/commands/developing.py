@@ -6,20 +6,14 @@ from __future__ import annotations
 
 import importlib
 import logging
-import re
 import sys
-from pathlib import Path
 from types import ModuleType
 
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.machine import refuse_hardware
 from sft_play.commands.request import Request
-from sft_play.config.leaves import generated
 from sft_play.errors import ConfigError
-from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
 from sft_play.files import ROOT
-from sft_play.process.variables import help_lines
-from sft_play.starter import language
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +26,17 @@ HELP = {
     "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, "
     "transformers' defaults of configs, docs/what-fits.md, the variables in make's help",
 }
-_VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 
 
 def run(request: Request) -> Answer:
     """Figures, each beside what was predicted or measured elsewhere; or the files that were written."""
-    if request.command == "generate":
-        return _generate()
     return {
         "bench": _bench,
         "memory-model-score": _memory_model_score,
         "verify-layouts": _verify_layouts,
         "gpu-selftest": _gpu_selftest,
         "mask-score": _mask_score,
+        "generate": _generate,
     }[request.command](request)
 
 
@@ -119,31 +111,6 @@ def _mask_score(request: Request) -> Answer:
     return answer_of(score(request.templates, request.tokenizer))
 
 
-def _generate() -> Answer:
-    written = []
-    for path, text in {**generated(), **language.bundled_files()}.items():
-        (Path.cwd() / path).parent.mkdir(parents=True, exist_ok=True)
-        (Path.cwd() / path).write_text(text, encoding="utf-8")
-        written.append(path)
-    table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
-    if (Path.cwd() / table).is_file():
-        renewed = importlib.import_module("sft_play.trace.meta_shape").class_defaults(CLASS_DEFAULTS)
-        (Path.cwd() / table).write_text(defaults_text(renewed), encoding="utf-8")
-        written.append(table)
-    fits = Path("docs/what-fits.md")
-    if fits.is_file():  # in a checkout
-        page = tool("what_fits", command="generate").page(fits.read_text(encoding="utf-8"))
-        fits.write_text(page, encoding="utf-8")
-        written.append(fits)
-    for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
-        if makefile.is_file():
-            text = with_variables(makefile.read_text(encoding="utf-8"), maintaining=makefile.parent.name != "")
-            makefile.write_text(text, encoding="utf-8")
-            written.append(makefile)
-    return Answer({"ok": True, "written": [str(path) for path in written]}, [f"wrote {path}" for path in written])
-
-
-def with_variables(makefile: str, *, maintaining: bool) -> str:
-    """A Makefile with the help of its variables as the table has it; with `maintaining`, that of benchmarks/."""
-    lines = "".join(f"#: {line}\n" for line in help_lines(maintaining=maintaining))
-    return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)
+def _generate(request: Request) -> Answer:
+    written = tool("generate", command=request.command).generate()
+    return Answer({"ok": True, "written": written}, [f"wrote {path}" for path in written])
