@@ -9,7 +9,7 @@ from pathlib import Path
 from sft_play.config import yaml_io
 from sft_play.config.schema import DTYPES, MixedPrecisionConfig, TrainConfig
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.keys import AUTO, Config, shown_value, value_at
+from sft_play.launch.deepspeed.translate import AUTO, Config, value_at
 from sft_play.launch.given import json_of, looks_like_json, text_of
 from sft_play.log import one_line
 from sft_play.planner.batching import is_of_one_rank, product_problem
@@ -85,19 +85,7 @@ def read_deepspeed_file(path: Path) -> Config:
     if not isinstance(data, dict):
         kind = "a list" if isinstance(data, list) else f"the value {one_line(repr(data), limit=40)}"
         raise ConfigError(f"{name}: the root is {kind}; expected {WANTED}")
-    _refuse_other_kinds(data, name)
     return data
-
-
-def _refuse_other_kinds(data: Config, name: str) -> None:
-    """Raises ConfigError for files of other programs that are easily given by mistake."""
-    if {"compute_environment", "distributed_type"} & set(data):
-        raise ConfigError(
-            f"DEEPSPEED_CONFIG={name} is a configuration of accelerate: give it as ACCELERATE_CONFIG; "
-            f"DEEPSPEED_CONFIG names {WANTED}"
-        )
-    if "model" in data and {"train", "data", "tuning", "task_mode", "output"} & set(data):
-        raise ConfigError(f"DEEPSPEED_CONFIG={name} is a run YAML: give it as CONFIG; DEEPSPEED_CONFIG names {WANTED}")
 
 
 def layout_of(
@@ -228,7 +216,7 @@ def with_dtypes(
             continue
         ours, given = DTYPES.get(str(theirs).lower()), getattr(mixed, field)
         if ours is None:
-            problems.append(f"{key}: {shown_value(theirs)} is not valid; expected {', '.join(DTYPES)}")
+            problems.append(f"{key}: {yaml_io.show(theirs)} is not valid; expected {', '.join(DTYPES)}")
         elif given not in (AUTO, ours):
             problems.append(f"{key}: {theirs} contradicts {path}={given}; keep one of them")
         elif given == AUTO:

@@ -11,7 +11,6 @@ import copy
 import math
 import os
 import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,10 +20,18 @@ from typing import Any, Literal
 
 from sft_play.config.leaves import training_options
 from sft_play.config.schema import RunConfig
+from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import keys
 from sft_play.launch.deepspeed.files import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES, STAGES, layout_of, offloads
-from sft_play.launch.deepspeed.keys import AUTO, Config, holder_of, leaves_of, put_at, shown_value, value_at
+from sft_play.launch.deepspeed.translate import (
+    AUTO,
+    AUTO_IS_A_VALUE,
+    Config,
+    holder_of,
+    leaves_of,
+    put_at,
+    value_at,
+)
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.plan import Plan
 
@@ -189,26 +196,19 @@ def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
         present = section.get("enabled", AUTO)
         if present in (AUTO, None):
             section["enabled"] = wanted
-            shown.append(f"{key}.enabled → {shown_value(wanted)} (the run computes in {numbers.compute})")
+            shown.append(f"{key}.enabled → {show(wanted)} (the run computes in {numbers.compute})")
         elif present is not wanted:
             section["enabled"] = wanted
-            changed.append(f"{key}.enabled: {shown_value(present)} → {shown_value(wanted)}")
+            changed.append(f"{key}.enabled: {show(present)} → {show(wanted)}")
     autocast = config.get("torch_autocast")
-    on = autocast if isinstance(autocast, dict) and autocast.get("enabled") is True else None
-    if on is not None and _dtype_name(on.get("dtype")) != numbers.compute:
-        on["enabled"] = False
+    if isinstance(autocast, dict) and autocast.get("enabled") is True:  # a second way to the same precision
+        autocast["enabled"] = False
         changed.append("torch_autocast.enabled: true → false")
     if changed:
-        shown.append(f"{', '.join(changed)} (the run computes in {numbers.compute}, as train.bf16 and train.fp16 "
-                     "choose)")  # fmt: skip
+        shown.append(
+            f"{', '.join(changed)} (the run computes in {numbers.compute}, as train.bf16 and train.fp16 choose)"
+        )
     return []
-
-
-def _dtype_name(value: Any) -> str:
-    """A dtype as DeepSpeed's `torch_autocast` names it (default bfloat16), as torch's name."""
-    name = str(value).removeprefix("torch.")
-    short = {AUTO: "bfloat16", "None": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-    return short.get(name, name)
 
 
 def _fill_dtypes(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
@@ -252,29 +252,16 @@ def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     kind = block.get("type", AUTO)
     problems = []
     if str(kind).lower() not in ("adam", "adamw", AUTO):
-        problems.append(f"optimizer.type: {shown_value(kind)} is not supported; train.optim of the run YAML chooses")
+        problems.append(f"optimizer.type: {show(kind)} is not supported; train.optim of the run YAML chooses")
     ours = _optimizer_params(numbers.options)
-    own_values = []
     for key, value in (block.get("params") or {}).items():
         if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
             continue  # it leaves the number to the run, or chooses between implementations of the same update
-        if key not in ours:
-            problems.append(
-                f"optimizer.params.{key}: {shown_value(value)} cannot be kept: the optimizer is the run YAML's"
-            )
-        elif not same_numbers(value, ours[key][1]):
-            where, planned = ours[key]
-            problems.append(
-                f"optimizer.params.{key}: {shown_value(value)} contradicts {where}: {shown_value(planned)}; "
-                'set it to "auto", or change the run YAML'
-            )
-        else:
-            own_values.append(f"{key}: {shown_value(value)}")
-    if (block.get("params") or {}).get("torch_adam") is True:
-        config["zero_force_ds_cpu_optimizer"] = False
-        shown.append("zero_force_ds_cpu_optimizer → false (optimizer.params.torch_adam: true asks for torch's AdamW)")
-    repeated = f" ({', '.join(own_values)})" if own_values else ""
-    shown.append(f"optimizer{repeated} left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
+        where, planned = ours.get(key, ("the run YAML's optimizer, which has no such number", None))
+        if not same_numbers(value, planned):
+            wanted = "" if planned is None else f": {show(planned)}"
+            problems.append(f'optimizer.params.{key}: {show(value)} contradicts {where}{wanted}; set it to "auto"')
+    shown.append("optimizer left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
     return problems
 
 
@@ -296,14 +283,13 @@ def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> l
     block = config.pop("scheduler", None)
     if block is None:
         return []
+    # a warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own
+    usual = (("warmup_min_lr", 0), ("warmup_type", "linear"), ("warmup_type", "log"))
     fixed = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
-    # A warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own.
-    zeros = {key for key, value in fixed.items() if key == "warmup_min_lr" and value == 0}
-    rest = {key: value for key, value in fixed.items() if key not in zeros | {"warmup_type"}}
-    if rest:
-        listed = ", ".join(f"{key}: {shown_value(value)}" for key, value in sorted(rest.items()))
+    own = [f"{key}: {show(value)}" for key, value in sorted(fixed.items()) if (key, value) not in usual]
+    if own:
         return [
-            f"scheduler.params has its own numbers ({listed}) and the run YAML has a schedule too "
+            f"scheduler.params has its own numbers ({', '.join(own)}) and the run YAML has a schedule too "
             '(train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its numbers to "auto"'
         ]
     shown.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
@@ -315,7 +301,7 @@ def drop_autos(config: Config) -> list[str]:
     default, others crash. Those of the optimizer's and the scheduler's blocks stay: accelerate resolves them."""
     dropped = []
     for path, value in list(leaves_of(config)):
-        if value == AUTO and not path.startswith((*keys.AUTO_IS_A_VALUE, "optimizer.", "scheduler.")):
+        if value == AUTO and not path.startswith((*AUTO_IS_A_VALUE, "optimizer.", "scheduler.")):
             holder, key = holder_of(config, path)
             assert holder is not None
             del holder[key]
@@ -335,8 +321,6 @@ def same_numbers(one: Any, other: Any) -> bool:
 
 # --- DeepSpeed's CPU Adam, for offloaded optimizer states: can it be built, and has it been? --------------------------
 
-COMPILING = "its CPU Adam is compiled at this first start, which takes minutes; later starts find it in {folder}"
-
 
 def compiling_words() -> str | None:
     """What to say where the first step waits for DeepSpeed's CPU Adam to be compiled; None where it is there.
@@ -347,13 +331,11 @@ def compiling_words() -> str | None:
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(given) if given else caches / "torch_extensions"
-    python = f"py{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}_*/" if not given else ""
-    if any(folder.glob(f"{python}cpu_adam/cpu_adam.so")):
-        return None
     spec = find_spec("deepspeed")
-    if spec and spec.origin and any((Path(spec.origin).parent / "ops" / "adam").glob("cpu_adam_op*.so")):
+    built_in = Path(spec.origin).parent / "ops" / "adam" if spec and spec.origin else folder
+    if any(folder.glob(f"{'' if given else 'py*/'}cpu_adam/cpu_adam.so")) or any(built_in.glob("cpu_adam_op*.so")):
         return None
-    return COMPILING.format(folder=folder)
+    return f"its CPU Adam is compiled at this first start, which takes minutes; later starts find it in {folder}"
 
 
 def adam_obstacles() -> tuple[str, ...]:

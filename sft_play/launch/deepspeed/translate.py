@@ -1,27 +1,48 @@
-"""A person's DeepSpeed configuration in current keys: comments dropped, old spellings translated, mistakes refused."""
+"""A person's DeepSpeed configuration in current keys: comments dropped, old names translated, mistakes refused.
+
+DeepSpeed reads some sections with pydantic and refuses unknown keys there, with a traceback on every rank; in all
+others, the top level first, an unknown key is ignored without a word. So `keys.json` lists the keys that it knows,
+those that it has renamed, and those that it has removed. Paths into a configuration are dotted.
+"""
 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import resources
 from typing import Any
 
+from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import keys
-from sft_play.launch.deepspeed.keys import (
-    AUTO,
-    Config,
-    holder_of,
-    join_path,
-    leaves_of,
-    put_at,
-    sections_of,
-    shown_value,
-    value_at,
-)
+from sft_play.log import one_line
 from sft_play.spelling import nearest
+
+Config = dict[str, Any]
+"""DeepSpeed's configuration as plain data: keys and values are DeepSpeed's."""
+
+AUTO = "auto"
+"""Stands for a value that follows from the run. transformers' word, and ours: DeepSpeed knows it in few places
+(`AUTO_IS_A_VALUE`)."""
+
+_TABLE: dict[str, Any] = json.loads(resources.files(__package__).joinpath("keys.json").read_text(encoding="utf-8"))
+
+
+def _keys_of(section: dict[str, str]) -> frozenset[str]:
+    """A section's keys. Some of ZeRO's may be written with the prefix `stage3_` (pydantic's `populate_by_name`)."""
+    both = section.get("with_and_without_stage3_", "").split()
+    return frozenset([*section["keys"].split(), *both, *(f"stage3_{key}" for key in both)])
+
+
+KNOWN: dict[str, frozenset[str]] = {path: _keys_of(section) for path, section in _TABLE["sections"].items()}
+"""The keys of each section by its dotted path ("" is the top level). Sections that are not here are open: what they may
+contain depends on their values. `sequence_parallel_size` and `inference` are read by transformers and by DeepSpeed's
+ZeRO-3 loading."""
+
+AUTO_IS_A_VALUE: tuple[str, ...] = tuple(_TABLE["auto_is_a_value"])
+"""Paths where DeepSpeed itself understands "auto"."""
 
 _COMMENT = re.compile(r"_.*|//.*|#.*|comments?", re.IGNORECASE)
 
@@ -35,138 +56,70 @@ def translate(raw: Config, *, name: str = "the DeepSpeed configuration") -> tupl
     """
     config = copy.deepcopy(raw)
     notes: list[str] = []
-    problems: list[str] = []
-    # Comments first, since they are no keys; `"bf16": true` becomes a section before anything looks into that section.
-    for step in (_drop_comments, _expand_switches, _rename, _drop_removed, _drop_bf16_scaling):
-        step(config, notes, problems)
-    problems += _unknown(config)
+    for path, section in sections_of(config):
+        for key in [key for key in section if _COMMENT.fullmatch(str(key))]:
+            del section[key]
+            notes.append(f"{_join(path, key)} is read as a comment")
+    problems = [*_rename(config, notes), *_drop_removed(config, notes), *_unknown(config)]
     if not problems:  # a value under a wrong key would be reported twice
-        problems += _wrong_values(config)
+        problems = _wrong_values(config)
     if problems:
         raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
     return config, tuple(notes)
 
 
-def _drop_comments(config: Config, notes: list[str], problems: list[str]) -> None:
-    """Keys such as `_comment`, which people use for comments in JSON."""
-    for path, section in sections_of(config):
-        for key in [key for key in section if _COMMENT.fullmatch(str(key))]:
-            del section[key]
-            notes.append(f"{join_path(path, key)} is read as a comment")
-
-
-def _expand_switches(config: Config, notes: list[str], problems: list[str]) -> None:
-    """`"bf16": true` for a section with `enabled`, and `"zero_optimization": true`, ZeRO's first format."""
-    for key in ("bf16", "bfloat16", "fp16", "torch_autocast"):
-        if isinstance(config.get(key), bool) or config.get(key) == AUTO:
-            config[key] = {"enabled": config[key]}
-            notes.append(f'{key}: {shown_value(config[key]["enabled"])} is read as {{"enabled": …}}')
-    zero = config.get("zero_optimization")
-    if isinstance(zero, bool):
-        config["zero_optimization"] = {"stage": int(zero)}
-        notes.append(f"zero_optimization: {shown_value(zero)} is read as stage {int(zero)}, as in ZeRO's first format")
-        if "allgather_size" in config:
-            config["zero_optimization"]["allgather_bucket_size"] = config.pop("allgather_size")
-            notes.append("allgather_size is read as zero_optimization.allgather_bucket_size, its current name")
-
-
-def _rename(config: Config, notes: list[str], problems: list[str]) -> None:
-    for old, new in keys.RENAMED.items():
+def _rename(config: Config, notes: list[str]) -> Iterator[str]:
+    """Translate the old keys that guides teach; yields what is wrong with them."""
+    for old, new in _TABLE["renamed"].items():
         holder, key = holder_of(config, old)
         if holder is None or key not in holder:
             continue
-        value = holder.pop(key)
-        meaning = _meaning(old, value, config)
-        if meaning is None:
-            notes.append(f"{old}: {shown_value(value)} is an old key that changes nothing; left out")
-            continue
+        value = meaning = holder.pop(key)
+        if "cpu_offload" in old:
+            meaning = {"device": "cpu"} if value is True else None if value is False else value
         present = value_at(config, new)
-        # {"device": "cpu"} beside a section with more keys says nothing new
-        both = isinstance(present, dict) and isinstance(meaning, dict)
-        is_covered = present == meaning or (both and meaning.items() <= present.items())
-        if present is not None and not is_covered:
-            problems.append(
-                f"{old}: {shown_value(value)} (an old key) and {new}: {shown_value(present)} (its current name) "
-                f"disagree; keep {new} only"
-            )
+        if meaning is None or present == meaning:
+            notes.append(f"{old}: {show(value)} is an old key that says nothing more; left out")
         elif present is None:
             put_at(config, new, meaning)
-            notes.append(f"{old}: {shown_value(value)} is an old key; read as {new}: {shown_value(meaning)}")
+            notes.append(f"{old}: {show(value)} is an old key; read as {new}: {show(meaning)}")
         else:
-            notes.append(f"{old}: {shown_value(value)} is an old key that repeats {new}; left out")
+            yield f"{old}: {show(value)} (an old key) and {new}: {show(present)} disagree; keep {new} only"
 
 
-def _meaning(old: str, value: Any, config: Config) -> Any:
-    """The new key's value for an old key's value; None where the old one changes nothing."""
-    if old.endswith(("cpu_offload", "cpu_offload_param", "cpu_offload_params")):
-        return {"device": "cpu"} if value is True else None if value in (False, None) else value
-    if old.endswith("cpu_offload_use_pin_memory"):
-        # Pins only what is offloaded. `cpu_offload` stands before it in RENAMED, so it is a section by now.
-        return value if isinstance(value_at(config, "zero_optimization.offload_optimizer"), dict) else None
-    if old in ("fp32_allreduce", "allreduce_always_fp32"):
-        return "fp32" if value is True else None
-    return value
-
-
-def _drop_removed(config: Config, notes: list[str], problems: list[str]) -> None:
-    for path, reason in keys.REMOVED.items():
+def _drop_removed(config: Config, notes: list[str]) -> Iterator[str]:
+    """Leave out removed keys that are switched off; yields the others."""
+    for path, reason in _TABLE["removed"].items():
         holder, key = holder_of(config, path)
         if holder is None or key not in holder:
             continue
-        value = holder[key]
-        switched = value.get("enabled", True) if isinstance(value, dict) else value
-        if switched in (False, None, -1) or value == {}:  # -1 is how sizes such as mics_shard_size were switched off
-            del holder[key]
+        value = holder.pop(key)
+        switched = value.get("enabled", bool(value)) if isinstance(value, dict) else value
+        if switched in (False, None, -1):  # -1 is how sizes such as mics_shard_size were switched off
             notes.append(f"{path}, which newer versions of DeepSpeed refuse, is switched off and left out")
         else:
-            problems.append(f"{path} was removed from DeepSpeed: {reason}; remove the key")
-            del holder[key]
+            yield f"{path} was removed from DeepSpeed: {reason}; remove the key"
 
 
-def _drop_bf16_scaling(config: Config, notes: list[str], problems: list[str]) -> None:
-    section = config.get("bf16")
-    extra = sorted(keys.LOSS_SCALING & set(section)) if isinstance(section, dict) else []
-    if extra:
-        config["bf16"] = {key: value for key, value in config["bf16"].items() if key not in extra}
-        notes.append(
-            f"bf16.{{{', '.join(extra)}}} left out: bfloat16 needs no loss scaling, and DeepSpeed refuses them"
-        )
-
-
-def _unknown(config: Config) -> list[str]:
-    known = keys.known()
-    problems = []
+def _unknown(config: Config) -> Iterator[str]:
     for path, section in sections_of(config):
-        if path not in known:
-            continue
-        for key in section:
-            if key not in known[path]:
-                problems.append(f"{join_path(path, key)} is not a DeepSpeed key; {_nearest(path, str(key), known)}")
-    return problems
+        for key in section if path in KNOWN else ():
+            if key not in KNOWN[path]:
+                yield f"{_join(path, key)} is not a DeepSpeed key; {_nearest(path, str(key))}"
 
 
-def _nearest(path: str, key: str, known: keys.Sections) -> str:
-    """What an unknown key at `path` may mean: the same name in another section, then the nearest spelling in its own
-    section, in any section, and last its own section's nearest however far."""
-    elsewhere = [section for section, names in known.items() if key in names and section != path]
-    if elsewhere:
-        # the outer sections first, and of those the two that nearly every file has
-        homes = sorted(elsewhere, key=lambda section: (section.count("."), section not in ("", "zero_optimization")))
-        return f"it belongs at {' or '.join(join_path(home, key) for home in homes[:3])}"
-    near = nearest(key, known[path], alike=0.5)
-    if near is None:
-        everywhere = {name: section for section, names in known.items() for name in names}
-        near = nearest(key, everywhere, alike=0.6)
-        path = everywhere[near] if near else path
-    return f"the nearest is {join_path(path, near or nearest(key, known[path], alike=0.0) or '')}"
+def _nearest(path: str, key: str) -> str:
+    """What an unknown key at `path` may mean: the same name in another section, else the nearest of its own."""
+    homes = sorted((one for one, names in KNOWN.items() if key in names), key=lambda section: section.count("."))
+    if homes:
+        return f"it belongs at {' or '.join(_join(home, key) for home in homes[:3])}"
+    return f"the nearest is {_join(path, nearest(key, KNOWN[path], alike=0.0) or '')}"
 
 
 # --- values, checked before ranks start: DeepSpeed itself raises late, on every rank ----------------------------------
 
-Check = Callable[[Any], bool]
 
-
-def _whole(value: Any, *, least: int) -> bool:
+def _whole(value: Any, *, least: int = 0) -> bool:
     """Also for `5e8`, which JSON and YAML read as a float: that is how bucket sizes are written in most guides."""
     return _number(value) and value == int(value) and bool(value >= least)
 
@@ -175,42 +128,92 @@ def _number(value: Any) -> bool:
     return not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value) and value >= 0
 
 
-def _check_of(path: str) -> tuple[Check, str] | None:
-    """A test of a key's values, and what it accepts in words; None where DeepSpeed itself checks."""
-    section, _, key = path.rpartition(".")
-    if path in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
-        return (lambda value: isinstance(value, int) and _whole(value, least=1)), 'a whole number from 1, or "auto"'
-    if path == "gradient_clipping":
-        return _number, 'a number from 0 (0: no clipping), or "auto"'
-    if path == "zero_optimization.stage":
-        return (lambda value: _whole(value, least=0) and value <= 3), '0, 1, 2, 3 or "auto"'
-    if section in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param") and key == "device":
-        return (lambda value: value in ("none", "cpu", "nvme")), '"none", "cpu" or "nvme"'
-    if key in ("enabled", "pin_memory", "overlap_comm", "contiguous_gradients", "reduce_scatter"):
-        return (lambda value: isinstance(value, bool)), 'true, false or "auto"'
-    if section == "zero_optimization" and re.search(r"_(size|threshold|parameters|distance)$", key):
-        return (lambda value: _whole(value, least=0)), 'a whole number without quotes, or "auto"'
-    return None
+_BATCH = re.compile(r"train_batch_size|train_micro_batch_size_per_gpu|gradient_accumulation_steps")
+_CHECKS: tuple[tuple[re.Pattern[str], Callable[[Any], bool], str], ...] = (
+    (_BATCH, lambda value: isinstance(value, int) and _whole(value, least=1), 'a whole number from 1, or "auto"'),
+    (re.compile("gradient_clipping"), _number, 'a number from 0 (0: no clipping), or "auto"'),
+    (re.compile(r"zero_optimization\.stage"), lambda value: _whole(value) and value <= 3, '0, 1, 2, 3 or "auto"'),
+    (
+        re.compile(r"zero_optimization\.offload_(optimizer|param)\.device"),
+        lambda value: value in ("none", "cpu", "nvme"),
+        '"none", "cpu" or "nvme"',
+    ),
+    (
+        re.compile(r"(.*\.)?(enabled|pin_memory|overlap_comm|contiguous_gradients|reduce_scatter)"),
+        lambda value: isinstance(value, bool),
+        'true, false or "auto"',
+    ),
+    (
+        re.compile(r"zero_optimization\.\w*_(size|threshold|parameters|distance)"),
+        _whole,
+        'a whole number without quotes, or "auto"',
+    ),
+)
+"""Of a path the test of its values, and what it accepts; DeepSpeed itself checks the others."""
 
 
 def _wrong_values(config: Config) -> list[str]:
     problems = []
-    known = keys.known()
     for path, value in leaves_of(config):
-        if value is not None and (path in known or path in ("optimizer.params", "scheduler.params")):
-            inside = f" with {', '.join(sorted(known[path]))}" if path in known else ""
-            problems.append(f"{path}: {shown_value(value)} is not a section; expected {{…}}{inside}")
+        if value is not None and (path in KNOWN or path in ("optimizer.params", "scheduler.params")):
+            inside = f" with {', '.join(sorted(KNOWN[path]))}" if path in KNOWN else ""
+            problems.append(f"{path}: {show(value)} is not a section; expected {{…}}{inside}")
             continue
-        check = _check_of(path)
-        if check and value not in (AUTO, None) and not check[0](value):
-            problems.append(f"{path}: {shown_value(value)} is not valid; expected {check[1]}")
+        check = next((check for check in _CHECKS if check[0].fullmatch(path)), None)
+        if check is not None and value not in (AUTO, None) and not check[1](value):
+            problems.append(f"{path}: {show(value)} is not valid; expected {check[2]}")
     # These change which ranks hold what: the run would not be the planned one.
     for path in ("sequence_parallel_size", "tensor_parallel.autotp_size", "tensor_parallel.tp.tp_size"):
         if _number(size := value_at(config, path)) and size > 1:
-            problems.append(
-                f"{path}: {size} splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
-            )
+            what = "splits rows or layers over ranks; only ZeRO's data-parallel layouts are supported"
+            problems.append(f"{path}: {size} {what}")
     for path in ("expert_parallel", "autotuning", "data_efficiency"):
         if value_at(config, f"{path}.enabled") is True:
             problems.append(f"{path}.enabled: true is not supported: the plan does not model it; remove the section")
     return problems
+
+
+# --- dotted paths -----------------------------------------------------------------------------------------------------
+
+
+def _join(path: str, key: object) -> str:
+    return one_line(f"{path}.{key}" if path else str(key))
+
+
+def sections_of(config: Config, path: str = "") -> Iterator[tuple[str, Config]]:
+    """Every mapping with its dotted path, the outer ones first."""
+    yield path, config
+    for key, value in list(config.items()):
+        if isinstance(value, dict):
+            yield from sections_of(value, f"{path}.{key}" if path else str(key))
+
+
+def leaves_of(config: Config) -> Iterator[tuple[str, Any]]:
+    """Every value that is not a mapping, with its dotted path."""
+    for path, section in sections_of(config):
+        for key, value in list(section.items()):
+            if not isinstance(value, dict):
+                yield f"{path}.{key}" if path else str(key), value
+
+
+def holder_of(config: Config, path: str) -> tuple[Config | None, str]:
+    """The mapping that would hold the last key of a path, None where it does not exist, and that key."""
+    *outer, key = path.split(".")
+    holder: Any = config
+    for part in outer:
+        holder = holder.get(part) if isinstance(holder, dict) else None
+    return (holder if isinstance(holder, dict) else None), key
+
+
+def value_at(config: Config, path: str) -> Any:
+    """The value at a path; None where there is none."""
+    holder, key = holder_of(config, path)
+    return None if holder is None else holder.get(key)
+
+
+def put_at(config: Config, path: str, value: Any) -> None:
+    """Set the value at a path; sections that are missing are added."""
+    *outer, key = path.split(".")
+    for part in outer:
+        config = config.setdefault(part, {})
+    config[key] = value
