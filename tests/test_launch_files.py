@@ -78,7 +78,7 @@ def test_what_is_written_is_read_back(tmp_path):
     )  # fmt: skip
     config = read_accelerate_file(path)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (4, 2, (1, 3))
-    assert (config.machine_rank, config.main_ip, config.main_port) == (1, "node0", 29700)
+    assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "node0", 29700)
     assert config.mixed_precision == "no"
     assert loaded_by_accelerate(path).gpu_ids == "1,3"
 
@@ -174,7 +174,7 @@ def read(tmp_path: Path, text: str) -> AccelerateConfig:
 def test_the_questionnaires_file_works_as_it_is_and_the_run_yaml_wins_aloud(tmp_path):
     config = read(tmp_path, QUESTIONNAIRE)
     assert (config.num_processes, config.processes_per_machine, config.gpu_ids) == (16, 8, None)
-    assert (config.machine_rank, config.main_ip, config.main_port) == (1, "192.168.1.4", 29501)
+    assert (config.machine_rank, config.main_process_ip, config.main_process_port) == (1, "192.168.1.4", 29501)
     lines = overridden_lines(config, mixed_precision="bf16")
     assert any("16" in line and "total" in line and "8 on each" in line for line in lines)
     assert any("mixed_precision: no" in line and "bf16" in line and "the run YAML wins" in line for line in lines)

@@ -23,8 +23,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.models.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
-from sft_play.launch.accelerate.reading import mesh_in, read_accelerate_file
+from sft_play.launch.accelerate.reading import accelerate_choices, drop_accelerate, mesh_in, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan

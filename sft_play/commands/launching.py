@@ -22,8 +22,12 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.finished.listing import best_checkpoint
-from sft_play.launch.accelerate.launched import refuse_too_few_processes
-from sft_play.launch.accelerate.reading import accelerate_path, find_accelerate_file, read_accelerate_file
+from sft_play.launch.accelerate.reading import (
+    accelerate_path,
+    find_accelerate_file,
+    read_accelerate_file,
+    refuse_too_few_processes,
+)
 from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_tasks
 from sft_play.launch.machine import machine_for

@@ -14,8 +14,13 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.network import DEFAULT_PORT, Nodes
-from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
-from sft_play.launch.accelerate.reading import AccelerateConfig, find_accelerate_file, read_found_file
+from sft_play.launch.accelerate.reading import (
+    AccelerateConfig,
+    accelerate_choices,
+    drop_accelerate,
+    find_accelerate_file,
+    read_found_file,
+)
 from sft_play.launch.deepspeed.fill import same_numbers
 from sft_play.launch.given import nodes_of, whole_number
 from sft_play.log import one_line
@@ -94,13 +99,13 @@ def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> Lau
     """
     nodes = options.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
-        address = nodes.address or accelerate.main_ip
+        address = nodes.address or accelerate.main_process_ip
         if address is None:
             raise ConfigError(
                 f"{one_line(str(accelerate.path))}: num_machines: {accelerate.num_machines} needs main_process_ip, the "
                 "address of the machine of rank 0 that the others reach (make setup-accelerate: MAIN_IP=)"
             )
-        port = nodes.port or accelerate.main_port or DEFAULT_PORT
+        port = nodes.port or accelerate.main_process_port or DEFAULT_PORT
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     request = options.deepspeed or (DeepspeedRequest(file) if accelerate.distributed_type == "DEEPSPEED" else None)
@@ -183,7 +188,7 @@ def with_choices(options: LaunchOptions, accelerate: AccelerateConfig, config: R
     mesh = mesh_of(config.model.mesh_shape)
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
     if mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP":
-        accelerate = dataclasses.replace(accelerate, mesh=mesh)
+        accelerate = accelerate.model_copy(update={"mesh": mesh})
     return with_accelerate(options, accelerate)
 
 
@@ -248,7 +253,7 @@ def overridden_lines(
     """
     total, machines, kind = accelerate.num_processes, accelerate.num_machines, accelerate.distributed_type
     where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
-    precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp if kind == "FSDP" else {"fsdp_version": 2}
+    precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
     offloads = str(of_fsdp.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
     said = [
         (with_count and total is None, "names no num_processes: one process for each GPU of each machine"),
@@ -266,7 +271,7 @@ def overridden_lines(
         (has_gpus and accelerate.use_cpu, "says use_cpu: true: CPU ranks (gloo) are started beside idle GPUs"),
     ]
     for key, ours in {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}.items():
-        theirs = accelerate.deepspeed.get(key) if kind == "DEEPSPEED" else None
+        theirs = accelerate.deepspeed_config.get(key) if kind == "DEEPSPEED" else None
         if theirs not in (None, "auto") and ours is not None and not same_numbers(theirs, ours):
             said.append((True, f"says deepspeed_config.{key}: {theirs}, the plan {ours:g}: the plan wins"))
     return [f"{accelerate.path.name} {text}" for is_so, text in said if is_so]

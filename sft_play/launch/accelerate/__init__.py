@@ -1,4 +1,1 @@
-"""accelerate's configuration file: found and read (`reading`), written for this machine (`writing`).
-
-`launched` reads the variables by which `accelerate launch` hands the same choices to the processes that it starts.
-"""
+"""accelerate's configuration and its launcher's variables, read (`reading`); that file written here (`writing`)."""

@@ -1,7 +1,8 @@
-"""accelerate's configuration, read as `accelerate config` leaves it.
+"""What accelerate was asked for: its configuration file, as `accelerate config` leaves it, and the variables by which
+`accelerate launch` hands the same choices to the processes that it starts.
 
-Fields and their defaults are those of accelerate 1.15 (https://github.com/huggingface/accelerate:
-`src/accelerate/commands/config/config_args.py`, `cluster.py`). accelerate reads YAML 1.1, in which an unquoted `no`
+Fields, variables and defaults are those of accelerate 1.15 (https://github.com/huggingface/accelerate:
+`commands/config/config_args.py`, `cluster.py`, `utils/launch.py`). accelerate reads YAML 1.1, in which an unquoted `no`
 is false; a false where a word belongs is read as `no` here.
 """
 
@@ -9,18 +10,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sft_play.config.leaves import expects
 from sft_play.config.yaml_io import parse_value, show
 from sft_play.errors import ConfigError
 from sft_play.facts.network import is_address
 from sft_play.launch.deepspeed.files import LAYOUTS
+from sft_play.launch.exported import rank_variables
 from sft_play.launch.given import text_of
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
@@ -73,149 +74,30 @@ def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[Acceler
     return config, (f"accelerate's own file {one_line(str(path))} is read ({without})",)
 
 
-@dataclass(frozen=True)
-class AccelerateConfig:
-    """A configuration after reading. `num_processes` is the total over machines; None: all GPUs.
+class AccelerateConfig(BaseModel):
+    """The keys of a file that are read, by accelerate's names and with its defaults; a validator's error says what is
+    expected. Keys that are not here are not read."""
 
-    `gpu_ids` are those of each machine; None: all. `fsdp` and `deepspeed` are the engines' blocks, unchanged. Keys that
-    are not here are not read.
-    """
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
 
     path: Path
-    distributed_type: DistributedType
-    num_processes: int | None
-    num_machines: int = 1
-    machine_rank: int = 0
-    gpu_ids: tuple[int, ...] | None = None
-    mixed_precision: str | None = None
-    use_cpu: bool = False
-    main_ip: str | None = None
-    main_port: int | None = None
-    fsdp: Mapping[str, Any] = field(default_factory=dict)
-    deepspeed: Mapping[str, Any] = field(default_factory=dict)
-    mesh: Mesh | None = None
-    """What `parallelism_config` asks for; None where it is absent, or only has one axis of FSDP or copies."""
-
-    @property
-    def processes_per_machine(self) -> int | None:
-        """Processes that this machine starts; None: one per GPU."""
-        return None if self.num_processes is None else self.num_processes // self.num_machines
-
-    @property
-    def deepspeed_config_file(self) -> Path | None:
-        """The DeepSpeed configuration that the file names, relative to the working folder as accelerate reads it."""
-        named = self.deepspeed.get("deepspeed_config_file")
-        return Path(str(named)).expanduser() if named not in (None, "", "none", "None") else None
-
-    @property
-    def layout(self) -> LayoutName | None:
-        """The layout that the file asks for; None where it leaves it open (plain processes, or a DeepSpeed file)."""
-        if self.distributed_type == "FSDP":
-            return self._fsdp()
-        if self.distributed_type == "DEEPSPEED" and self.deepspeed_config_file is None:
-            return self._zero()
-        return None
-
-    def _fsdp(self) -> LayoutName:
-        """By name or, in older files, by number (torch's `ShardingStrategy`): 3 shards nothing, 4 and 5 within
-        nodes."""
-        strategy = str(self.fsdp.get("fsdp_sharding_strategy", "")).upper()
-        if strategy in ("NO_SHARD", "3"):
-            return "ddp"
-        hybrid = strategy in ("HYBRID_SHARD", "HYBRID_SHARD_ZERO2", "_HYBRID_SHARD_ZERO2", "4", "5")
-        return "fsdp_hybrid" if hybrid and self.num_machines > 1 else "fsdp"
-
-    def _zero(self) -> LayoutName | None:
-        """None for stage 0, which shards nothing."""
-        states = self.deepspeed.get("offload_optimizer_device", "none") in ("cpu", "nvme")
-        return LAYOUTS.get((int(self.deepspeed.get("zero_stage", 2)), states))  # 2 is accelerate's default too
-
-
-_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
-"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's sequence parallelism."""
-
-
-def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
-    """The mesh of a `parallelism_config` block, or of the variables that accelerate makes of it; None where it only has
-    the axes of FSDP and of copies, which are layouts themselves.
-
-    Raises:
-        ConfigError: a size is not a whole number from 1 on.
-    """
-    sizes = dict.fromkeys(_AXES.values(), 1)
-    for theirs, ours in _AXES.items():
-        key = f"parallelism_config_{theirs}_size"
-        given = str(block.get(key, 1)).strip()
-        if not (given.isascii() and given.isdigit() and int(given) > 0):
-            raise ConfigError(f"{key}: {one_line(given)} is not a whole number from 1 on")
-        sizes[ours] *= int(given)
-    mesh = Mesh(**sizes)
-    return mesh if mesh.tp * mesh.cp > 1 else None
-
-
-def read_accelerate_file(path: Path) -> AccelerateConfig:
-    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON).
-
-    Raises:
-        ConfigError: the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
-            contradict each other. All problems inside it at once.
-    """
-    text = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
-    name = one_line(str(path))
-    data = parse_value(text, name=name)
-    if not isinstance(data, dict):
-        kind = {type(None): "empty", list: "a list"}.get(type(data), f"the value {one_line(repr(data), limit=40)}")
-        raise ConfigError(
-            f"{name}: the file is {kind}; expected keys such as `distributed_type: MULTI_GPU`, as {WANTED}"
-        )
-    if "distributed_type" not in data:
-        if "zero_optimization" in data:
-            raise ConfigError(f"{name} is a configuration of DeepSpeed: give it as DEEPSPEED_CONFIG; name {WANTED}")
-        raise ConfigError(f"{name}: distributed_type is missing; is this {WANTED}?")
-    given, problems = _given(data)
-    mesh = None
-    try:
-        mesh = mesh_in(given.parallelism_config) if given is not None else None
-    except ConfigError as error:
-        problems.append(str(error))
-    if given is None or problems:
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    return AccelerateConfig(
-        path=path,
-        distributed_type=given.distributed_type,
-        num_processes=given.total,
-        num_machines=given.num_machines,
-        machine_rank=given.machine_rank,
-        gpu_ids=given.gpu_ids,
-        mixed_precision=given.mixed_precision or ("fp16" if given.fp16 is True else None),
-        use_cpu=given.use_cpu,
-        main_ip=given.main_process_ip,
-        main_port=given.main_process_port,
-        fsdp=given.fsdp_config,
-        deepspeed=given.deepspeed_config,
-        mesh=mesh,
-    )
-
-
-class _Given(BaseModel):
-    """The keys of a file that are read, by accelerate's names and with its defaults; a validator's error says what is
-    expected."""
-
     distributed_type: DistributedType = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
     num_processes: int | None = Field(None, ge=1)
+    """The total over machines; None: one for each GPU."""
     num_machines: int = Field(1, ge=1)
     machine_rank: int = Field(0, ge=0)
     gpu_ids: tuple[int, ...] | None = None
+    """Those of each machine; None: all."""
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
-    fp16: Any = None
-    """The precision's own key before accelerate 0.5."""
     use_cpu: bool = False
     main_process_ip: str | None = None
     main_process_port: int | None = Field(None, ge=1, le=65535)
     fsdp_config: dict[str, Any] = Field(default_factory=dict)
     deepspeed_config: dict[str, Any] = Field(default_factory=dict)
     parallelism_config: dict[str, Any] = Field(default_factory=dict)
+    mesh: Mesh | None = None
+    """What `parallelism_config` asks for; None where it is absent, or only has one axis of FSDP or copies."""
 
     # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
     @field_validator("distributed_type", mode="before")
@@ -253,44 +135,179 @@ class _Given(BaseModel):
         return given
 
     @property
-    def total(self) -> int | None:
-        """Processes over all machines; None: one for each GPU."""
-        return 1 if self.num_processes is None and self.distributed_type == "NO" else self.num_processes
+    def processes_per_machine(self) -> int | None:
+        """Processes that this machine starts; None: one per GPU."""
+        return None if self.num_processes is None else self.num_processes // self.num_machines
+
+    @property
+    def deepspeed_config_file(self) -> Path | None:
+        """The DeepSpeed configuration that the file names, relative to the working folder as accelerate reads it."""
+        named = self.deepspeed_config.get("deepspeed_config_file")
+        return Path(str(named)).expanduser() if named not in (None, "", "none", "None") else None
+
+    @property
+    def layout(self) -> LayoutName | None:
+        """The layout that the file asks for; None where it leaves it open (plain processes, or a DeepSpeed file)."""
+        if self.distributed_type == "FSDP":
+            # by name or, in older files, by number (torch's `ShardingStrategy`)
+            strategy = str(self.fsdp_config.get("fsdp_sharding_strategy", "")).upper()
+            if strategy in ("NO_SHARD", "3"):
+                return "ddp"
+            is_hybrid = "HYBRID_SHARD" in strategy or strategy in ("4", "5")
+            return "fsdp_hybrid" if is_hybrid and self.num_machines > 1 else "fsdp"
+        if self.distributed_type == "DEEPSPEED" and self.deepspeed_config_file is None:
+            states = self.deepspeed_config.get("offload_optimizer_device", "none") in ("cpu", "nvme")
+            # 2 is accelerate's default too; stage 0 shards nothing and is no layout
+            return LAYOUTS.get((int(self.deepspeed_config.get("zero_stage", 2)), states))
+        return None
 
     def contradictions(self) -> Iterator[str]:
         """What is wrong with values that are valid alone."""
-        machines, total, ids = self.num_machines, self.total, self.gpu_ids
+        machines, total, ids = self.num_machines, self.num_processes, self.gpu_ids
         if self.machine_rank >= machines:
             rank = f"machine_rank: {self.machine_rank}"
             yield f"{rank} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
+        of = f"num_processes: {total} is the total over num_machines: {machines}"
         if total is not None and total % machines:
             fitting = [machines * (total // machines), machines * -(-total // machines)]
-            yield (
-                f"num_processes: {total} is the total over num_machines: {machines} and is not divisible by it; use "
-                f"{' or '.join(str(one) for one in fitting if one)}"
-            )
+            yield f"{of} and is not divisible by it; use {' or '.join(str(one) for one in fitting if one)}"
         elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
-            yield (
-                f"num_processes: {total} over num_machines: {machines} is {total // machines} on each, and gpu_ids: "
-                f"{','.join(map(str, ids))} names {len(ids)}; one process needs one GPU"
-            )
+            yield f"{of}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one GPU"
         stage = self.deepspeed_config.get("zero_stage", 2)
         if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
             yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"
 
 
-def _given(data: Mapping[str, Any]) -> tuple[_Given | None, list[str]]:
-    """The keys that are read of a file's data, None where one of them is wrong; and all that is wrong."""
+_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
+"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's sequence parallelism."""
+
+
+def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
+    """The mesh of a `parallelism_config` block, or of the variables that accelerate makes of it; None where it only has
+    the axes of FSDP and of copies, which are layouts themselves.
+
+    Raises:
+        ConfigError: a size is not a whole number from 1 on.
+    """
+    sizes = dict.fromkeys(_AXES.values(), 1)
+    for theirs, ours in _AXES.items():
+        key = f"parallelism_config_{theirs}_size"
+        given = str(block.get(key, 1)).strip()
+        if not (given.isascii() and given.isdigit() and int(given) > 0):
+            raise ConfigError(f"{key}: {one_line(given)} is not a whole number from 1 on")
+        sizes[ours] *= int(given)
+    mesh = Mesh(**sizes)
+    return mesh if mesh.tp * mesh.cp > 1 else None
+
+
+def read_accelerate_file(path: Path) -> AccelerateConfig:
+    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON).
+
+    Raises:
+        ConfigError: the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
+            contradict each other. All problems inside it at once.
+    """
+    text = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    name = one_line(str(path))
+    data = parse_value(text, name=name)
+    if not isinstance(data, dict) or "distributed_type" not in data:
+        raise ConfigError(f"{name} has no distributed_type; is this {WANTED}?")
     # accelerate's marker for "given at launch" is -1, and null is a key that is not there
-    kept = {key: value for key, value in data.items() if value is not None and (key, value) != ("num_processes", -1)}
+    given: dict[str, Any] = {key: one for key, one in data.items() if one is not None}
+    given |= {"mixed_precision": "fp16"} if given.pop("fp16", None) is True else {}  # its key before accelerate 0.5
+    if given.get("num_processes") == -1:
+        del given["num_processes"]
     try:
-        given = _Given.model_validate(kept)
-        return given, list(given.contradictions())
+        config = AccelerateConfig.model_validate({**given, "path": path})
+        if config.distributed_type == "NO" and config.num_processes is None:
+            config = config.model_copy(update={"num_processes": 1})
+        problems = list(config.contradictions())
+        config = config.model_copy(update={"mesh": mesh_in(config.parallelism_config)})
     except ValidationError as error:
-        problems = {}  # a union reports one error for each of its members
-        for one in error.errors(include_url=False):
-            key, field = str(one["loc"][0]), _Given.model_fields[str(one["loc"][0])]
-            is_ours = one["type"] == "value_error"
-            wanted = str(one["ctx"]["error"]) if is_ours else expects(field.annotation, tuple(field.metadata))
-            problems[key] = f"{key}: {show(data[key])} is not valid; expected {wanted}"
-        return None, list(problems.values())
+        problems = _in_words(error, data)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return config
+
+
+def _in_words(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
+    problems = {}  # a union reports one error for each of its members
+    for one in error.errors(include_url=False):
+        key, field = str(one["loc"][0]), AccelerateConfig.model_fields[str(one["loc"][0])]
+        is_ours = one["type"] == "value_error"
+        wanted = str(one["ctx"]["error"]) if is_ours else expects(field.annotation, tuple(field.metadata))
+        problems[key] = f"{key}: {show(data[key])} is not valid; expected {wanted}"
+    return list(problems.values())
+
+
+# --- accelerate launch ------------------------------------------------------------------------------------------------
+
+_SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
+"""Set by every start of `accelerate launch`, whichever launcher it uses."""
+_RUNS_INSTEAD = (
+    "make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
+    "--nproc-per-node 2 scripts/train.py with the same arguments"
+)
+_ACTED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+"""Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are."""
+_DEEPSPEED_KEYS = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+}
+
+
+def is_of_accelerate(environment: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` started this process."""
+    return all(name in environment for name in _SET_BY_ACCELERATE)
+
+
+def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
+    """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
+
+    Its flags and its file look the same here: both reach a rank as variables.
+    """
+    if not is_of_accelerate(environment):
+        return None
+    kind: DistributedType = "MULTI_GPU"  # what is left where no engine's variable is set
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        kind = "FSDP"
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        kind = "DEEPSPEED"
+    return AccelerateConfig(
+        path=Path("accelerate launch"),
+        distributed_type=kind,
+        mixed_precision=environment["ACCELERATE_MIXED_PRECISION"],  # type: ignore[arg-type]  (checked by pydantic)
+        fsdp_config={name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
+        deepspeed_config={
+            key: environment[name] for name, key in _DEEPSPEED_KEYS.items() if environment.get(name, "none") != "none"
+        },
+        mesh=mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
+    )
+
+
+def drop_accelerate(environment: MutableMapping[str, str]) -> None:
+    """Remove what accelerate would act on besides the Trainer's arguments, which configure every engine."""
+    # ACCELERATE_CONFIG is make's variable; accelerate does not read it
+    for name in [name for name in environment if name.startswith(_ACTED_ON) and name != "ACCELERATE_CONFIG"]:
+        del environment[name]
+
+
+def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _RUNS_INSTEAD) -> None:
+    """Raises ConfigError where `accelerate launch` was asked for several processes but started one.
+
+    On a CPU it starts several only through MPI, silently one otherwise; it sets MASTER_ADDR for several only.
+
+    Args:
+        instead: what starts them.
+    """
+    if is_of_accelerate(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
+        raise ConfigError(
+            "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "
+            f"starts several only through MPI. Use {instead}"
+        )

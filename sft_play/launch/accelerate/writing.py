@@ -38,13 +38,7 @@ class WrittenConfig:
     @property
     def lines(self) -> tuple[str, ...]:
         """What to report: where, how, and the file's content."""
-        words = {
-            "new": "written",
-            "renewed": "rewritten (it had not been edited)",
-            "same": "was already there and is unchanged",
-            "replaced": "replaced because of FORCE=1; your edits are gone",
-        }
-        return (f"{self.path} {words[self.how]}:", *(f"  {line}" for line in self.text.splitlines()))
+        return (f"{self.path} ({self.how}):", *(f"  {line}" for line in self.text.splitlines()))
 
 
 def write_accelerate_file(
@@ -93,24 +87,22 @@ def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int
     if gpu_ids is None:
         return indices
     if not gpu_ids or len(set(gpu_ids)) != len(gpu_ids) or not set(gpu_ids) <= set(indices):
-        asked = one_line(",".join(map(str, gpu_ids)))
         has = ", ".join(map(str, indices)) or "no GPU"
-        raise ConfigError(f"GPUS={asked} cannot be used: this machine has {has}; name each once")
+        raise ConfigError(f"GPUS={','.join(map(str, gpu_ids))} cannot be used: this machine has {has}; name each once")
     return tuple(gpu_ids)
 
 
 def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) -> int:
     if processes is None:
         return len(ids) if hardware.gpus else 2  # on a CPU the fewest that are several
-    if processes < 1 or (hardware.gpus and processes > len(ids)):
-        limit = f"from 1 to {len(ids)}, one for each GPU" if hardware.gpus else "from 1"
-        raise ConfigError(f"NPROC={processes} cannot be used; give a number {limit}")
+    if hardware.gpus and processes > len(ids):
+        raise ConfigError(f"NPROC={processes} cannot be used; give a number up to {len(ids)}, one for each GPU")
     return processes
 
 
 def _fields(kind: DistributedType, machines: Nodes, precision: str, *, total: int, on_cpu: bool) -> dict[str, Any]:
     """The fields that `accelerate config` writes for every kind."""
-    fields: dict[str, Any] = {
+    return {
         "compute_environment": "LOCAL_MACHINE",
         "debug": False,
         "distributed_type": kind,
@@ -127,31 +119,23 @@ def _fields(kind: DistributedType, machines: Nodes, precision: str, *, total: in
         "tpu_use_cluster": False,
         "tpu_use_sudo": False,
         "use_cpu": on_cpu,
+        **({} if machines.address is None else {"main_process_ip": machines.address}),
+        **({} if machines.port is None else {"main_process_port": machines.port}),
     }
-    if machines.address is not None:
-        fields["main_process_ip"] = machines.address
-    if machines.port is not None:
-        fields["main_process_port"] = machines.port
-    return fields
 
 
 def _digest(body: str) -> str:
     return hashlib.sha256(body.encode("utf-8")).hexdigest()
 
 
-def is_edited(text: str) -> bool:
-    """Whether a configuration is not ours, or was edited since it was written."""
-    first, _, body = text.partition("\n")
-    return not first.startswith(_MARK) or first.removeprefix(_MARK).strip() != _digest(body)
-
-
 def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "renewed", "same", "replaced"]:
     if not path.exists():
         return "new"
     present = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    first, _, body = present.partition("\n")
     if present == text:
         return "same"
-    if not is_edited(present):
+    if first == f"{_MARK}{_digest(body)}":
         return "renewed"
     if overwrite:
         return "replaced"
