@@ -45,9 +45,7 @@ def run(request: Request) -> Answer | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
         serve = engines.engine_names(request.serve)
-        report = check(request.config, request.overrides, asked_machine(request), serve=serve)
-        answer = answer_of(report)
-        return answer if request.why else dataclasses.replace(answer, lines=["\n".join(report.screen())])
+        return on_screen(check(request.config, request.overrides, asked_machine(request), serve=serve), why=request.why)
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)
@@ -64,6 +62,12 @@ def check(
 ) -> CheckReport:
     """`run_check.check` with the plan that a run would make here."""
     return run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
+
+
+def on_screen(report: CheckReport, *, why: bool) -> Answer:
+    """The answer of a check: with `why` the whole page, else only what a person has to read."""
+    answer = answer_of(report)
+    return answer if why else dataclasses.replace(answer, lines=["\n".join(report.screen())])
 
 
 def _planned(config: RunConfig, hardware: Hardware, lengths: run_check.Lengths) -> Planned:

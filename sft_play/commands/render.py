@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.answer import Answer
 from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
@@ -28,28 +28,10 @@ DEFAULT_RENDERED = Path("data/rendered")
 
 def run(request: Request) -> Answer:
     """Write the rows, and answer with their counts."""
-    loaded = load_config(request.config, overrides=request.overrides)
-    return answer_of(render(loaded, out=request.out, force=request.force), to_out=False)
+    return render(load_config(request.config, overrides=request.overrides), out=request.out, force=request.force)
 
 
-@dataclass(frozen=True)
-class Renderings:
-    """What `make render` wrote."""
-
-    files: tuple[RenderedFile, ...]
-    notes: tuple[str, ...]
-    ok: bool = True
-
-    def lines(self) -> list[str]:
-        """Each file's lines."""
-        return [*self.notes, *(line for file in self.files for line in file.lines())]
-
-    def as_json(self) -> dict[str, Any]:
-        """`ok`, and each file with its counts."""
-        return {"ok": self.ok, "files": [file.as_json() for file in self.files], "notes": list(self.notes)}
-
-
-def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings:
+def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
     """The text that the model will see with its mask as spans, one JSON row per example; `out`: a file for the training
     rows alone, or a folder for all.
 
@@ -81,68 +63,21 @@ def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Renderings
         refuse_source(folder / name, files)
     with OutputFolder(folder, announced, force=force, command="render") as written:
         rendered = [
-            render_file(path, split_of(part), written.open(names[part]), folder / names[part], config.data, tools.maker)
+            Rendered(split_of(part), folder / names[part], _rows(path, part, written, names, config.data, tools.maker))
             for part, path in files
         ]
-        refuse_bad(rendered, config.data)
-    return Renderings(tuple(rendered), (*of_stage, *paths.notes, *tools.notes))
+        _refuse_bad(rendered, config.data)
+    notes = [*of_stage, *paths.notes, *tools.notes]
+    lines = [*notes, *(line for file in rendered for line in file.lines())]
+    data = {"ok": True, "files": [file.as_json() for file in rendered], "notes": notes}
+    return Answer(data, ["\n".join(lines)], to_out=False)
 
 
-@dataclass(frozen=True)
-class RenderedFile:
-    """What was written of one split; the whole rows, before max_seq_len cuts them."""
-
-    split: str
-    path: Path
-    stats: RowStats
-
-    @property
-    def _tokens(self) -> tuple[int, int]:
-        return self.stats.tokens + self.stats.tokens_cut, self.stats.trained + self.stats.lost_by_cut
-
-    def bad_lines(self) -> list[str]:
-        """The bad rows in words: counts by reason, the first of them, and how many more."""
-        return bad_row_lines(f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad, self.stats.first_bad)
-
-    def lines(self) -> list[str]:
-        """What was written, in words."""
-        stats, (tokens, trained) = self.stats, self._tokens
-        count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
-        lines = [f"{self.path}: {stats.kept:,} of {stats.rows:,} rows of {stats.source}; {count}"]
-        if stats.tokens_cut:
-            lines.append(f"max_seq_len cuts {stats.tokens_cut:,} tokens, {stats.lost_by_cut:,} of them trained")
-        if stats.too_long:
-            lines.append(f"{stats.too_long:,} rows left out: too long for max_seq_len")
-        if stats.left_out:
-            lines.append(f"{stats.left_out.total():,} rows left out as asked (data.drop_empty)")
-        return lines + (self.bad_lines() if stats.bad else [])
-
-    def as_json(self) -> dict[str, Any]:
-        """Rows and tokens as counts, and the bad rows by reason."""
-        stats, (tokens, trained) = self.stats, self._tokens
-        return {
-            "split": self.split,
-            "source": stats.source,
-            "path": str(self.path),
-            "rows_in": stats.rows,
-            "rows": stats.kept,
-            "tokens": tokens,
-            "trained": trained,
-            "cut": stats.tokens_cut,
-            "lost": stats.lost_by_cut,
-            "out_of_reach": stats.too_long,
-            "left_out": stats.left_out.total(),
-            "bad": stats.bad.total(),
-            "reasons": dict(stats.bad),
-            "first_bad": [one_line(str(row), limit=300) for row in stats.first_bad],
-        }
-
-
-def render_file(
-    source: AnySource, split: str, target: TextIO, path: Path, data: DataConfig, maker: RowMaker
-) -> RenderedFile:
-    """Every row of a file, rendered and written."""
-    stats = RowStats(str(source))
+def _rows(
+    source: AnySource, part: str, written: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowMaker
+) -> RowStats:
+    """Write every row of a file, whole, and count them."""
+    split, stats, target = split_of(part), RowStats(str(source)), written.open(names[part])
     text_wanted = maker.task_mode == "cpt" or split == "text"
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
     for outcome in row_outcomes(reader.numbered(), maker, document=split == "text"):
@@ -167,10 +102,57 @@ def render_file(
             }
             target.write(json.dumps(line, ensure_ascii=False) + "\n")
     stats.rows = reader.rows
-    return RenderedFile(split, path, stats)
+    return stats
 
 
-def refuse_bad(files: Sequence[RenderedFile], data: DataConfig) -> None:
+@dataclass(frozen=True)
+class Rendered:
+    """What was written of one split; the whole rows, before max_seq_len cuts them."""
+
+    split: str
+    path: Path
+    stats: RowStats
+
+    def bad_lines(self) -> list[str]:
+        """The bad rows in words: counts by reason, the first of them, and how many more."""
+        return bad_row_lines(f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad, self.stats.first_bad)
+
+    def lines(self) -> list[str]:
+        """What was written, in words."""
+        stats, counts = self.stats, self.as_json()
+        tokens, trained = counts["tokens"], counts["trained"]
+        count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
+        lines = [f"{self.path}: {stats.kept:,} of {stats.rows:,} rows of {stats.source}; {count}"]
+        if stats.tokens_cut:
+            lines.append(f"max_seq_len cuts {stats.tokens_cut:,} tokens, {stats.lost_by_cut:,} of them trained")
+        if stats.too_long:
+            lines.append(f"{stats.too_long:,} rows left out: too long for max_seq_len")
+        if stats.left_out:
+            lines.append(f"{stats.left_out.total():,} rows left out as asked (data.drop_empty)")
+        return lines + (self.bad_lines() if stats.bad else [])
+
+    def as_json(self) -> dict[str, Any]:
+        """Rows and tokens as counts, and the bad rows by reason."""
+        stats = self.stats
+        return {
+            "split": self.split,
+            "source": stats.source,
+            "path": str(self.path),
+            "rows_in": stats.rows,
+            "rows": stats.kept,
+            "tokens": stats.tokens + stats.tokens_cut,
+            "trained": stats.trained + stats.lost_by_cut,
+            "cut": stats.tokens_cut,
+            "lost": stats.lost_by_cut,
+            "out_of_reach": stats.too_long,
+            "left_out": stats.left_out.total(),
+            "bad": stats.bad.total(),
+            "reasons": dict(stats.bad),
+            "first_bad": [one_line(str(row), limit=300) for row in stats.first_bad],
+        }
+
+
+def _refuse_bad(files: Sequence[Rendered], data: DataConfig) -> None:
     """Raises DataError where rows cannot be used and are not to be skipped, or none is left."""
     bad = [file for file in files if file.stats.bad]
     if bad and data.on_bad_row == "fail":
