@@ -23,8 +23,7 @@ from sft_play.commands.request import Request, read_request
 from sft_play.config import other_tools
 from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
-from sft_play.config.translated import translate
-from sft_play.config.written import run_yaml
+from sft_play.config.translated import run_yaml, translate
 from sft_play.data.first_look import first_look
 from sft_play.data.sources.column_words import guessed_columns
 from sft_play.data.sources.examples import look_at

@@ -12,8 +12,7 @@ from sft_play.commands.answer import Answer
 from sft_play.commands.machine import asked_machine, refusal_here
 from sft_play.commands.request import Request
 from sft_play.config.load import config_from_text
-from sft_play.config.translated import translate
-from sft_play.config.written import run_yaml
+from sft_play.config.translated import run_yaml, translate
 from sft_play.config.yaml_io import Plain, read_text
 from sft_play.data.first_look import Count, by_characters, first_look
 from sft_play.errors import ConfigError, SftPlayError

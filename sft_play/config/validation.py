@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from sft_play.config import other_tools
 from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections, training_options
 from sft_play.config.schema import RunConfig
-from sft_play.config.together import Foreign, together
-from sft_play.config.unknown_keys import answer_words, foreign_keys, unknown_problem
+from sft_play.config.unknown_keys import Foreign, answer_words, foreign_keys, together, unknown_problem
 from sft_play.config.yaml_io import (
     OVERRIDE,
     TYPOGRAPHIC,
