@@ -55,6 +55,20 @@ SCHEMAS = {
             "sections": mapping(TEXT),
         }
     ),
+    "process/variables.json": record(
+        {
+            "groups": mapping(TEXT),
+            "targets": mapping(TEXT),
+            "flags": mapping(TEXT),
+            "variables": mapping(
+                record({"for": TEXT, "help": TEXT, "example": TEXT}, kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)
+            ),
+            "settings": mapping({"enum": list(leaves())}),
+            "other_words": mapping(TEXT),
+            "of_others": TEXT,
+            "others": TEXT,
+        }
+    ),
     "launch/deepspeed/keys.json": record(
         {
             "sources": listed(TEXT),

@@ -157,6 +157,7 @@ def copy(tmp_path):
         "spelling.py",
         "process/__init__.py",
         "process/variables.py",
+        "process/variables.json",
     ):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play" / name)
     return folder
