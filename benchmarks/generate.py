@@ -13,7 +13,7 @@ from benchmarks import starter_language, what_fits
 from sft_play.config.leaves import leaves, sections, yaml_value
 from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
 from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
-from sft_play.process.variables import help_lines
+from sft_play.process.variables import MAINTAINING, VARIABLES
 
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
 
@@ -51,6 +51,24 @@ def with_variables(makefile: str, *, maintaining: bool) -> str:
     """A Makefile with the help of its variables as the table has it; with `maintaining`, that of benchmarks/."""
     lines = "".join(f"#: {line}\n" for line in help_lines(maintaining=maintaining))
     return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)
+
+
+_FEW = 4
+
+
+def help_lines(*, maintaining: bool) -> list[str]:
+    """What `make help` shows of each variable: an example, the targets that take it where they are few, its meaning.
+
+    Those that only targets of benchmarks/Makefile take are listed there (`maintaining`), all others in the Makefile.
+    """
+    lines = []
+    for name, variable in VARIABLES.items():
+        if set(variable.commands).issubset(MAINTAINING) is not maintaining:
+            continue
+        few = variable.commands != ("*",) and len(variable.commands) <= _FEW
+        takers = f"{', '.join(variable.commands)}: " if few else ""
+        lines.append(f"{name + '=' + variable.example:<24} {takers}{variable.help}")
+    return lines
 
 
 # --- the reference of all options and the JSON schema for editors -----------------------------------------------------

@@ -211,7 +211,7 @@ def test_what_is_no_config_is_one_message(config):
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
         ({"zero_optimisation": {"stage": 2}}, {}, "the nearest is zero_optimization"),
         ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
-        ("{", {}, "not valid JSON"),
+        ("{", {}, "not valid YAML"),
     ],
 )
 def test_what_contradicts_the_deepspeed_file_is_said_with_the_rest(tmp_path, file, settings, said):

@@ -86,10 +86,7 @@ def _translated(request: Request, file: Path) -> _Written:
         seen = first_look(request.data).settings
         of_files = ("data.columns", "data.encoding")
         given |= {path: value for path, value in seen.items() if path.endswith("_path") or path in of_files}
-    try:
-        text = read_text(file)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("CONFIG", "FROM")) from None
+    text = read_text(file, variable="FROM", wanted="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
     result = translate(text, name=str(file), given=given)
     head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]

@@ -104,24 +104,6 @@ def flag_commands(name: str) -> Tuple[str, ...]:
     return tuple(one for one in (*variable.commands, *variable.ranks) if one not in (*TARGETS, *COMMANDS_OF_MAKE))
 
 
-_FEW = 4
-
-
-def help_lines(*, maintaining: bool) -> List[str]:
-    """What `make help` shows of each variable: an example, the targets that take it where they are few, its meaning.
-
-    Those that only targets of benchmarks/Makefile take are listed there (`maintaining`), all others in the Makefile.
-    """
-    lines = []
-    for name, variable in VARIABLES.items():
-        if set(variable.commands).issubset(MAINTAINING) is not maintaining:
-            continue
-        few = variable.commands != _ANYWHERE and len(variable.commands) <= _FEW
-        takers = f"{', '.join(variable.commands)}: " if few else ""
-        lines.append(f"{name + '=' + variable.example:<24} {takers}{variable.help}")
-    return lines
-
-
 def about(makefile: str, target: str) -> List[str]:
     """What `make help TARGET` shows: the target's line of a Makefile, and the variables that it takes."""
     text = next(line for line in makefile.splitlines() if line.startswith(target + ":")).partition("## ")[2]

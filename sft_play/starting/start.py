@@ -234,7 +234,7 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     """Look at the machine, the folder and the data, count the rows, and plan; the folder's lock and its report to come
     are left in `held`."""
     loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
-    hardware, whole = _machine(asked)
+    hardware = _machine(asked)
     if starts:
         require_machine(loaded.config, hardware, os.environ, params=lambda: shape_for(loaded.config).params)
     if asked.over_ranks:
@@ -260,16 +260,16 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     options = dataclasses.replace(options, strategy=unsloths) if unsloths is not None else options
     if starts:
         count_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_here=trains_here)
-    planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None, whole=whole)
+    planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
     today = first_day(folder) if folder is not None else date.today()
     return Decided(folder, is_resumed, planned, trains_here, mark=mark if trains_here else None, today=today)
 
 
-def _machine(asked: Asked) -> tuple[Hardware, Hardware | None]:
+def _machine(asked: Asked) -> Hardware:
     if asked.over_ranks:
-        return machine_of(asked.options), None
+        return machine_of(asked.options)
     here = machine_for(asked.loaded.config, detect())
-    return (one_gpu(here), here) if asked.ranks is None else (as_rank.machine_of_ranks(here, asked.ranks), None)
+    return one_gpu(here) if asked.ranks is None else as_rank.machine_of_ranks(here, asked.ranks)
 
 
 def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:

@@ -17,12 +17,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from sft_play.config.leaves import expects
-from sft_play.config.yaml_io import parse_value, show
+from sft_play.config.yaml_io import parse_value, read_text, show
 from sft_play.errors import ConfigError
 from sft_play.facts.network import is_address
 from sft_play.launch.deepspeed.files import LAYOUTS
 from sft_play.launch.exported import rank_variables
-from sft_play.launch.given import text_of
 from sft_play.log import one_line
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.mesh import Mesh
@@ -207,7 +206,7 @@ def read_accelerate_file(path: Path) -> AccelerateConfig:
         ConfigError: the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
             contradict each other. All problems inside it at once.
     """
-    text = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    text = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
     name = one_line(str(path))
     data = parse_value(text, name=name)
     if not isinstance(data, dict) or "distributed_type" not in data:

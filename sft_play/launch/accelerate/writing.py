@@ -10,11 +10,12 @@ from typing import Any, Literal
 
 import yaml
 
+from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes, is_address
 from sft_play.launch.accelerate.reading import WANTED, DistributedType
-from sft_play.launch.given import nodes_of, text_of
+from sft_play.launch.given import nodes_of
 from sft_play.log import one_line
 from sft_play.runs.files import write_text
 
@@ -131,7 +132,7 @@ def _digest(body: str) -> str:
 def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "renewed", "same", "replaced"]:
     if not path.exists():
         return "new"
-    present = text_of(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    present = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
     first, _, body = present.partition("\n")
     if present == text:
         return "same"

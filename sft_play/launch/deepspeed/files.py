@@ -4,13 +4,13 @@ a run: the layout, and batch and dtypes of communication where the run YAML leav
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sft_play.config import yaml_io
 from sft_play.config.schema import DTYPES, MixedPrecisionConfig, TrainConfig
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.translate import AUTO, Config, value_at
-from sft_play.launch.given import json_of, looks_like_json, text_of
 from sft_play.log import one_line
 from sft_play.planner.batching import is_of_one_rank, product_problem
 from sft_play.planner.layout import LayoutName
@@ -73,19 +73,19 @@ def read_deepspeed_file(path: Path) -> Config:
     Raises:
         ConfigError: the file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice.
     """
-    text = text_of(path, variable="DEEPSPEED_CONFIG", wanted=WANTED)
-    name = one_line(str(path))
-    suffix = path.suffix.lower()
-    if suffix == ".json" or (suffix not in (".yaml", ".yml") and looks_like_json(text)):
-        data = json_of(text, name=name)
-    else:
-        data = yaml_io.parse_value(text, name=name)
-    if data is None:
-        raise ConfigError(f"{name}: the file is empty; expected {WANTED}")
+    text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", wanted=WANTED)
+    bare = _NOT_JSON.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)  # lines and columns stay
+    is_json = bare.lstrip().startswith(("{", "["))
+    data = yaml_io.parse_value(bare if is_json and path.suffix.lower() not in (".yaml", ".yml") else text,
+                               name=one_line(str(path)))  # fmt: skip
     if not isinstance(data, dict):
-        kind = "a list" if isinstance(data, list) else f"the value {one_line(repr(data), limit=40)}"
-        raise ConfigError(f"{name}: the root is {kind}; expected {WANTED}")
+        raise ConfigError(f"{one_line(str(path))} holds {yaml_io.show(data)}; expected {WANTED}")
     return data
+
+
+_NOT_JSON = re.compile(r'("(?:[^"\\\n]|\\.)*")|//[^\n]*|#[^\n]*|/\*.*?(?:\*/|\Z)|\t', re.DOTALL)
+"""What people write in JSON that YAML, of which JSON is a part, does not take: comments, and tabs. Strings are matched
+first, so that the // of a URL begins no comment."""
 
 
 def layout_of(
