@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from sft_play.commands.diagnosing import check
-from sft_play.commands.preview import preview
-from sft_play.commands.render import render
+from sft_play.commands.rows import preview, render
 from sft_play.config.load import config_from_text, load_config, resolved
 from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data.build.splits import build_splits

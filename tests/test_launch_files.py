@@ -19,18 +19,25 @@ from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.network import Nodes
-from sft_play.launch.accelerate.reading import (
+from sft_play.launch.accelerate import (
     PROJECT_FILE,
     AccelerateConfig,
     accelerate_path,
     find_accelerate_file,
+    machines_of,
     read_accelerate_file,
+    write_accelerate_file,
 )
-from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
-from sft_play.launch.deepspeed import translate as translate_module
-from sft_play.launch.deepspeed.files import STAGES, layout_notes, layout_of, read_deepspeed_file, shipped_config
+from sft_play.launch.deepspeed.files import (
+    KNOWN,
+    STAGES,
+    layout_notes,
+    layout_of,
+    read_deepspeed_file,
+    shipped_config,
+    translate,
+)
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill, options_of
-from sft_play.launch.deepspeed.translate import KNOWN, translate
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions, overridden_lines
 from tests.conftest import ROOT
 
@@ -435,7 +442,7 @@ def fields_of(tree: ast.Module, name: str) -> set[str]:
 
 def test_the_table_is_that_of_the_installed_deepspeed():
     folder = Path(find_spec("deepspeed").origin).parent
-    table = json.loads(Path(translate_module.__file__).with_name("keys.json").read_text(encoding="utf-8"))["sections"]
+    table = json.loads((ROOT / "sft_play/launch/deepspeed/keys.json").read_text(encoding="utf-8"))["sections"]
     for section, row in table.items():
         if "class" in row:
             theirs = fields_of(ast.parse((folder / row["file"]).read_text(encoding="utf-8")), row["class"])

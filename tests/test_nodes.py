@@ -24,7 +24,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes
-from sft_play.launch.accelerate.reading import read_accelerate_file
+from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.machine import choose_interface

@@ -20,7 +20,7 @@ from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
 from sft_play.runs.ran_out import RanOut, leave
 from sft_play.starting import launch_ranks
 from sft_play.starting import start as starting
-from sft_play.starting.restarts import Restarts
+from sft_play.starting.start import Restarts
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
 from tests.conftest import ROOT, clean_environment

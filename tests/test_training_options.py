@@ -102,7 +102,7 @@ def test_an_optimizer_that_does_not_read_a_new_option_is_refused(longer):
 def test_the_table_names_real_arguments_of_the_trainer_and_real_keys_of_deepspeed():
     from transformers import TrainingArguments
 
-    from sft_play.launch.deepspeed.translate import KNOWN
+    from sft_play.launch.deepspeed.files import KNOWN
 
     assert len(training_options()) == 8
     for option in training_options():

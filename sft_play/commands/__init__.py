@@ -11,18 +11,15 @@ import importlib
 from types import ModuleType
 
 _COMMANDS = {
-    "launching": (
-        *("train", "resume", "train-distributed", "train-deepspeed", "launch-command", "setup-accelerate"),
-        "run-notebook",
-    ),
+    "launching": ("train", "resume", "train-distributed", "train-deepspeed", "launch-command", "setup-accelerate"),
+    "run_notebook": ("run-notebook",),
     "new": ("new",),
     "plan": ("plan",),
     "launch_file": ("launch-file",),
     "sweep": ("sweep",),
     "diagnosing": ("check", "doctor", "gpu-info", "memory-check"),
     "preparing": ("process", "style", "dapt-docx", "full-pipeline"),
-    "render": ("render",),
-    "preview": ("preview",),
+    "rows": ("render", "preview"),
     "boards": ("tensorboard", "tb-open", "tb-stop", "tb-clean"),
     "finished_runs": ("runs", "prune", "report", "compare", "eval", "ship", "reproduce"),
     "answering": ("chat", "infer", "serve"),

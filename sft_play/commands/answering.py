@@ -7,8 +7,7 @@ import os
 import sys
 
 from sft_play.commands.answer import Answer, answer_of, give, refuse_place, stdout_to_stderr
-from sft_play.commands.machine import finished_run, require_source
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, finished_run, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.run import FinishedRun, next_line
 from sft_play.log import one_line

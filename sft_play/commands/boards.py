@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
-from sft_play.commands.machine import output_dir_of
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, output_dir_of
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import CURVES, parts_of, remove
 from sft_play.launch import tensorboard

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, answer_of, write_out
-from sft_play.commands.machine import asked_machine, output_dir_of, refuse_hardware
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, asked_machine, output_dir_of, refuse_hardware
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
@@ -23,7 +22,7 @@ from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding
-from sft_play.launch.accelerate.reading import find_accelerate_file, read_found_file
+from sft_play.launch.accelerate import find_accelerate_file, read_found_file
 from sft_play.launch.launch_options import as_the_mesh_says, machine_of_mesh, with_accelerate
 from sft_play.log import output_is_lost
 from sft_play.planner.layout import layouts_over

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import finished_run, output_dir_of, trusts_code
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, finished_run, output_dir_of, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect
 from sft_play.finished.export.exported import EXPORT, Format, Quant

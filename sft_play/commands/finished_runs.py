@@ -6,8 +6,7 @@ from __future__ import annotations
 import sys
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import finished_run, output_dir_of, require_source
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, finished_run, output_dir_of, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.split_asked import require_split
 from sft_play.finished.listing import What, list_runs, prune, to_prune

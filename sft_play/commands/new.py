@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer
-from sft_play.commands.machine import asked_machine, refusal_here
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, asked_machine, refusal_here
 from sft_play.config.load import config_from_text
 from sft_play.config.translated import run_yaml, translate
 from sft_play.config.yaml_io import Plain, read_text

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from sft_play.commands.answer import Answer, answer_of
 from sft_play.commands.diagnosing import check, on_screen
-from sft_play.commands.machine import asked_machine
-from sft_play.commands.render import render
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, asked_machine
+from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.errors import ConfigError, SftPlayError

@@ -210,7 +210,7 @@ def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = Tru
     return ""
 
 
-# --- values that are valid alone, but not together ------------------------------------------------------------------
+# --- values that are valid alone, but not together --------------------------------------------------------------------
 
 
 def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:

@@ -34,7 +34,7 @@ OVERRIDE = "SET"
 MAX_VALUES = 100_000
 """More values than any run YAML has; stops aliases that expand endlessly ("billion laughs")."""
 
-MAX_BYTES = 4 * 2**20
+MAX_BYTES = 64 * 2**20
 """More than any such file has; weights or a log named by mistake stop here."""
 
 TYPOGRAPHIC = "“”„‟‘’‚‛«»"
@@ -130,7 +130,7 @@ def read_text(
         raw = path.read_bytes()
         return raw.decode("utf-8-sig")
     except FileNotFoundError:
-        near = _near(path, (".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
+        near = _near(path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
         raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){near}") from None
     except IsADirectoryError:
         raise ConfigError(f"{shown} is a folder; name {wanted}") from None

@@ -14,7 +14,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.network import DEFAULT_PORT, Nodes
-from sft_play.launch.accelerate.reading import (
+from sft_play.launch.accelerate import (
     AccelerateConfig,
     accelerate_choices,
     drop_accelerate,
@@ -22,7 +22,7 @@ from sft_play.launch.accelerate.reading import (
     read_found_file,
 )
 from sft_play.launch.deepspeed.fill import same_numbers
-from sft_play.launch.given import nodes_of, whole_number
+from sft_play.launch.exported import nodes_of, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.mesh import mesh_of, mesh_words

@@ -16,7 +16,7 @@ import torch
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
-from sft_play.launch.accelerate.reading import drop_accelerate, is_of_accelerate, refuse_too_few_processes
+from sft_play.launch.accelerate import drop_accelerate, is_of_accelerate, refuse_too_few_processes
 from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, adam_obstacles, compiling_words, drop_autos
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import without_bad_p2p

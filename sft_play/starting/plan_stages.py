@@ -19,11 +19,11 @@ from sft_play.launch.deepspeed.files import (
     layout_of,
     read_deepspeed_file,
     shipped_config,
+    translate,
     with_batch,
     with_dtypes,
 )
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
-from sft_play.launch.deepspeed.translate import translate
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.launch.machine import prepare_libraries
 from sft_play.log import one_line
@@ -33,8 +33,16 @@ from sft_play.planner.plan import Plan, Planned, require_fit
 from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import given_deepspeed
-from sft_play.starting.plan_run import log_plan, plan_for, refuse_early, shape_for
-from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
+from sft_play.starting.plan_run import (
+    kept_of,
+    log_kept,
+    log_plan,
+    plan_for,
+    refuse_early,
+    refuse_resuming,
+    shape_for,
+    stopped_run,
+)
 from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
 
 logger = logging.getLogger(__name__)

@@ -22,13 +22,18 @@ from sft_play.config.leaves import training_options
 from sft_play.config.schema import RunConfig
 from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.files import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES, STAGES, layout_of, offloads
-from sft_play.launch.deepspeed.translate import (
+from sft_play.launch.deepspeed.files import (
     AUTO,
     AUTO_IS_A_VALUE,
+    BATCH_KEYS,
+    DTYPE_KEYS,
+    SHORT_DTYPES,
+    STAGES,
     Config,
     holder_of,
+    layout_of,
     leaves_of,
+    offloads,
     put_at,
     value_at,
 )
