@@ -55,24 +55,19 @@ def run(request: Request) -> Answer | int:
         text = "".join(traceback.format_exception_only(error))
         sys.stderr.write(text)
         return Answer({"error": text.strip()}, exit_code=1)
-    ranks = ranks_of(os.environ)
+    ranks, answer = ranks_of(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
     if ranks is None:
-        options = request.options
-        launch = launch_of(request.notebook, detect(), processes=options.processes, gpus=options.gpus)
+        launch = launch_of(request.notebook, detect(), processes=request.options.processes, gpus=request.options.gpus)
         logger.info("Launch: %s", launch.line)
         # ranks run this command again: they know by the environment where their output goes
         os.environ["JSON"] = "1" if request.json else ""
-        start(launch, _of_notebook(request.notebook, cells, launch.processes) if request.json else None)
+        start(launch, {**answer, "ranks": launch.processes} if request.json else None)
     with stdout_to_stderr(wanted=request.json):
         set_up_logging(request.command, rank=ranks.rank)
         code = run_cells(cells, request.notebook, rank=ranks.rank)
     if code or not ranks.is_first or failures.ANSWER_VARIABLE in os.environ:
         return code
-    return Answer(_of_notebook(request.notebook, cells, ranks.world_size))
-
-
-def _of_notebook(path: Path, cells: Sequence[Cell], ranks: int) -> dict[str, object]:
-    return {"notebook": str(path), "cells": len(cells), "ranks": ranks}
+    return Answer({**answer, "ranks": ranks.world_size})
 
 
 @dataclass(frozen=True)
@@ -119,15 +114,14 @@ def _sources(path: Path) -> Iterator[str]:
         data = json.loads(read_text(path, variable="NOTEBOOK", wanted="a notebook (.ipynb)"))
     except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{shown} is not a notebook: not valid JSON ({one_line(str(error))})") from None
-    if not isinstance(data, dict) or not isinstance(data.get("cells"), list) or data.get("nbformat") != 4:
-        version = data.get("nbformat") if isinstance(data, dict) else None
+    version = data.get("nbformat") if isinstance(data, dict) else None
+    if version != 4 or not isinstance(data.get("cells"), list):
         raise ConfigError(
-            f"{shown} is not a notebook of format 4 (nbformat: {one_line(str(version))}); open and save it in Jupyter, "
-            "or run jupyter nbconvert --to notebook --nbformat 4"
+            f"{shown} is not a notebook of format 4 (nbformat: {one_line(str(version))}); save it in Jupyter"
         )
     metadata: Any = data.get("metadata") if isinstance(data.get("metadata"), dict) else {}
-    kernel = metadata.get("kernelspec") or metadata.get("language_info") or {}
-    language = str(kernel.get("language", kernel.get("name", "python")) if isinstance(kernel, dict) else "python")
+    kernel = metadata.get("kernelspec") or {}
+    language = str(kernel.get("language", "python") if isinstance(kernel, dict) else "python")
     if not language.lower().startswith(("python", "ipython")):
         raise ConfigError(f"{shown} is written in {one_line(language)}; only Python runs here")
     for cell in data["cells"]:
@@ -172,9 +166,8 @@ def run_cells(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
     module = types.ModuleType("__main__")
     module.__dict__["display"] = _display
     sys.modules["__main__"] = module  # where pickle looks for classes that cells define
-    folder = path.absolute().parent
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
+    os.chdir(path.absolute().parent)
+    sys.path.insert(0, str(Path.cwd()))
     with contextlib.ExitStack() as held:
         if rank != 0:
             held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))  # noqa: PTH123
@@ -183,10 +176,13 @@ def run_cells(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
                 for code in _codes(cell):
                     exec(code, module.__dict__)
             except SftPlayError as error:
-                place = f"{cell.name}, line {_line(error, cell)}"
-                raise type(error)(f"{place}: {error}") from error
+                own = _own_frames(error, cell)
+                raise type(error)(f"{cell.name}, line {own.tb_lineno if own else 1}: {error}") from error
             except Exception as error:
-                return _failed(error, cell)
+                error = error.with_traceback(_own_frames(error, cell) or error.__traceback__)
+                if not failures.hand_over(error):
+                    sys.stderr.write("".join(traceback.format_exception(error)))
+                return 1
     return 0
 
 
@@ -212,18 +208,6 @@ def _own_frames(error: BaseException, cell: Cell) -> Any:
     while frames is not None and frames.tb_frame.f_code.co_filename != cell.name:
         frames = frames.tb_next
     return frames
-
-
-def _line(error: BaseException, cell: Cell) -> int:
-    frames = _own_frames(error, cell)
-    return int(frames.tb_lineno) if frames is not None else 1
-
-
-def _failed(error: Exception, cell: Cell) -> int:
-    error = error.with_traceback(_own_frames(error, cell) or error.__traceback__)
-    if not failures.hand_over(error):
-        sys.stderr.write("".join(traceback.format_exception(error)))
-    return 1
 
 
 # --- all ranks --------------------------------------------------------------------------------------------------------
