@@ -55,6 +55,7 @@ SCHEMAS = {
             "sections": mapping(TEXT),
         }
     ),
+    "commands/commands.json": mapping(record({"file": TEXT, "help": TEXT})),
     "process/variables.json": record(
         {
             "groups": mapping(TEXT),

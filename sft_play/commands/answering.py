@@ -15,11 +15,6 @@ from sft_play.training.prepare.quiet import quiet_libraries
 
 logger = logging.getLogger(__name__)
 
-HELP = {
-    "chat": "talk to RUN in the terminal, with the adapter, without it, or both side by side",
-    "infer": "answer every prompt of INPUT with RUN's model into OUTPUT, resumed where it stopped",
-    "serve": "answer as RUN's model over HTTP, as OpenAI's API does (PORT=8000, HOST=127.0.0.1), until Ctrl-C",
-}
 _CHAT_TOKENS, _INFER_TOKENS = 512, 256
 
 

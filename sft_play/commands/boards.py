@@ -21,13 +21,6 @@ from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
 
-HELP = {
-    "tensorboard": "show the curves of all runs in output.dir, or of RUN; it stays until tb-stop",
-    "tb-open": "open that page in a browser, or say its address",
-    "tb-stop": "stop this project's TensorBoards: all, or those of CONFIG's output.dir or of RUN",
-    "tb-clean": "remove the event files of finished runs, after asking (YES=1)",
-}
-
 
 def run(request: Request) -> Answer:
     """Start, open or stop the page, or remove the curves; each step is logged."""

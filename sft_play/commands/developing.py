@@ -16,16 +16,6 @@ from sft_play.files import ROOT
 
 logger = logging.getLogger(__name__)
 
-HELP = {
-    "bench": "measure real steps of a run: speed, parts, memory; with PEER= in turns with another trainer",
-    "memory-model-score": "score the memory model on measured peaks that others published",
-    "verify-layouts": "train the same run under every layout over CPU ranks or GPUs, and compare with one process",
-    "gpu-selftest": "measure kernels, peaks, speeds and layouts on this machine's GPUs, and compare with the plan",
-    "mask-score": "score the loss masks of chat templates (TEMPLATES=, TOKENIZER=)",
-    "generate": "rewrite generated files: configs/reference.yaml, configs/run.schema.json, the starter's data, "
-    "transformers' defaults of configs, docs/what-fits.md, the variables in make's help",
-}
-
 
 def run(request: Request) -> Answer:
     """Figures, each beside what was predicted or measured elsewhere; or the files that were written."""

@@ -32,13 +32,6 @@ from sft_play.starting.row_survey import has_own_lengths
 
 logger = logging.getLogger(__name__)
 
-HELP = {
-    "check": "check everything that can be checked before training, on one page; the exit code tells",
-    "doctor": "look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank",
-    "gpu-info": "show GPUs, driver, topology, host and disk; with HARDWARE what a plan would assume of a machine",
-    "memory-check": "show what the ranks of a run hold of each GPU (or of the RAM) beside what was predicted",
-}
-
 
 def run(request: Request) -> Answer | int:
     """The page; of check and doctor exit code 2 where there is a problem."""

@@ -17,16 +17,6 @@ from sft_play.finished.report.report import RunReport, report
 from sft_play.finished.run import find_any
 from sft_play.units import gib
 
-HELP = {
-    "eval": "figures of RUN and of its base on held-out rows (or DATA), with the interval of each difference",
-    "ship": "judge RUN: better at its task, nothing else lost, the merge equal to the adapter; exit code 0 or 2",
-    "report": "write one page about RUN: curves, predicted against measured, answers, data, how to reproduce it",
-    "compare": "write one page about RUNS beside each other: what differs, results, curves",
-    "reproduce": "train RUN again from what its folder records, and compare the weights bit for bit",
-    "runs": "list all runs: status, last step, best held-out figure, size, age",
-    "prune": "remove the runs that RUNS names, or only their checkpoints (CHECKPOINTS=1), after asking",
-}
-
 
 def run(request: Request) -> Answer:
     """Exit code 2 is: do not ship (ship), or a tensor differs (reproduce)."""

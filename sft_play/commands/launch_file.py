@@ -28,9 +28,6 @@ from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.files import ROOT, atomic
 from sft_play.log import one_line
 
-HELP = {
-    "launch-file": "write a job for FOR=slurm, skypilot or kubeflow that trains CONFIG and resumes after preemption"
-}
 SCHEDULERS = {
     "slurm": ("slurm.sbatch.jinja", ".sbatch", "sbatch"),
     "skypilot": ("skypilot.sky.yaml.jinja", ".sky.yaml", "sky jobs launch"),

@@ -35,15 +35,6 @@ from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
 
-HELP = {
-    "train": "fine-tune the model of a run YAML",
-    "resume": "continue the newest unfinished run of a config, or RUN",
-    "train-distributed": "fine-tune over all GPUs (or CPU ranks), in the layout of the plan or STRATEGY",
-    "train-deepspeed": "the same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says",
-    "launch-command": "show the command and variables that start the ranks, and start nothing",
-    "setup-accelerate": "write an accelerate configuration for this machine",
-    "rank": "one process of a run over several, as make train-distributed starts it",
-}
 RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 """Packages that every rank imports: checked in the parent, before any rank starts."""
 

@@ -22,7 +22,6 @@ from sft_play.log import one_line, redact
 from sft_play.planner.screen import long_on_cpu
 from sft_play.starting.plan_run import plan_for, shape_for
 
-HELP = {"new": "write the run YAML of MODEL= and DATA=, or of another tool's file (FROM=), and name the next command"}
 _MODES = ("lora", "qlora")
 """The modes that are tried, in this order: 16-bit weights where they fit, else 4 bits."""
 _SUFFIXES = (".yaml", ".yml")

@@ -38,7 +38,6 @@ from sft_play.starting.row_survey import count_if_quick, known_rows
 
 logger = logging.getLogger(__name__)
 
-HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}
 FIRST_NODE = "NODE0"
 """A placeholder: the plan does not know the address of node 0."""
 

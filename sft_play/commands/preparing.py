@@ -21,13 +21,6 @@ from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, passed, warned
 from sft_play.log import escape_control, one_line
 
-HELP = {
-    "process": "raw files to checked conversations in train, val and test, with a report of every row left out",
-    "style": "give processed conversations a system prompt (STYLE=), into data/processed_with_style",
-    "dapt-docx": "documents (.docx, .pdf, .pptx, .xlsx, .epub, .html, .md, .txt) to clean text for task_mode cpt",
-    "full-pipeline": "process, style where asked, render and check",
-}
-
 
 def run(request: Request) -> Answer:
     """Write the files, and answer with the counts of what was kept and left out; of a pipeline up to the first step

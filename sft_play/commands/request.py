@@ -131,7 +131,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     """The request of a command line; raises ConfigError for words that are not understood."""
     named = next((word for word in words if word in (*FILES, *INTERNAL)), None)
     # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
-    parser = _parser(named, with_help=bool({"-h", "--help"} & set(words)))
+    parser = _parser(named)
     given, unknown = parser.parse_known_intermixed_args(list(words))
     if given.command not in (*FILES, *INTERNAL):
         hint = did_you_mean(given.command, FILES) or f"there are: {', '.join(FILES)}"
@@ -245,12 +245,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{escape_control(message)}; see sft-play --help")
 
 
-def _parser(command: str | None, *, with_help: bool) -> argparse.ArgumentParser:
+def _parser(command: str | None) -> argparse.ArgumentParser:
     """All flags; of a command, the help shows only its own."""
-    about, commands = "Plan, explain and run supervised fine-tuning.", None
-    if with_help:  # only then: it imports the files of all commands
-        about = help_line(command) if command else about
-        commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in FILES)
+    about = help_line(command) if command else "Plan, explain and run supervised fine-tuning."
+    commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in FILES)
     parser = _Parser(prog="sft-play", description=about, epilog=commands, allow_abbrev=False)
     parser.add_argument("command", help=", ".join(FILES))
 

@@ -35,10 +35,6 @@ from sft_play.diagnose.row_tools import SPLITS, first_stage, prepare_hub, refuse
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
-HELP = {
-    "render": "write the text that the model will see, one row per example, with its mask as spans",
-    "preview": "show the tokens of N examples (or of ROW) with the trained part in colour, here and as a page",
-}
 DEFAULT_RENDERED = Path("data/rendered")
 DEFAULT_PAGE = Path("data/preview.html")
 DEFAULT_EXAMPLES = 5

@@ -35,7 +35,6 @@ from sft_play.log import one_line, set_up_logging
 from sft_play.process import failures
 from sft_play.process.environment import with_this_package
 
-HELP = {"run-notebook": "run a notebook's cells in order on every rank (NOTEBOOK=, NPROC=)"}
 logger = logging.getLogger(__name__)
 
 CPU_RANKS = 2

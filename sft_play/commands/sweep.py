@@ -52,7 +52,6 @@ from sft_play.starting.plan_stages import batches_of, common_layout, count_befor
 
 logger = logging.getLogger(__name__)
 
-HELP = {"sweep": "train every combination of the values that SET lists, those that fit, and compare them"}
 
 LONGEST_NAME = 150
 """Bytes of a cell's name before its digest: 200 are allowed."""
