@@ -298,24 +298,18 @@ SHORT = {
 """Keys that a stage may give without naming their section."""
 SECTIONS = ("model", "tuning", "data", "train", "eval")
 """Sections that a stage may override in part."""
-_FOR_ALL_STAGES = {
-    "data": {"chat_template", "workers", "process", "style", "documents"},
-    "train": {"bf16", "fp16", "report_to", "stop_after_steps", "max_hours", "profile_steps", "dataloader_num_workers",
-              "dataloader_pin_memory"},
-    "eval": set(),
-}  # fmt: skip
-"""Keys that apply to the job as a whole; of `model` and `tuning`, all keys but those in `SHORT` do."""
-_LEARNS_NOTHING = {
-    *("train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end"),
-    *(
-        "train.async_save",
-        "train.metric_for_best_model",
-        "train.early_stopping_patience",
-        "data.val_path",
-        "data.test_path",
-    ),
-    *("data.max_lost_fraction",),
-}
+_FOR_ALL_STAGES = frozenset({
+    "data.chat_template", "data.workers", "data.process", "data.style", "data.documents", "train.report_to",
+    "train.stop_after_steps", "train.max_hours", "train.profile_steps", "train.dataloader_num_workers",
+    "train.dataloader_pin_memory",
+})  # fmt: skip
+"""Keys of `data` and `train` that apply to the job as a whole; of `model` and `tuning`, all keys but those in `SHORT`
+do."""
+_LEARNS_NOTHING = (
+    "train.logging_steps", "train.save_steps", "train.save_total_limit", "train.load_best_model_at_end",
+    "train.async_save", "train.metric_for_best_model", "train.early_stopping_patience", "data.val_path",
+    "data.test_path", "data.max_lost_fraction",
+)  # fmt: skip
 """Keys that change how a stage is monitored, but not what it learns."""
 
 
@@ -391,12 +385,10 @@ def _given(stage: dict[str, Plain], at: Path_) -> Iterator[tuple[Path_, Path_, P
 
 def _is_for_all_stages(path: Path_) -> bool:
     """Whether a key applies to the job as a whole."""
-    if len(path) < 2 or path in SHORT.values():
-        return False
-    section, key = str(path[0]), str(path[1])
-    if section in _FOR_ALL_STAGES:
-        return key in _FOR_ALL_STAGES[section]
-    return any(name == f"{section}.{key}" or name.startswith(f"{section}.{key}.") for name in leaves())
+    key = dotted(path)
+    if path in SHORT.values() or path[0] not in ("model", "tuning"):
+        return key in _FOR_ALL_STAGES
+    return any(name == key or name.startswith(f"{key}.") for name in leaves())
 
 
 def _lay_over(data: dict[str, Plain], path: Path_, value: Plain) -> None:
