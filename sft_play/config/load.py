@@ -299,9 +299,9 @@ SHORT = {
 SECTIONS = ("model", "tuning", "data", "train", "eval")
 """Sections that a stage may override in part."""
 _FOR_ALL_STAGES = frozenset({
-    "data.chat_template", "data.workers", "data.process", "data.style", "data.documents", "train.report_to",
-    "train.stop_after_steps", "train.max_hours", "train.profile_steps", "train.dataloader_num_workers",
-    "train.dataloader_pin_memory",
+    "data.chat_template", "data.workers", "data.process", "data.style", "data.documents", "train.bf16",
+    "train.fp16", "train.report_to", "train.stop_after_steps", "train.max_hours", "train.profile_steps",
+    "train.dataloader_num_workers", "train.dataloader_pin_memory",
 })  # fmt: skip
 """Keys of `data` and `train` that apply to the job as a whole; of `model` and `tuning`, all keys but those in `SHORT`
 do."""
