@@ -116,7 +116,9 @@ def _from_text(
 def _stages(document: YamlDocument) -> tuple[tuple[Stage, ...], list[Problem]]:
     """The stages of a curriculum, each validated as a run of its own, and their problems."""
     stages: list[Stage] = []
-    laid_over = list(overlays(document))
+    curriculum = document.data["curriculum"]
+    assert isinstance(curriculum, list), "validated"
+    laid_over = [_overlay(document, at, stage) for at, stage in enumerate(curriculum) if isinstance(stage, dict)]
     problems = [*(problem for stage in laid_over for problem in stage.problems), *set_in_vain(document, laid_over)]
     names = Counter(stage.name.lower() for stage in laid_over)
 
@@ -339,14 +341,6 @@ class Stage:
     name: str
     number: int
     config: RunConfig
-
-
-def overlays(document: YamlDocument) -> Iterator[Overlay]:
-    """Each stage of a document whose own keys are valid."""
-    stages = document.data.get("curriculum")
-    for at, stage in enumerate(stages if isinstance(stages, list) else []):
-        assert isinstance(stage, dict)
-        yield _overlay(document, at, stage)
 
 
 def _overlay(document: YamlDocument, at: int, stage: dict[str, Plain]) -> Overlay:

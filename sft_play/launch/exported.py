@@ -176,8 +176,6 @@ def refuse_lone_node(nodes: Nodes) -> None:
 
 # --- this process as a rank -------------------------------------------------------------------------------------------
 
-_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-
 
 @dataclass(frozen=True)
 class Ranks:
@@ -234,16 +232,14 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.strip().isdigit():
-        raise ConfigError(
-            f"{name}={one_line(text)} in the environment is not a number; a launcher sets it, else unset it"
-        )
-    return int(text)
+    number = whole_number(environment, name, least=0)
+    if number is None:
+        raise ConfigError(f"{name} in the environment is empty; a launcher sets it, else unset it")
+    return number
 
 
 def _shown(environment: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={one_line(environment[name])}" for name in _NUMBERS if name in environment)
+    return ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_NAMES[:3] if name in environment)
 
 
 # --- numbers and machines in variables --------------------------------------------------------------------------------

@@ -65,30 +65,26 @@ def launch_options_of(
     Raises:
         ConfigError: one of them is not a number, out of range, or an unknown strategy.
     """
+    file = values.get("DEEPSPEED_CONFIG")
     try:
-        return _options_of(values, deepspeed=deepspeed, board=board, notes=notes)
+        nodes = nodes_of(values)
+        if nodes.count == 1 and values.get("NNODES", "").strip():
+            nodes = Nodes()  # without NNODES a file of accelerate may name several: address and port are kept for it
+        return LaunchOptions(
+            strategy=_strategy(values.get("STRATEGY")),
+            processes=whole_number(values, "NPROC", least=1),
+            gpus=_gpus(values.get("GPUS")),
+            nodes=nodes,
+            deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if deepspeed or file else None,
+            board=board,
+            restarts=whole_number(values, "MAX_RESTARTS", least=0) or 0,
+            notes=notes,
+        )
     except ConfigError as error:
         if not notes:
             raise
         # a value that nobody typed is wrong: the message says where it comes from
         raise ConfigError(f"{error} ({'; '.join(notes)})") from None
-
-
-def _options_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes: tuple[str, ...]) -> LaunchOptions:
-    file = values.get("DEEPSPEED_CONFIG")
-    nodes = nodes_of(values)
-    if nodes.count == 1 and values.get("NNODES", "").strip():
-        nodes = Nodes()  # without NNODES a file of accelerate may name several: address and port are kept for it
-    return LaunchOptions(
-        strategy=_strategy(values.get("STRATEGY")),
-        processes=whole_number(values, "NPROC", least=1),
-        gpus=_gpus(values.get("GPUS")),
-        nodes=nodes,
-        deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if deepspeed or file else None,
-        board=board,
-        restarts=whole_number(values, "MAX_RESTARTS", least=0) or 0,
-        notes=notes,
-    )
 
 
 def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> LaunchOptions:
@@ -165,7 +161,6 @@ def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, 
         mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
         grad_accum=plan.batch.grad_accum,
         max_grad_norm=max_grad_norm,
-        has_gpus=bool(plan.hardware.gpus),
         with_count=with_count,
     ):
         logger.info("%s", line)
@@ -242,11 +237,9 @@ def overridden_lines(
     mixed_precision: str,
     grad_accum: int | None = None,
     max_grad_norm: float | None = None,
-    has_gpus: bool = True,
     with_count: bool = True,
 ) -> list[str]:
-    """Lines for the log: how the file's process count is read, and where the run YAML or the machine overrides the
-    file.
+    """Lines for the log: how the file's process count is read, and where the run YAML or the plan overrides the file.
 
     `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for the variables that `accelerate
     launch` sets for a rank, which do not include the count.
@@ -255,20 +248,12 @@ def overridden_lines(
     where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
     precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
     offloads = str(of_fsdp.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
+    wins = f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins"
     said = [
-        (with_count and total is None, "names no num_processes: one process for each GPU of each machine"),
         (with_count and total is not None, f"says num_processes: {total}, accelerate's total over machines ({where})"),
-        (
-            precision not in (None, mixed_precision),
-            f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins",
-        ),
+        (precision not in (None, mixed_precision), wins),
         (str(of_fsdp.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
         (offloads, "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"),
-        (
-            not has_gpus and kind == "MULTI_GPU",
-            "says MULTI_GPU without a GPU here: CPU ranks (gloo) are started",
-        ),
-        (has_gpus and accelerate.use_cpu, "says use_cpu: true: CPU ranks (gloo) are started beside idle GPUs"),
     ]
     for key, ours in {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}.items():
         theirs = accelerate.deepspeed_config.get(key) if kind == "DEEPSPEED" else None
