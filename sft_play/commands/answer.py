@@ -27,15 +27,12 @@ class Result(Protocol):
     @property
     def ok(self) -> bool:
         """Whether the command succeeded."""
-        ...
 
     def lines(self) -> list[str]:
         """Lines for a person."""
-        ...
 
     def as_json(self) -> Any:
         """Plain data."""
-        ...
 
 
 @dataclass(frozen=True)

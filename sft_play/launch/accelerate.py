@@ -87,16 +87,16 @@ class AccelerateConfig(BaseModel):
     path: Path
     distributed_type: DistributedType = "NO"
     compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
-    num_processes: int | None = Field(None, ge=1)
+    num_processes: int | None = Field(default=None, ge=1)
     """The total over machines; None: one for each GPU."""
-    num_machines: int = Field(1, ge=1)
-    machine_rank: int = Field(0, ge=0)
+    num_machines: int = Field(default=1, ge=1)
+    machine_rank: int = Field(default=0, ge=0)
     gpu_ids: tuple[int, ...] | None = None
     """Those of each machine; None: all."""
     mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
     use_cpu: bool = False
     main_process_ip: str | None = None
-    main_process_port: int | None = Field(None, ge=1, le=65535)
+    main_process_port: int | None = Field(default=None, ge=1, le=65535)
     fsdp_config: dict[str, Any] = Field(default_factory=dict)
     deepspeed_config: dict[str, Any] = Field(default_factory=dict)
     parallelism_config: dict[str, Any] = Field(default_factory=dict)
@@ -283,16 +283,16 @@ def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | Non
         kind = "FSDP"
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
         kind = "DEEPSPEED"
-    return AccelerateConfig(
-        path=Path("accelerate launch"),
-        distributed_type=kind,
-        mixed_precision=environment["ACCELERATE_MIXED_PRECISION"],  # type: ignore[arg-type]  (checked by pydantic)
-        fsdp_config={name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
-        deepspeed_config={
-            key: environment[name] for name, key in _DEEPSPEED_KEYS.items() if environment.get(name, "none") != "none"
-        },
-        mesh=mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
-    )
+    of_deepspeed = {key: environment.get(name, "none") for name, key in _DEEPSPEED_KEYS.items()}
+    given = {
+        "path": Path("accelerate launch"),
+        "distributed_type": kind,
+        "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
+        "fsdp_config": {name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
+        "deepspeed_config": {key: text for key, text in of_deepspeed.items() if text != "none"},
+        "mesh": mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
+    }
+    return AccelerateConfig.model_validate(given)
 
 
 def drop_accelerate(environment: MutableMapping[str, str]) -> None:

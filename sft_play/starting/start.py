@@ -363,15 +363,10 @@ def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, ranks: Ranks |
     if not options.restarts:
         return
     asked = f"MAX_RESTARTS={options.restarts}"
-    if ranks is not None:
+    if ranks is not None or options.nodes.count > 1:
         raise ConfigError(
-            f"{asked} is for processes that this command starts, and another launcher started this one: only that "
-            "launcher can start it again (then output.if_exists=resume continues)"
-        )
-    if options.nodes.count > 1:
-        raise ConfigError(
-            f"{asked} starts the processes of one machine again, and this run is over {options.nodes.count}: let the "
-            "scheduler start the job again on all of them (make launch-file writes one that resumes)"
+            f"{asked} starts processes again that this command has started on one machine: let the launcher or the "
+            "scheduler start the others again, with output.if_exists=resume (make launch-file writes such a job)"
         )
     if loaded.config.tuning.backend == "unsloth":
         raise ConfigError(f"{asked} does not watch the processes of tuning.backend=unsloth; leave it out")
