@@ -366,14 +366,21 @@ def write_accelerate_file(
     per_machine = _processes(hardware, ids, processes)
     total = per_machine * machines.count  # accelerate counts over all machines, torchrun on each
     kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
-    body = _TOTAL + yaml.safe_dump(
-        {
-            **_fields(kind, machines, mixed_precision, total=total, on_cpu=not hardware.gpus),
-            **({"gpu_ids": "all" if gpu_ids is None else ",".join(map(str, ids))} if hardware.gpus else {}),
-        },
-        sort_keys=True,  # as `accelerate config` does
-        default_flow_style=False,
-    )
+    fields = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": kind,
+        "gpu_ids": ("all" if gpu_ids is None else ",".join(map(str, ids))) if hardware.gpus else None,
+        "machine_rank": machines.rank,
+        "main_process_ip": machines.address,
+        "main_process_port": machines.port,
+        "mixed_precision": mixed_precision,
+        "num_machines": machines.count,
+        "num_processes": total,
+        "same_network": True,
+        "use_cpu": not hardware.gpus,
+    }
+    body = _TOTAL + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
     text = f"{_MARK}{_digest(body)}\n{body}"
     how = _may_write(path, text, overwrite=overwrite)
     if how != "same":
@@ -400,30 +407,6 @@ def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) 
     if hardware.gpus and processes > len(ids):
         raise ConfigError(f"NPROC={processes} cannot be used; give a number up to {len(ids)}, one for each GPU")
     return processes
-
-
-def _fields(kind: DistributedType, machines: Nodes, precision: str, *, total: int, on_cpu: bool) -> dict[str, Any]:
-    """The fields that `accelerate config` writes for every kind."""
-    return {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "distributed_type": kind,
-        "downcast_bf16": "no",
-        "enable_cpu_affinity": False,
-        "machine_rank": machines.rank,
-        "main_training_function": "main",
-        "mixed_precision": precision,
-        "num_machines": machines.count,
-        "num_processes": total,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "tpu_env": [],
-        "tpu_use_cluster": False,
-        "tpu_use_sudo": False,
-        "use_cpu": on_cpu,
-        **({} if machines.address is None else {"main_process_ip": machines.address}),
-        **({} if machines.port is None else {"main_process_port": machines.port}),
-    }
 
 
 def _digest(body: str) -> str:
