@@ -27,11 +27,8 @@ def run(request: Request) -> Answer:
 
 
 def tool(name: str, *, command: str) -> ModuleType:
-    """The module `benchmarks.NAME` of the checkout.
-
-    Raises:
-        ConfigError: the package is installed without its checkout.
-    """
+    """The module `benchmarks.NAME` of the checkout; raises ConfigError where the package is installed without its
+    checkout."""
     if not (ROOT / "benchmarks" / f"{name.replace('.', '/')}.py").is_file():
         raise ConfigError(
             f"{command} is a developer's command of a checkout, and {ROOT / 'sft_play'} is installed without one: run "

@@ -55,11 +55,8 @@ def run(request: Request) -> Answer | int:
 
 
 def asked_for(request: Request) -> Asked:
-    """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks.
-
-    Raises:
-        ConfigError: the config cannot be read, or the command's words do not go together.
-    """
+    """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks; raises
+    ConfigError where the config cannot be read, or the command's words do not go together."""
     command, options = request.command, request.options
     launches = command in ("train-distributed", "train-deepspeed", "launch-command")
     if launches:

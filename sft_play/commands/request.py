@@ -165,11 +165,8 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
 
 
 def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG.
-
-    Raises:
-        RunFolderError: there is no such run, and no starter whose runs it could be one of.
-    """
+    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG; raises
+    RunFolderError where there is no such run, and no starter whose runs it could be one of."""
     run = _text(given, environment, "RUN") if given.command == "resume" and "CONFIG" not in environment else None
     if run is None:
         return None

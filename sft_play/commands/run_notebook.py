@@ -213,11 +213,8 @@ def _own_frames(error: BaseException, cell: Cell) -> Any:
 
 
 def launch_of(path: Path, machine: Hardware, *, processes: int | None, gpus: Sequence[int] = ()) -> Launch:
-    """The command that starts the ranks, and its variables: one rank per GPU, or `CPU_RANKS`.
-
-    Raises:
-        ConfigError: more ranks are asked for than there are GPUs, or GPUs that do not exist.
-    """
+    """The command that starts the ranks, and its variables: one rank per GPU, or `CPU_RANKS`; raises ConfigError where
+    more ranks are asked for than there are GPUs, or GPUs that do not exist."""
     present = len(machine.gpus)
     count = processes or len(gpus) or present or CPU_RANKS
     if (gpus and max(gpus) >= present) or (present and count > (len(gpus) or present)):

@@ -126,11 +126,8 @@ def _compared(request: Request, cells: list[Cell]) -> Comparison | None:
 
 
 def cells_of(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...], LoadedConfig]]:
-    """Each combination of the listed values: the words that tell it from the others, and its run.
-
-    Raises:
-        ConfigError: nothing is listed, or a value is refused.
-    """
+    """Each combination of the listed values: the words that tell it from the others, and its run; raises ConfigError
+    where nothing is listed, or a value is refused."""
     combinations = grid(overrides, of="SET")
     if len(combinations) < 2:
         raise ConfigError("SET lists no values to try: make sweep SET='train.learning_rate=1e-4,2e-4 tuning.lora.r=16'")
@@ -181,11 +178,8 @@ def cell_name(base: str, words: Sequence[str]) -> str:
 
 
 def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[Cell]:
-    """Check and plan every cell as `make train` would; nothing is written but the cache of counted rows.
-
-    Raises:
-        SftPlayError: one of them would be refused, or a run of its name has other settings or data.
-    """
+    """Check and plan every cell as `make train` would; nothing is written but the cache of counted rows. Raises
+    SftPlayError where one of them would be refused, or a run of its name has other settings or data."""
     planned = []
     for words, loaded in cells:
         with _in_cell(words):

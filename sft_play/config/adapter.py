@@ -201,10 +201,7 @@ def _settings(
     config: Mapping[str, Any], place: str, weights: Callable[[], Path], *, has_tokens: bool = False
 ) -> dict[str, Plain]:
     """The settings of `tuning.lora` that an adapter was trained with; `has_tokens`: its run says which tokens it added.
-
-    Raises:
-        ConfigError: it is no LoRA adapter, or has settings that this toolkit does not train.
-    """
+    Raises ConfigError where it is no LoRA adapter, or has settings that this toolkit does not train."""
     name = f"the adapter {one_line(place)}"
     kind = config.get("peft_type")
     if str(kind).upper() != "LORA":
@@ -268,11 +265,7 @@ def _tensor_names(file: Path) -> list[str]:
 
 @functools.cache
 def _fetched(name: str, file: str) -> Path:
-    """A file of a hub repository, in the hub's cache.
-
-    Raises:
-        ConfigError: it cannot be fetched.
-    """
+    """A file of a hub repository, in the hub's cache; raises ConfigError where it cannot be fetched."""
     from huggingface_hub import hf_hub_download
 
     try:

@@ -50,11 +50,8 @@ class Translation:
 
 
 def translate(text: str, *, name: str, given: Mapping[str, Plain]) -> Translation:
-    """The run that another tool's file describes, with settings that are `given` beside it; it loads.
-
-    Raises:
-        ConfigError: the file is no YAML, names no model, or describes another kind of training.
-    """
+    """The run that another tool's file describes, with settings that are `given` beside it; it loads. Raises
+    ConfigError where the file is no YAML, names no model, or describes another kind of training."""
     document = parse(text, name=name)
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))

@@ -159,11 +159,8 @@ def _near(path: Path, suffixes: tuple[str, ...]) -> str:
 
 
 def parse(text: str, *, name: str) -> YamlDocument:
-    """A YAML text whose root is a mapping, as a `YamlDocument`.
-
-    Raises:
-        ConfigError: the text is not YAML, is empty, holds several documents, or its root is not a mapping.
-    """
+    """A YAML text whose root is a mapping, as a `YamlDocument`; raises ConfigError where the text is not YAML, is
+    empty, holds several documents, or its root is not a mapping."""
     node = _compose(text, name=name)
     if node is None:
         raise ConfigError(f"{name}: the file is empty; a run YAML needs at least `model: {{name: …}}`")
@@ -177,11 +174,8 @@ def parse(text: str, *, name: str) -> YamlDocument:
 
 
 def parse_value(text: str, *, name: str) -> Plain:
-    """The value of `text` as YAML: what follows `key=` in an override.
-
-    Raises:
-        ConfigError: the text is not a YAML value.
-    """
+    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where the text is not a YAML
+    value."""
     node = _compose(text, name=name)
     if node is None:
         return None

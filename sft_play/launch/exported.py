@@ -74,11 +74,8 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
-    """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: MPI's launchers export neither.
-
-    Raises:
-        ConfigError: the ranks are on several nodes, so the address has to be given.
-    """
+    """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: MPI's launchers export neither; raises ConfigError
+    where the ranks are on several nodes, so the address has to be given."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing and nodes > 1:
         raise ConfigError(
@@ -90,11 +87,7 @@ def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment names them differently, and
-    log lines about them.
-
-    Raises:
-        ConfigError: the number of nodes is a range.
-    """
+    log lines about them; raises ConfigError where the number of nodes is a range."""
     if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
     given: dict[str, str] = {}
@@ -259,11 +252,8 @@ NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_VARIABLES) -> Nodes:
-    """The machines of a run as four variables say: how many, which this is, and the address and port of the first.
-
-    Raises:
-        ConfigError: one is not a number or out of range, or is missing where there are several machines.
-    """
+    """The machines of a run as four variables say: how many, which this is, and the address and port of the first;
+    raises ConfigError where one is not a number or out of range, or is missing where there are several machines."""
     of_count, of_rank, of_address, of_port = names
     count, rank = whole_number(values, of_count, least=1) or 1, whole_number(values, of_rank, least=0)
     address, port = values.get(of_address, "").strip() or None, whole_number(values, of_port, least=1)

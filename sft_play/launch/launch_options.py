@@ -60,11 +60,8 @@ class LaunchOptions:
 def launch_options_of(
     values: Mapping[str, str], *, deepspeed: bool = False, board: bool = False, notes: tuple[str, ...] = ()
 ) -> LaunchOptions:
-    """What the variables ask for; `notes` name the sources of values that the user did not type.
-
-    Raises:
-        ConfigError: one of them is not a number, out of range, or an unknown strategy.
-    """
+    """What the variables ask for; `notes` name the sources of values that the user did not type. Raises ConfigError
+    where one of them is not a number, out of range, or an unknown strategy."""
     file = values.get("DEEPSPEED_CONFIG")
     try:
         nodes = nodes_of(values)
@@ -88,11 +85,8 @@ def launch_options_of(
 
 
 def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> LaunchOptions:
-    """The options with an accelerate configuration filled in wherever the command line says nothing.
-
-    Raises:
-        ConfigError: it is for several machines and lacks the address of rank 0's.
-    """
+    """The options with an accelerate configuration filled in wherever the command line says nothing; raises ConfigError
+    where it is for several machines and lacks the address of rank 0's."""
     nodes = options.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
         address = nodes.address or accelerate.main_process_ip
@@ -214,11 +208,8 @@ def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
 
 
 def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """The options with as many processes as a mesh has, where no number was given.
-
-    Raises:
-        ConfigError: they do not divide over the nodes, or there are fewer GPUs than the mesh has processes.
-    """
+    """The options with as many processes as a mesh has, where no number was given; raises ConfigError where they do not
+    divide over the nodes, or there are fewer GPUs than the mesh has processes."""
     mesh = mesh_of(config.model.mesh_shape)
     if mesh is None or options.processes or options.gpus:
         return options

@@ -28,11 +28,7 @@ logger = logging.getLogger(__name__)
 
 def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None = None) -> RunFolder:
     """The run to resume: the named one, or the newest unfinished run of this config, of those that have trained if any
-    has.
-
-    Raises:
-        RunFolderError: there is none, or the named one is finished or not ours.
-    """
+    has; raises RunFolderError where there is none, or the named one is finished or not ours."""
     base = output_dir(output)
     if name is not None or output.name is not None:
         folder = run_at(base, checked_name(name or output.name or "", key="RUN" if name else "output.name"))
@@ -57,11 +53,7 @@ def find_resumable(output: OutputConfig, *, config_path: Path, name: str | None 
 
 
 def run_at(base: Path, name: str) -> RunFolder:
-    """The run of that name in an output folder.
-
-    Raises:
-        RunFolderError: there is none, or it is not one of ours.
-    """
+    """The run of that name in an output folder; raises RunFolderError where there is none, or it is not one of ours."""
     folder = RunFolder(base / name)
     if not folder.path.is_dir():
         there = ", ".join(other.path.name for other in list(runs_in(base))[-8:]) or "none"
@@ -71,11 +63,8 @@ def run_at(base: Path, name: str) -> RunFolder:
 
 
 def run_named(base: Path, run: str) -> RunFolder:
-    """The run that RUN names: by its name in an output folder, or by its own path.
-
-    Raises:
-        RunFolderError: there is none, or it is not one of ours.
-    """
+    """The run that RUN names: by its name in an output folder, or by its own path; raises RunFolderError where there is
+    none, or it is not one of ours."""
     given = Path(run).expanduser()
     if given.name != run or (given / MANIFEST).is_file():
         return run_at(given.parent, given.name)
@@ -105,11 +94,8 @@ def output_dir(output: OutputConfig) -> Path:
 
 
 def run_name(output: OutputConfig, *, config_path: Path, now: datetime) -> str:
-    """The folder's name: as given, or the config's stem with the UTC time.
-
-    Raises:
-        RunFolderError: the name could leave `output.dir`.
-    """
+    """The folder's name: as given, or the config's stem with the UTC time; raises RunFolderError where the name could
+    leave `output.dir`."""
     if output.name is None:
         return f"{name_of_config(config_path)}-{now.strftime('%Y%m%dT%H%M%SZ')}"
     return checked_name(output.name, key="output.name")
@@ -136,11 +122,8 @@ def checked_name(name: str, *, key: str) -> str:
 
 
 def new_folder(output: OutputConfig, *, config_path: Path, now: datetime | None = None) -> RunFolder:
-    """The folder that a new run will have; nothing is written yet.
-
-    Raises:
-        RunFolderError: the name is refused, or the folder exists and `output.if_exists` is fail.
-    """
+    """The folder that a new run will have; nothing is written yet. Raises RunFolderError where the name is refused, or
+    the folder exists and `output.if_exists` is fail."""
     now = now or datetime.now(UTC)
     base = output_dir(output)
     name = run_name(output, config_path=config_path, now=now)

@@ -140,11 +140,8 @@ def check_same_run(
 
 
 def other_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int) -> dict[str, str]:
-    """The settings that change a run's numbers and are not those it was started with, each in words.
-
-    Raises:
-        RunFolderError: the run's own cannot be read.
-    """
+    """The settings that change a run's numbers and are not those it was started with, each in words; raises
+    RunFolderError where the run's own cannot be read."""
     try:
         old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

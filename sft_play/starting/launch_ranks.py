@@ -289,11 +289,8 @@ def received(config: RunConfig, ranks: Ranks) -> Handed | None:
 
 
 def machine_of_ranks(here: Hardware, ranks: Ranks) -> Hardware:
-    """The machine as all ranks use it, for rank 0 to plan with; `here` is what this process sees of it.
-
-    Raises:
-        HardwareError: two ranks have the same GPU, or there are more ranks than GPUs.
-    """
+    """The machine as all ranks use it, for rank 0 to plan with; `here` is what this process sees of it. Raises
+    HardwareError where two ranks have the same GPU, or there are more ranks than GPUs."""
     from sft_play.training.ranks.distributed import gpus_of_all
 
     sees_one = len(here.gpus) == 1 and ranks.local_world_size > 1

@@ -165,11 +165,8 @@ def refuse_resuming(folder: RunFolder, stopped: Stopped | None, layout: LayoutNa
 
 
 def shape_for(config: RunConfig) -> ModelShape:
-    """The model's shapes; for a class that the tables lack they are measured on the meta device.
-
-    Raises:
-        ModelError: it is no model that a run with this config trains.
-    """
+    """The model's shapes; for a class that the tables lack they are measured on the meta device. Raises ModelError
+    where it is no model that a run with this config trains."""
     model = config.model
     fields = config_json(model.name, revision=model.revision)
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
@@ -197,11 +194,8 @@ def has_eval(config: RunConfig) -> bool:
 
 
 def backend_here(config: RunConfig, hardware: Hardware, *, layout: str, staged: bool = False) -> Backend:
-    """The backend that trains a run on this machine; `staged`: in stages.
-
-    Raises:
-        BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
-    """
+    """The backend that trains a run on this machine; `staged`: in stages. Raises BackendError where Unsloth was asked
+    for and cannot run it, and no fallback was named."""
     from sft_play.training.prepare import backend as backends
     from sft_play.training.prepare.model_spec import build_model_spec
 
@@ -227,11 +221,8 @@ def trained_by(config: RunConfig, hardware: Hardware, only: tuple[LayoutName, ..
 
 
 def layout_in_unsloth(loaded: LoadedConfig, options: LaunchOptions, hardware: Hardware) -> LayoutName | None:
-    """The layout in which Unsloth's processes train a run; None where they do not.
-
-    Raises:
-        BackendError: Unsloth was asked for and cannot run it, and no fallback was named.
-    """
+    """The layout in which Unsloth's processes train a run; None where they do not. Raises BackendError where Unsloth
+    was asked for and cannot run it, and no fallback was named."""
     if loaded.config.tuning.backend != "unsloth":
         return None
     layout = options.strategy or ("zero2" if options.deepspeed else "ddp" if hardware.ranks > 1 else "single")

@@ -167,11 +167,7 @@ def _start(asked: Asked) -> Started:
 
 def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str | None) -> Asked:
     """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
-    number is asked for.
-
-    Raises:
-        RunFolderError: there is none.
-    """
+    number is asked for; raises RunFolderError where there is none."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
     stopped = stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):

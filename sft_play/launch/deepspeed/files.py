@@ -40,11 +40,8 @@ WANTED = "a DeepSpeed configuration in JSON or YAML, such as configs/deepspeed/z
 
 
 def shipped_config(layout: LayoutName) -> Config:
-    """The configuration of a ZeRO layout of `STAGES`, its values "auto"; `configs/deepspeed/` holds the same.
-
-    Raises:
-        ConfigError: the layout is not one that DeepSpeed runs.
-    """
+    """The configuration of a ZeRO layout of `STAGES`, its values "auto"; `configs/deepspeed/` holds the same. Raises
+    ConfigError where the layout is not one that DeepSpeed runs."""
     if layout not in STAGES:
         raise ConfigError(f"DeepSpeed has no layout {one_line(layout)}; it has {', '.join(STAGES)}")
     stage, states, weights = STAGES[layout]
@@ -79,11 +76,8 @@ def shipped_config(layout: LayoutName) -> Config:
 
 
 def read_deepspeed_file(path: Path) -> Config:
-    """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML.
-
-    Raises:
-        ConfigError: the file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice.
-    """
+    """A person's file as plain data: JSON (comments and trailing commas allowed) or YAML; raises ConfigError where the
+    file is missing, a folder, neither JSON nor YAML, no mapping, or holds a key twice."""
     text = yaml_io.read_text(path, variable="DEEPSPEED_CONFIG", wanted=WANTED)
     bare = _NOT_JSON.sub(lambda found: found[1] or re.sub(r"[^\n]", " ", found[0]), text)  # lines and columns stay
     is_json = bare.lstrip().startswith(("{", "["))
@@ -103,10 +97,7 @@ def layout_of(
     config: Config, *, name: str = "the DeepSpeed configuration", planned: LayoutName = "zero2"
 ) -> LayoutName:
     """The layout that a translated configuration asks for; where its stage is "auto" or absent, that of `planned`.
-
-    Raises:
-        ConfigError: it shards nothing (stage 0), or offloads weights that it does not shard.
-    """
+    Raises ConfigError where it shards nothing (stage 0), or offloads weights that it does not shard."""
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", AUTO)
     stage = STAGES[planned][0] if stage in (AUTO, None) else int(stage)
@@ -215,11 +206,8 @@ SHORT_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 def with_dtypes(
     mixed: MixedPrecisionConfig, config: Config, *, name: str = "the DeepSpeed configuration"
 ) -> tuple[MixedPrecisionConfig, tuple[str, ...]]:
-    """The run's dtypes with those of a translated configuration where the run YAML says auto, and a line for each.
-
-    Raises:
-        ConfigError: a dtype of the file contradicts the run YAML's, or is not one.
-    """
+    """The run's dtypes with those of a translated configuration where the run YAML says auto, and a line for each;
+    raises ConfigError where a dtype of the file contradicts the run YAML's, or is not one."""
     taken, lines, problems = dict[str, str](), [], []
     for key, field in DTYPE_KEYS.items():
         theirs, path = value_at(config, key), f"distributed.mixed_precision.{field}"
