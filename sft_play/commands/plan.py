@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -16,7 +15,7 @@ from sft_play.commands.answer import Answer
 from sft_play.commands.request import Request, asked_machine, refusal_here, refuse_variables
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
+from sft_play.errors import ConfigError, DoesNotFit, about, in_stage
 from sft_play.facts.gpus.gpu_catalog import Price, all_prices, cheapest, find
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import missing_kernels
@@ -51,7 +50,7 @@ def run(request: Request) -> Answer:
     hardware = machine_of_mesh(loaded.config, whole)
     configs = []
     for cell in asked_cells:
-        with _in_cell(cell):
+        with about(f"WHATIF, {escape_control(' '.join(cell))}"):
             configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
     strategy, keeps, says = _as_deepspeed_says(request, hardware)
     loaded, configs = _with(loaded, says), [(cell, says(config)) for cell, config in configs]
@@ -187,16 +186,8 @@ def _planned_cell(
 ) -> Plan:
     # the lengths of the base's rows for a cell that has the same ones, at whatever limit
     is_same = (config.data, config.task_mode, config.model.name) == (base.data, base.task_mode, base.model.name)
-    with _in_cell(cell):
+    with about(f"WHATIF, {escape_control(' '.join(cell))}"):
         return plan(config, machine_of_mesh(config, whole), rows=known_rows(base) if is_same else None)
-
-
-@contextlib.contextmanager
-def _in_cell(cell: tuple[str, ...]) -> Iterator[None]:
-    try:
-        yield
-    except SftPlayError as error:
-        raise type(error)(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
 
 
 def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:

@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from sft_play.config.yaml_io import read_text
 from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
 from sft_play.diagnose.pages import gib, lines_of, table_of
-from sft_play.errors import ConfigError, DoesNotFit, Interrupted, SftPlayError, in_stage
+from sft_play.errors import ConfigError, DoesNotFit, Interrupted, about, in_stage
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
@@ -135,18 +135,9 @@ def cells_of(path: Path, overrides: Sequence[str]) -> list[tuple[tuple[str, ...]
     cells = []
     for words in combinations:
         own = tuple(words[place] for place in varied)
-        with _in_cell(own):
+        with about(one_line(" ".join(own))):
             cells.append((own, _with_name(load_config(path, overrides=words), own)))
     return cells
-
-
-@contextlib.contextmanager
-def _in_cell(words: Sequence[str]) -> Iterator[None]:
-    """Adds a cell's words to errors about it."""
-    try:
-        yield
-    except SftPlayError as error:
-        raise type(error)(f"{one_line(' '.join(words))}: {error}") from error
 
 
 def _with_name(loaded: LoadedConfig, words: Sequence[str]) -> LoadedConfig:
@@ -182,7 +173,7 @@ def plan_cells(cells: Sequence[tuple[tuple[str, ...], LoadedConfig]]) -> list[Ce
     SftPlayError where one of them would be refused, or a run of its name has other settings or data."""
     planned = []
     for words, loaded in cells:
-        with _in_cell(words):
+        with about(one_line(" ".join(words))):
             planned.append(_planned(words, loaded))
     return planned
 
