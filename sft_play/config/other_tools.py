@@ -163,7 +163,7 @@ def _data_files(value: Any, path: str) -> Meaning | None:
     if not isinstance(value, str) or not value.strip():
         return None
     if "," in value:
-        return say(f"several data sets: a list in data.sources, or data.process.raw_path with make process for {path}")
+        return _data_files([part.strip() for part in value.split(",") if part.strip()], path)
     if _in_a_registry(value):
         return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
     return to(path, _source(value), "the format is detected, see make preview")
