@@ -60,7 +60,9 @@ SCHEMAS = {
         {
             "groups": mapping(TEXT),
             "targets": mapping(TEXT),
-            "flags": mapping(TEXT),
+            "flags": mapping(
+                record({"for": TEXT, "help": {"type": "string"}}, switch=YES, setting={"enum": list(leaves())})
+            ),
             "variables": mapping(
                 record({"for": TEXT, "help": TEXT, "example": TEXT}, kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)
             ),

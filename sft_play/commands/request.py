@@ -36,15 +36,6 @@ from sft_play.runs.lookup import checked_name, output_dir, run_at
 from sft_play.spelling import did_you_mean, nearest
 from sft_play.starter import CONFIG
 
-SHORT_FLAGS = {
-    "--lora-rank": "tuning.lora.r",
-    "--eval-steps": "eval.steps",
-    "--train-dataset": "data.train_path",
-    "--eval-dataset": "data.val_path",
-    "--output": "output.dir",
-}
-"""Flags that people know from other tools, and our keys for them."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Request:
@@ -140,7 +131,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
     of_make = "" if given.command == "rank" else environment.get("SET", "")
-    short = {key: getattr(given, flag.strip("-").replace("-", "_")) for flag, key in SHORT_FLAGS.items()}
+    short = {row["setting"]: _given(given, flag) for flag, row in FLAGS.items() if "setting" in row}
     of_flags = (f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}"
                 for key, value in short.items() if value is not None)  # fmt: skip
     overrides = (*split_overrides(of_make), *of_flags, *given.overrides)
@@ -177,6 +168,10 @@ def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) 
     if not Path(CONFIG).is_file():
         run_at(base, checked_name(run, key="RUN"))
     return None
+
+
+def _given(given: argparse.Namespace, flag: str) -> Any:
+    return getattr(given, flag.strip("-").replace("-", "_"))
 
 
 _CONFIGS = Path("configs")
@@ -258,11 +253,9 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
             flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
             text = f"{variable.help} (make: {name}={variable.example})".replace("%", "%%")
             add(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
-    add("--deepspeed", commands=FLAGS["--deepspeed"], text="let DeepSpeed run it", is_switch=True)
-    add("--tensorboard", commands=FLAGS["--tensorboard"], text="start TensorBoard beside the run", is_switch=True)
-    add("--local_rank", "--local-rank", commands=(), text=argparse.SUPPRESS)  # deepspeed's launcher passes it
-    for flag, key in SHORT_FLAGS.items():
-        add(flag, commands=flag_commands("SET"), text=f"the same as {key}=…")
+    for flag, row in FLAGS.items():
+        spellings = {flag: None, flag.replace("_", "-"): None}  # deepspeed's launcher passes --local_rank
+        add(*spellings, commands=row["for"], text=row["help"] or argparse.SUPPRESS, is_switch="switch" in row)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return parser
 
@@ -270,7 +263,7 @@ def _parser(command: str | None) -> argparse.ArgumentParser:
 def flags_of_commands() -> dict[str, Sequence[str]]:
     """Every flag with the commands that take it."""
     of_variables = {f"--{name.lower()}": flag_commands(name) for name, one in VARIABLES.items() if one.has_flag}
-    return {**of_variables, **FLAGS, **{flag: flag_commands("SET") for flag in SHORT_FLAGS}}
+    return {**of_variables, **{flag: row["for"] for flag, row in FLAGS.items()}}
 
 
 def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> None:
@@ -280,7 +273,7 @@ def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequ
     if wrong:
         raise ConfigError(wrong[0] if len(wrong) == 1 else "\n  ".join([f"{len(wrong)} problems:", *wrong]))
     for flag, commands in flags.items():
-        value = getattr(given, flag.strip("-").replace("-", "_"))
+        value = _given(given, flag)
         if value is None:
             continue
         if command not in commands:

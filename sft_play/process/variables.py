@@ -32,8 +32,8 @@ MAINTAINING = _names("@maintaining")
 """Targets of benchmarks/Makefile."""
 COMMANDS_OF_MAKE = _names("@commands_of_make")
 """Targets that are not commands of `sft-play`."""
-FLAGS: Dict[str, Tuple[str, ...]] = {flag: _names(text) for flag, text in _TABLE["flags"].items()}
-"""Flags that are not variables, and the commands that take them."""
+FLAGS: Dict[str, Dict[str, Any]] = {flag: {**row, "for": _names(row["for"])} for flag, row in _TABLE["flags"].items()}
+"""Flags that are not variables: the commands that take them, their help, and the setting for which some stand."""
 SETTINGS: Dict[str, str] = _TABLE["settings"]
 """Variables of some targets whose names stand for a setting where a run is trained or described."""
 OTHER_WORDS = {word: name for name, words in _TABLE["other_words"].items() for word in words.split()}
