@@ -137,9 +137,8 @@ def _counts_gpus(environment: Mapping[str, str], rank: str, world: str) -> dict[
 def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
     """Raises ConfigError where Slurm started this command several times, each of which would be a separate run."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
-    if nodes > 1 or rank_variables(environment) or "SLURM_PROCID" not in environment:
-        return
-    if not tasks.isdigit() or int(tasks) < 2:
+    is_several = "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) > 1
+    if not is_several or nodes > 1 or rank_variables(environment):
         return
     raise ConfigError(
         f"srun started this command {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would be a separate run: "
@@ -259,12 +258,9 @@ def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_
     address, port = values.get(of_address, "").strip() or None, whole_number(values, of_port, least=1)
     if port is not None and port > 65_535:
         raise ConfigError(f"{of_port}={port} is not a port; ports go from 1 to 65535")
-    if (rank or 0) >= count and not values.get(of_count, "").strip():
-        raise ConfigError(
-            f"{of_rank}={rank} names one of several nodes, but {of_count}= does not say how many there are"
-        )
     if (rank or 0) >= count:
-        raise ConfigError(f"{of_rank}={rank} is not one of {of_count}={count}: ranks go from 0 to {count - 1}")
+        given = f"{of_count}={count}" if values.get(of_count, "").strip() else f"one node ({of_count}= is not given)"
+        raise ConfigError(f"{of_rank}={rank} is not one of {given}: ranks go from 0 to {count - 1}")
     if count == 1:
         return Nodes(1, 0, address, port)
     if rank is None or address is None:
