@@ -501,7 +501,7 @@ def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
     [
         ({"NNODES": "2", "MASTER_ADDR": "x"}, "NNODES=2 needs NODE_RANK=0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": " "}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
-        ({"NODE_RANK": "1"}, "NODE_RANK=1 is not one of one node (NNODES= is not given)"),
+        ({"NODE_RANK": "1"}, r"NODE_RANK=1 is not one of NNODES=1 \(its default\)"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h:29500"}, "the port goes into MASTER_PORT="),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is not a port"),
     ],

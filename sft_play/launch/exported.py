@@ -259,8 +259,8 @@ def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_
     if port is not None and port > 65_535:
         raise ConfigError(f"{of_port}={port} is not a port; ports go from 1 to 65535")
     if (rank or 0) >= count:
-        given = f"{of_count}={count}" if values.get(of_count, "").strip() else f"one node ({of_count}= is not given)"
-        raise ConfigError(f"{of_rank}={rank} is not one of {given}: ranks go from 0 to {count - 1}")
+        default = "" if values.get(of_count, "").strip() else " (its default)"
+        raise ConfigError(f"{of_rank}={rank} is not one of {of_count}={count}{default}: ranks go from 0 to {count - 1}")
     if count == 1:
         return Nodes(1, 0, address, port)
     if rank is None or address is None:
