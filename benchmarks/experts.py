@@ -18,12 +18,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks import starter_language as language
 from benchmarks.steps import material
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.starter import language
 
 QWEN, OSS = "Qwen/Qwen3-30B-A3B", "openai/gpt-oss-20b"
 SHORT = 3

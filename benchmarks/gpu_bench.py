@@ -99,8 +99,8 @@ def write_model(place: Path, name: str) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from benchmarks import starter_language as language
     from benchmarks.starter_base import make_tokenizer
-    from sft_play.starter import language
 
     folder = place.with_name(f"{place.name}.writing")  # a folder with a config and no weights would pass as made
     shutil.rmtree(folder, ignore_errors=True)

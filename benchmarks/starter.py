@@ -27,12 +27,12 @@ from typing import Any
 import yaml
 
 from benchmarks.starter_base import digest
+from benchmarks.starter_language import FOLDER
 from sft_play.facts.hardware import detect
 from sft_play.process.environment import for_another_run, waiting_threads
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
 from sft_play.starter import BASE, CONFIG
-from sft_play.starter.language import FOLDER
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -27,12 +27,13 @@ from typing import Any
 
 import yaml
 
+from benchmarks import starter_language as language
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import KNOWN_MODELS
 from sft_play.process.environment import for_another_run
 from sft_play.runs.files import write_json
 from sft_play.runs.manifest import versions
-from sft_play.starter import BASE, BASE_NAME, language
+from sft_play.starter import BASE, BASE_NAME
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "benchmarks" / "starter_base.json"

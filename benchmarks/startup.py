@@ -74,8 +74,8 @@ class Start:
 
 def make_inputs(folder: Path) -> None:
     """A tiny model, its rows, an empty file, and the run YAMLs of the commands."""
+    from benchmarks import starter_language as language
     from benchmarks.starter_base import make_model, make_tokenizer
-    from sft_play.starter import language
 
     make_tokenizer(language.corpus_documents(seed=language.DEFAULT_SEED)).save_pretrained(folder / "model")
     make_model().save_pretrained(folder / "model")

@@ -78,10 +78,17 @@ class Interrupted(SftPlayError, KeyboardInterrupt):
 @contextlib.contextmanager
 def in_stage(name: str | None) -> Iterator[None]:
     """Adds the name of a curriculum's stage to errors about it; None: the run has none."""
+    with about(name and f"stage {name}"):
+        yield
+
+
+@contextlib.contextmanager
+def about(words: str | None) -> Iterator[None]:
+    """Puts words before the message of an error; None: nothing."""
     try:
         yield
     except SftPlayError as error:
-        if name is None:
+        if words is None:
             raise
         # the cause is read again: a plan that does not fit is on the first error (cli._refused_plan)
-        raise type(error)(f"stage {name}: {error}") from error
+        raise type(error)(f"{words}: {error}") from error

@@ -22,11 +22,11 @@ from sft_play.planner.batching import BatchPlan, arithmetic, effective_batch, sp
 from sft_play.planner.layout import Stopped
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.show import batch_lines
-from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
+from sft_play.starting.plan_run import kept_of
 from sft_play.starting.plan_stages import plan_ranks
-from sft_play.starting.resumed import kept_of
 from sft_play.training.checkpoints.checkpoints import path_of
 from tests.models import uneven_run
 from tests.test_distributed import start as call

@@ -158,7 +158,7 @@ def few_prices(monkeypatch):
     """Three machines, so that a test takes no longer."""
     few = [(price, count) for price, count in cheapest() if (price.gpu, count) in (("H100", 1), ("L4", 1), ("T4", 1))]
     assert len(few) == 3
-    monkeypatch.setattr("sft_play.starting.budget.cheapest", lambda: few)
+    monkeypatch.setattr("sft_play.commands.plan.cheapest", lambda: few)
 
 
 def test_the_plan_is_that_of_the_cheapest_machine_and_the_json_has_all(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from sft_play.commands.answer import Answer
 from sft_play.commands.diagnosing import check as check_run
 from sft_play.commands.preparing import full_pipeline
-from sft_play.commands.preview import preview
-from sft_play.commands.render import Renderings, render
+from sft_play.commands.rows import preview, render
 from sft_play.config.load import load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data import checks
@@ -413,7 +413,7 @@ def test_what_comes_from_files_is_escaped_on_the_page():
 # --- render -----------------------------------------------------------------------------------------------------------
 
 
-def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> Renderings:
+def rendered(config: Path, *words: str, out: Path | None = None, force: bool = False) -> Answer:
     return render(load_config(config, overrides=words), out=out, force=force)
 
 
@@ -431,7 +431,7 @@ def test_rows_are_rendered_in_order_with_their_spans(tiny_llama, tmp_path, monke
     assert [line["where"].rpartition(":")[2] for line in lines] == [str(n) for n in range(1, 41)]
     assert len((tmp_path / "data/rendered/val.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "data/rendered/test.jsonl").exists()
-    assert answer.files[0].as_json()["trained"] == sum(line["trained"] for line in lines)
+    assert answer.data["files"][0]["trained"] == sum(line["trained"] for line in lines)
 
 
 def test_a_rendered_file_that_was_edited_is_not_written_over(tiny_llama, tmp_path):
@@ -454,8 +454,8 @@ def test_bad_rows_stop_rendering_with_nothing_written_unless_they_are_skipped(ti
         rendered(config, out=out)
     assert not out.exists()
     answer = rendered(config, "data.on_bad_row=skip", out=out)
-    assert answer.files[0].as_json()["rows"] == 40
-    assert "messages is empty" in "\n".join(answer.lines())
+    assert answer.data["files"][0]["rows"] == 40
+    assert "messages is empty" in "\n".join(answer.lines)
 
 
 def test_a_file_that_is_read_is_never_written_over(tiny_llama, tmp_path):
@@ -487,31 +487,32 @@ def pipeline_yaml(folder: Path, model: Path, **data: Any) -> Path:
     return path
 
 
+def piped(config: Path, *, style: str | None = None, force: bool = False, why: bool = False) -> Answer:
+    return full_pipeline(load_config(config), detect(), style=style, force=force, why=why)
+
+
 def test_the_whole_way_processes_renders_and_checks(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    answer = full_pipeline(pipeline_yaml(tmp_path, tiny_llama), (), detect(), style=None, force=False)
-    assert answer.ok, "\n".join(answer.lines())
-    assert [name for name, _ in answer.steps] == ["process", "render", "check"]
+    answer = piped(pipeline_yaml(tmp_path, tiny_llama), why=True)
+    assert answer.data["ok"], "\n".join(answer.lines)
+    assert [step["name"] for step in answer.data["steps"]] == ["process", "render", "check"]
     assert (tmp_path / "data/processed/train.jsonl").is_file()
     assert (tmp_path / "data/rendered/train.jsonl").is_file()
-    assert "which was written just now" in "\n".join(answer.lines())
+    assert "which was written just now" in "\n".join(answer.lines)
     # on the screen the check is what is wrong and the verdict
-    shown, whole = answer.screen(), answer.lines()
-    at = shown.index("== check ==")
-    assert shown[:at] == whole[:at]
-    assert shown[at + 1 :] == [*dict(answer.steps)["check"].screen()]
-    assert shown[-1].startswith("Ready to train: ")
-    assert len(shown) < len(whole) - 10
+    (whole,), (shown,) = answer.lines, piped(tmp_path / "run.yaml", force=True).lines
+    assert shown.splitlines()[-1].startswith("Ready to train: ")
+    assert len(shown.splitlines()) < len(whole.splitlines()) - 10
 
 
 def test_the_whole_way_with_a_style_reads_what_style_wrote(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = pipeline_yaml(tmp_path, tiny_llama)
-    answer = full_pipeline(config, (), detect(), style="You are terse.", force=False)
-    assert [name for name, _ in answer.steps] == ["process", "style", "render", "check"], answer.lines()
+    answer = piped(config, style="You are terse.")
+    assert [step["name"] for step in answer.data["steps"]] == ["process", "style", "render", "check"], answer.lines
     first = json.loads((tmp_path / "data/rendered/train.jsonl").read_text().splitlines()[0])
     assert first["text"].startswith("<|im_start|>system\nYou are terse.<|im_end|>\n")
-    said = "\n".join(answer.lines())
+    said = "\n".join(answer.lines)
     assert "make train with this config reads data.train_path=data/processed/train.jsonl" in said
     assert "checked below is data/processed_with_style/train.jsonl" in said
 
@@ -521,29 +522,27 @@ def test_the_whole_way_stops_at_the_first_problem_and_keeps_what_came_before(tin
     config = pipeline_yaml(tmp_path, tiny_llama)
     (tmp_path / "data/rendered").mkdir(parents=True)
     (tmp_path / "data/rendered/train.jsonl").write_text("mine\n")
-    answer = full_pipeline(config, (), detect(), style=None, force=False)
-    assert not answer.ok
-    assert [name for name, _ in answer.steps] == ["process"]
-    assert answer.stopped is not None
-    assert answer.stopped[0] == "render"
+    answer = piped(config)
+    assert not answer.data["ok"]
+    assert [step["name"] for step in answer.data["steps"]] == ["process"]
     assert (tmp_path / "data/processed/train.jsonl").is_file()
     assert (tmp_path / "data/rendered/train.jsonl").read_text() == "mine\n"
-    assert answer.as_json()["stopped"]["name"] == "render"
+    assert answer.data["stopped"]["name"] == "render"
 
 
 def test_the_whole_way_stops_at_bad_raw_rows(tiny_llama, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = pipeline_yaml(tmp_path, tiny_llama)
     write_rows(tmp_path / "data/raw/bad.jsonl", [{"question": 1, "answer": None}])
-    answer = full_pipeline(config, (), detect(), style=None, force=False)
-    assert not answer.ok
-    assert [name for name, _ in answer.steps if name != "process"] == []
+    answer = piped(config)
+    assert not answer.data["ok"]
+    assert [step["name"] for step in answer.data["steps"] if step["name"] != "process"] == []
     assert not (tmp_path / "data/processed/train.jsonl").exists()
 
 
 def test_the_pipeline_loads_no_heavy_library_before_it_is_needed():
     code = (
-        "import sys, sft_play.commands.preparing, sft_play.commands.preview; "
+        "import sys, sft_play.commands.preparing, sft_play.commands.rows; "
         "sys.exit([name for name in ('torch', 'transformers', 'datasets') if name in sys.modules] or 0)"
     )
     answer = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)

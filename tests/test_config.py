@@ -9,7 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from sft_play.config.leaves import REFERENCE, SCHEMA, json_schema, leaves, reference_yaml, sections
+from benchmarks.generate import REFERENCE, SCHEMA, json_schema, reference_yaml
+from sft_play.config.leaves import leaves, sections
 from sft_play.config.load import config_from_text, differing_keys, load_config, resolved, split_overrides
 from sft_play.config.yaml_io import parse
 from sft_play.errors import ConfigError

@@ -87,7 +87,10 @@ def test_the_image_has_what_setup_and_make_read_and_nothing_else_of_a_checkout(t
 
 def test_jobs_and_devcontainer_find_the_project_where_the_image_has_it():
     place = next(rest for word, rest in STEPS if word == "WORKDIR")
-    assert f'"{place}/scripts/train_distributed.sh"' in (ROOT / "sft_play" / "launch" / "jobs.py").read_text()
+    assert (
+        f'"{place}/scripts/train_distributed.sh"'
+        in (ROOT / "sft_play" / "commands" / "jobs" / "kubeflow.yaml.jinja").read_text()
+    )
     container = json.loads((ROOT / ".devcontainer" / "devcontainer.json").read_text())
     folder = ROOT / ".devcontainer"
     assert (folder / container["build"]["dockerfile"]).resolve() == ROOT / "Dockerfile"

@@ -55,6 +55,23 @@ SCHEMAS = {
             "sections": mapping(TEXT),
         }
     ),
+    "commands/commands.json": mapping(record({"file": TEXT, "help": TEXT})),
+    "process/variables.json": record(
+        {
+            "groups": mapping(TEXT),
+            "targets": mapping(TEXT),
+            "flags": mapping(
+                record({"for": TEXT, "help": {"type": "string"}}, switch=YES, setting={"enum": list(leaves())})
+            ),
+            "variables": mapping(
+                record({"for": TEXT, "help": TEXT, "example": TEXT}, kind=TEXT, of=TEXT, ranks=TEXT, flag=YES)
+            ),
+            "settings": mapping({"enum": list(leaves())}),
+            "other_words": mapping(TEXT),
+            "of_others": TEXT,
+            "others": TEXT,
+        }
+    ),
     "launch/deepspeed/keys.json": record(
         {
             "sources": listed(TEXT),

@@ -223,9 +223,9 @@ def test_the_command_stops_before_anything_is_made(command, config, monkeypatch,
 
 
 def test_a_plan_for_the_cpu_says_that_a_run_would_stop(command, monkeypatch, tmp_path, tiny_llama, sums):
-    from sft_play.commands import machine
+    from sft_play.commands import request
 
-    monkeypatch.setattr(machine, "detect", lambda: CPU)
+    monkeypatch.setattr(request, "detect", lambda: CPU)
     monkeypatch.setattr(launched, "read_devices", lambda _: nvidia())
     path = tmp_path / "own.yaml"
     path.write_text(json.dumps({"model": {"name": str(tiny_llama)}, "data": {"train_path": str(sums)}}))

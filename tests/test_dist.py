@@ -211,7 +211,7 @@ def test_what_is_no_config_is_one_message(config):
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, {}, "offload_param needs stage 3"),
         ({"zero_optimisation": {"stage": 2}}, {}, "the nearest is zero_optimization"),
         ({"zero_optimization": {"stage": 5}}, {}, "stage: 5 is not valid"),
-        ("{", {}, "not valid JSON"),
+        ("{", {}, "not valid YAML"),
     ],
 )
 def test_what_contradicts_the_deepspeed_file_is_said_with_the_rest(tmp_path, file, settings, said):
@@ -224,7 +224,7 @@ def test_what_contradicts_the_deepspeed_file_is_said_with_the_rest(tmp_path, fil
 
 
 def test_a_yaml_deepspeed_file_beside_the_settings_is_found(tmp_path):
-    write(tmp_path / "ds.yaml", "zero_optimization: {stage: 3}\nbf16: true\n")
+    write(tmp_path / "ds.yaml", "zero_optimization: {stage: 3}\nbf16: {enabled: true}\n")
     config = write(tmp_path / "my.yaml", "backend: deepspeed\ndeepspeed_config: ds.yaml\nzero3_offload: true\n")
     found = asked(config, device=CPU, has_deepspeed=True)
     assert found.deepspeed is not None

@@ -219,7 +219,7 @@ def test_several_nodes_meet_where_they_are_told():
     [
         ({"RANK": "0"}, "not WORLD_SIZE"),
         ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "a rank is 0 to WORLD_SIZE - 1"),
-        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x in the environment is not a number"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK=x is not a whole number from 0"),
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(environment, message):

@@ -111,11 +111,10 @@ def test_what_the_user_said_of_the_allocator_stands(tmp_path, monkeypatch, name,
 def test_the_allocators_setting_is_said_and_what_no_simulation_covers():
     assert allocator_words({}) == "Allocator: PyTorch's default, segments of fixed size"
     assert allocator_words({ALLOCATOR: GROWING}) == "Allocator: PYTORCH_ALLOC_CONF=expandable_segments:True"
-    older = {"PYTORCH_CUDA_ALLOC_CONF": "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:True"}
-    assert "; roundup_power2_divisions is not simulated" in allocator_words(older)
-    two = allocator_words({ALLOCATOR: "max_split_size_mb:64,backend:native", **older})
-    assert two.startswith("Allocator: PYTORCH_ALLOC_CONF=")  # which torch reads first
-    assert "max_split_size_mb, backend are not simulated" in two
+    others = {ALLOCATOR: "max_split_size_mb:64,backend:native", "PYTORCH_CUDA_ALLOC_CONF": GROWING}
+    said = allocator_words(others)
+    assert said.startswith("Allocator: PYTORCH_ALLOC_CONF=max")  # which torch reads first
+    assert said.endswith("the plan's bound covers expandable_segments alone")
 
 
 def test_a_rank_and_another_run_inherit_the_allocators_setting():

@@ -721,9 +721,9 @@ def test_the_commands_answer_in_words_and_json(exported, command):
 
 def test_the_starters_model_and_tokenizer_pass(tmp_path):
     """Its base before training: the same class, tokenizer and template."""
+    from benchmarks import starter_language as language
     from benchmarks.starter_base import make_model
     from benchmarks.starter_base import make_tokenizer as starter_tokenizer
-    from sft_play.starter import language
 
     converter()
     base = tmp_path / "base"

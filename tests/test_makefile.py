@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.generate import with_variables
 from sft_play.cli import main
-from sft_play.commands.developing import with_variables
 from sft_play.process import variables
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,6 +157,7 @@ def copy(tmp_path):
         "spelling.py",
         "process/__init__.py",
         "process/variables.py",
+        "process/variables.json",
     ):
         shutil.copy(ROOT / "sft_play" / name, folder / "sft_play" / name)
     return folder

@@ -23,8 +23,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.models.families import FAMILIES, TENSOR_PARALLEL
 from sft_play.launch import launch_options
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
-from sft_play.launch.accelerate.reading import mesh_in, read_accelerate_file
+from sft_play.launch.accelerate import accelerate_choices, drop_accelerate, mesh_in, read_accelerate_file
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.questions import largest_that_fits
 from sft_play.planner.advice.suggestions import make_advised_plan
@@ -460,7 +459,7 @@ def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(
     mesh, layout, tmp_path, tiny_llama, monkeypatch, command
 ):
     words = ["--config", str(uneven_run(tmp_path, tiny_llama)), "tuning.mode=lora", f"model.mesh_shape={mesh}"]
-    monkeypatch.setattr("sft_play.commands.machine.detect", lambda: cpu(1))
+    monkeypatch.setattr("sft_play.commands.request.detect", lambda: cpu(1))
     code, said = command("plan", "--json", *words)
     assert code == 0, said
     plan = json.loads(said.splitlines()[0])

@@ -19,7 +19,6 @@ from sft_play.launch import machine as of_ranks
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import launch_options_of
 from sft_play.planner.plan import PlanRequest, make_plan
-from sft_play.starting import plan_stages
 
 GIB = 2**30
 KINDS = {"NVIDIA A100 80GB PCIe": 80, "NVIDIA GeForce RTX 4090": 24, "NVIDIA L4": 23, "NVIDIA GeForce RTX 3060": 12}
@@ -120,12 +119,3 @@ def test_a_plan_of_a_mixed_machine_says_that_it_goes_by_the_smallest(monkeypatch
     assert detect({}).notes == ("the GPUs have 40 to 80 GiB: plans go by the smallest",)
     monkeypatch.setattr(visible_gpus, "_probe_gpus", lambda: found[1:])
     assert detect({}).notes == ()
-
-
-def test_one_gpu_of_a_mixed_machine_is_told_what_those_that_are_alike_would_do(monkeypatch, caplog):
-    config = config_from_text("model: {name: Qwen/Qwen2.5-0.5B}\n", name="run.yaml")
-    whole = machine("NVIDIA GeForce RTX 3060", "NVIDIA A100 80GB PCIe", "NVIDIA A100 80GB PCIe")
-    plan = make_plan(PlanRequest(config, shape_of("Qwen/Qwen2.5-0.5B"), whole.first(1)))
-    with caplog.at_level("DEBUG"):
-        plan_stages.log_what_all_would_do(config, whole, plan)
-    assert "On the alike 2 GPUs the plan would use ddp (make train-distributed GPUS=1,2)" in caplog.text

@@ -23,8 +23,7 @@ from sft_play.commands.request import Request, read_request
 from sft_play.config import other_tools
 from sft_play.config.leaves import leaves
 from sft_play.config.load import config_from_text, load_config
-from sft_play.config.translated import translate
-from sft_play.config.written import run_yaml
+from sft_play.config.translated import run_yaml, translate
 from sft_play.data.first_look import first_look
 from sft_play.data.sources.column_words import guessed_columns
 from sft_play.data.sources.examples import look_at
@@ -152,7 +151,7 @@ def test_the_mode_is_one_that_fits_the_machine(machine, tmp_path, monkeypatch):
 def test_on_a_cpu_it_is_said_how_long_the_run_takes_or_that_it_would_stop(model, rows, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
-    monkeypatch.setattr("sft_play.commands.machine.detect", lambda: machine)
+    monkeypatch.setattr("sft_play.commands.request.detect", lambda: machine)
     monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
     monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)
     row = json.dumps({"prompt": "what is it? " * 20, "completion": "it is this. " * 30}) + "\n"

@@ -24,7 +24,7 @@ from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, HardwareError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.network import Nodes
-from sft_play.launch.accelerate.reading import read_accelerate_file
+from sft_play.launch.accelerate import read_accelerate_file
 from sft_play.launch.exported import Ranks
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.launch.machine import choose_interface
@@ -501,7 +501,7 @@ def test_a_rank_among_several_nodes_is_given_the_interface_to_the_others():
     [
         ({"NNODES": "2", "MASTER_ADDR": "x"}, "NNODES=2 needs NODE_RANK=0 to 1"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": " "}, "needs NODE_RANK=0 to 1 and MASTER_ADDR="),
-        ({"NODE_RANK": "1"}, "NNODES= does not say how many there are"),
+        ({"NODE_RANK": "1"}, r"NODE_RANK=1 is not one of NNODES=1 \(its default\)"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h:29500"}, "the port goes into MASTER_PORT="),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99999"}, "is not a port"),
     ],

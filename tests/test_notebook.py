@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from sft_play.commands import run_notebook as notebook
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware, detect, named
-from sft_play.starting import notebook
 from tests import warm
 from tests.conftest import ROOT
 
@@ -70,7 +70,7 @@ def test_other_magic_is_refused_all_at_once_before_anything_runs(tmp_path):
     ("content", "said"),
     [
         (b"{", "not valid JSON"),
-        (b"\xff\xfe", "not valid JSON"),
+        (b"\xff\xfe", "is not UTF-8"),
         (b"[]", "is not a notebook of format 4 (nbformat: None)"),
         (b'{"nbformat": 3, "worksheets": []}', "nbformat: 3"),
         (b'{"nbformat": 4, "cells": 5}', "is not a notebook of format 4"),

@@ -28,8 +28,8 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.gradients import adapter_dtype
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
-from sft_play.runs.creation import new_folder, resumes
 from sft_play.runs.folder import FORMAT, RunFolder
+from sft_play.runs.lookup import new_folder, resumes
 from tests.conftest import chat, need_documents_extra
 
 GIB = 2**30

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.planner.batching import BatchPlan
 from sft_play.planner.layout import Stopped
-from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest
-from sft_play.starting.resumed import kept_of
+from sft_play.starting.plan_run import kept_of
 from sft_play.training.checkpoints.checkpoints import path_of
 from sft_play.training.prepare.device_checks import out_of_memory_message
 from sft_play.units import GIB

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from sft_play.commands.preview import Preview
-from sft_play.commands.preview import preview as preview_of
+from sft_play.commands.rows import Preview
+from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
 from sft_play.data.masks.words import BYTE_LETTERS
 from sft_play.data.preview import Gap, Shown, example_line, plain_lines, shortened, spread_out, terminal_text

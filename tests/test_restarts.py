@@ -20,7 +20,7 @@ from sft_play.runs.folder import DIED, FORMAT, RESTARTS, RunFolder
 from sft_play.runs.ran_out import RanOut, leave
 from sft_play.starting import launch_ranks
 from sft_play.starting import start as starting
-from sft_play.starting.restarts import Restarts
+from sft_play.starting.start import Restarts
 from sft_play.training.checkpoints import checkpoints
 from tests import warm
 from tests.conftest import ROOT, clean_environment
@@ -164,11 +164,11 @@ def test_an_agent_that_is_killed_is_a_death_unless_a_stop_was_asked_for(tmp_path
     [
         ({"MAX_RESTARTS": "-1"}, (), "MAX_RESTARTS=-1 is not a whole number from 0"),
         ({"MAX_RESTARTS": "2", "NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1"}, (),
-         "MAX_RESTARTS=2 starts the processes of one machine again, and this run is over 2"),
+         "MAX_RESTARTS=2 starts processes again that this command has started on one machine"),
         ({"MAX_RESTARTS": "2"}, ("tuning.backend=unsloth",),
          "MAX_RESTARTS=2 does not watch the processes of tuning.backend=unsloth"),
         ({"MAX_RESTARTS": "2", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (),
-         "MAX_RESTARTS=2 is for processes that this command starts, and another launcher started this one"),
+         "MAX_RESTARTS=2 starts processes again that this command has started on one machine"),
     ],
 )  # fmt: skip
 def test_where_nothing_could_be_started_again_it_is_refused(command, config, monkeypatch, environ, words, said):

@@ -15,11 +15,10 @@ import pytest
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
 from sft_play.log import escape_control, one_line, redact
-from sft_play.runs import creation
-from sft_play.runs.creation import create_run, new_folder
+from sft_play.runs import lookup as creation
 from sft_play.runs.files import keep_metrics_until, write_json
 from sft_play.runs.locking import LAUNCHER, LOCK, WRITER, lock
-from sft_play.runs.lookup import find_resumable
+from sft_play.runs.lookup import create_run, find_resumable, new_folder
 from sft_play.runs.manifest import check_same_run, git_state, new_manifest
 from tests.conftest import ROOT
 
@@ -417,7 +416,7 @@ import os, random, sys, time
 from pathlib import Path
 from sft_play.config.load import LoadedConfig, config_from_text
 from sft_play.errors import RunFolderError
-from sft_play.runs.creation import create_run, new_folder
+from sft_play.runs.lookup import create_run, new_folder
 from sft_play.runs.folder import FORMAT
 from sft_play.runs.locking import lock
 base, seed = Path(sys.argv[1]), int(sys.argv[2])

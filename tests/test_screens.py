@@ -156,7 +156,7 @@ def test_a_plan_says_that_a_run_would_stop_where_it_does(command, monkeypatch):
     """A 3B on a CPU: the plan said that it fits, and named a command that is refused."""
     monkeypatch.chdir(ROOT)
     machine = dataclasses.replace(named("cpu,ram=64GiB,cores=8"), named=False)
-    for name in ("sft_play.commands.machine.detect", "sft_play.starting.start.detect"):
+    for name in ("sft_play.commands.request.detect", "sft_play.starting.start.detect"):
         monkeypatch.setattr(name, lambda: machine)
     monkeypatch.setattr("sft_play.launch.machine.read_devices", lambda environment: ())
     monkeypatch.setattr("sft_play.launch.machine.unseen", lambda devices: None)

@@ -325,7 +325,7 @@ def test_chance_is_the_loss_of_guessing_by_frequency():
 
 
 def test_the_general_sample_is_broad_and_no_training_data_of_the_starter():
-    from sft_play.starter.language import DEFAULT_SEED, chat_rows, corpus_documents, normalised
+    from benchmarks.starter_language import DEFAULT_SEED, chat_rows, corpus_documents, normalised
 
     sample = general_sample()
     texts = [text for _, text in sample.texts]

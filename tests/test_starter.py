@@ -15,10 +15,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import starter_base
-from sft_play.facts.models.architecture import KNOWN_MODELS, local_folder
-from sft_play.facts.models.decoder import parse_config
-from sft_play.starter import BASE, BASE_NAME, language
-from sft_play.starter.language import (
+from benchmarks import starter_language as language
+from benchmarks.starter_language import (
     DEFAULT_SEED,
     FOLDER,
     VALUES,
@@ -27,6 +25,9 @@ from sft_play.starter.language import (
     corpus_documents,
     normalised,
 )
+from sft_play.facts.models.architecture import KNOWN_MODELS, local_folder
+from sft_play.facts.models.decoder import parse_config
+from sft_play.starter import BASE, BASE_NAME
 from tests import warm
 from tests.conftest import ROOT, shared
 from tests.converter import converter
@@ -49,7 +50,7 @@ def test_the_bundled_files_are_what_the_generator_makes():
 
 def test_the_same_seed_makes_the_same_rows_whatever_the_hash_seed():
     code = (
-        "import hashlib, json; from sft_play.starter.language import *; "
+        "import hashlib, json; from benchmarks.starter_language import *; "
         "print(hashlib.sha256(json.dumps([chat_rows(seed=3), corpus_documents(seed=3)]).encode()).hexdigest())"
     )
     made = {

@@ -18,10 +18,10 @@ from sft_play.data.sources import examples
 from sft_play.data.sources.files import data_paths
 from sft_play.errors import DataError, RunFolderError
 from sft_play.process import heap
-from sft_play.runs.creation import require_writable
 from sft_play.runs.files import write_json
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.runs.locking import lock
+from sft_play.runs.lookup import require_writable
 from tests.conftest import ROOT, chat
 
 HEAVY = ("torch", "transformers", "datasets", "trl", "peft", "accelerate", "bitsandbytes", "deepspeed", "pandas")

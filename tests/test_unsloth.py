@@ -29,8 +29,8 @@ from sft_play.errors import BackendError, DoesNotFit, Interrupted, ModelError, R
 from sft_play.facts.hardware import named
 from sft_play.planner.precision import Precision
 from sft_play.process.failures import Failure
-from sft_play.runs.creation import create_run
 from sft_play.runs.folder import RunFolder
+from sft_play.runs.lookup import create_run
 from sft_play.runs.manifest import check_same_run, new_manifest, versions
 from sft_play.starting.plan_run import plan_for
 from sft_play.training.checkpoints import checkpoints

@@ -23,7 +23,7 @@ from sft_play.planner.memory.structure import numbers
 from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.precision import Precision, with_updates
 from sft_play.runs.folder import FORMAT, RunFolder
-from sft_play.starting import resumed
+from sft_play.starting import plan_run
 from sft_play.training.checkpoints import gathered_weights
 from sft_play.training.checkpoints.checkpoints import path_of
 from sft_play.training.loop.rounding import round_stochastically, rounding
@@ -338,11 +338,11 @@ def test_a_run_is_resumed_with_the_updates_that_it_was_started_with(tmp_path, la
     folder.write_json("manifest.json", {"format": FORMAT, "batch": batch, "layout": layout, "processes": 1})
     folder.write_json("plan.json", {"precision": {"updates": updates}})
     path_of(folder.checkpoints, 1).mkdir(parents=True)  # without a step nothing is kept
-    stopped = resumed.stopped_run(folder)
+    stopped = plan_run.stopped_run(folder)
     for wish in ("auto", "stochastic"):
         config = run("full", f"train: {{weight_updates: {wish}}}")
         is_kept = wish == "auto" and layout in ("single", "ddp")
-        kept = resumed.kept_of(config, stopped, 1).updates
+        kept = plan_run.kept_of(config, stopped, 1).updates
         assert kept == (updates if is_kept else None)
         if layout in ("single", "ddp"):
             for masters in (True, False):

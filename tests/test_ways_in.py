@@ -15,7 +15,6 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 from hypothesis import given, settings
@@ -28,12 +27,14 @@ from sft_play.facts.hardware import named
 from sft_play.facts.network import Nodes
 from sft_play.launch import exported
 from sft_play.launch import machine as of_ranks
-from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate, refuse_too_few_processes
-from sft_play.launch.accelerate.reading import (
+from sft_play.launch.accelerate import (
+    accelerate_choices,
     accelerate_place,
+    drop_accelerate,
     find_accelerate_file,
     read_accelerate_file,
     read_found_file,
+    refuse_too_few_processes,
 )
 from sft_play.launch.exported import (
     _MPI,
@@ -312,38 +313,12 @@ def test_a_broken_file_of_accelerate_does_not_stop_one_process(tmp_path, monkeyp
 # --- accelerate launch ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("words", "asked"),
-    [
-        (["accelerate", "launch", "--num_processes", "2", "train.py"], "2 processes"),
-        (["accelerate", "launch", "--num-processes=4", "--cpu", "train.py"], "4 processes"),
-        (["accelerate-launch", "--config_file", "FILE", "train.py"], "6 processes"),
-        (["accelerate", "launch", "train.py"], "several processes"),
-        (["accelerate", "launch", "--num_processes", "1", "train.py"], None),
-        (["tini", "-n", "1", "--", "bash"], "several processes"),
-    ],
-)
-def test_accelerate_that_starts_one_process_instead_of_several_is_noticed(tmp_path, monkeypatch, words, asked):
-    file = accelerate_file(tmp_path / "six.yaml", "MULTI_CPU", num_processes=6, use_cpu=True)
-
-    class Parent:
-        def cmdline(self) -> list[str]:
-            return ["python", *(str(file) if word == "FILE" else word for word in words)]
-
-    class Here:
-        def parents(self) -> list[Parent]:
-            return [Parent()]
-
-    monkeypatch.setattr(psutil, "Process", Here)
-    monkeypatch.chdir(tmp_path)
+def test_accelerate_that_starts_one_process_instead_of_several_is_noticed():
     environment = {**BY_ACCELERATE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     refuse_too_few_processes({**BY_ACCELERATE})
     refuse_too_few_processes({"MASTER_ADDR": "127.0.0.1"})
     refuse_too_few_processes({**environment, "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
-    if asked is None:
-        refuse_too_few_processes(environment)
-        return
-    with pytest.raises(ConfigError, match=f"was asked for {asked} and started 1"):
+    with pytest.raises(ConfigError, match=r"several processes .* and started 1"):
         refuse_too_few_processes(environment)
 
 
@@ -422,12 +397,9 @@ def test_a_plan_ends_with_the_command_of_each_node(command: Command, machine, no
     if nodes == 1:
         assert "Launch: make train-distributed" in lines[-1]
         return
-    tail = lines[-2:] if nodes == 2 else lines[-3:-1]
-    for node, line in enumerate(tail):
-        assert f"on node {node}: make train-distributed CONFIG=configs/run_lora.yaml" in line
-        assert f"NNODES={nodes} NODE_RANK={node} MASTER_ADDR=NODE0 MASTER_PORT=29500" in line
-    if nodes == 4:
-        assert lines[-1].endswith("on node 2 to 3: the same with NODE_RANK=2 to 3")
+    assert "on node 0: make train-distributed CONFIG=configs/run_lora.yaml" in lines[-2]
+    assert f"NNODES={nodes} NODE_RANK=0 MASTER_ADDR=NODE0 MASTER_PORT=29500" in lines[-2]
+    assert lines[-1].endswith(f"on the others: the same with NODE_RANK=1{' to 3' if nodes == 4 else ''}")
 
 
 # --- recipes, run -----------------------------------------------------------------------------------------------------
@@ -562,9 +534,9 @@ def test_accelerate_launch_over_two_nodes(world, alone, tmp_path):
 def test_accelerate_launch_that_starts_one_cpu_process_of_two_stops(world, tmp_path):
     file = accelerate_file(tmp_path / "cpu.yaml", "MULTI_CPU", use_cpu=True)
     launcher = [program("accelerate"), "launch", "--config_file", str(file), "scripts/train.py"]
-    (ended,) = together(world, [run_words(world, "too-few", launcher)[1:]], [{}])  # who started it is looked up
+    (ended,) = together(world, [run_words(world, "too-few", launcher)[1:]], [{}])
     assert ended.returncode != 0
-    assert "accelerate launch was asked for 2 processes and started 1" in ended.stdout
+    assert "accelerate launch was asked for several processes" in ended.stdout
     assert not (world / "outputs" / "too-few").exists()
 
 

@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks import starter_language as language
 from sft_play.facts.models.architecture import KNOWN_MODELS
-from sft_play.starter import language
 
 LARGE = "Qwen/Qwen2.5-0.5B"
 """The model's shape on a GPU."""

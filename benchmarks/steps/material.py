@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.starter import language
+from benchmarks import starter_language as language
 
 SEED = 17
 QUESTION, ANSWER = (16, 0.6), (48, 1.0)

@@ -6,7 +6,7 @@ import json
 import random
 from pathlib import Path
 
-from sft_play.starter import language
+from benchmarks import starter_language as language
 
 ROWS = 37
 """Rows: with an effective batch of 16 an epoch ends with 5, which divide over no number of ranks."""

@@ -1,35 +1,19 @@
 """The commands of `sft-play`: a file for each, or for a family that shares its body.
 
-A file has `HELP` (its commands, each with a line on what it does) and `run(request)`, which returns an `Answer`, or
-only the exit code. `process/variables.py` has the variables of make and the flags that each command takes. A file is
-imported when its command is run.
+`commands.json` has them in the order of the help, each with its file, which is imported when the command is run, and a
+line on what it does. A file has `run(request)`, which returns an `Answer`, or only the exit code.
+`process/variables.json` has the variables of make and the flags that each command takes.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
+from pathlib import Path
 from types import ModuleType
 
-_COMMANDS = {
-    "launching": (
-        *("train", "resume", "train-distributed", "train-deepspeed", "launch-command", "setup-accelerate"),
-        "run-notebook",
-    ),
-    "new": ("new",),
-    "plan": ("plan",),
-    "launch_file": ("launch-file",),
-    "sweep": ("sweep",),
-    "diagnosing": ("check", "doctor", "gpu-info", "memory-check"),
-    "preparing": ("process", "style", "dapt-docx", "full-pipeline"),
-    "render": ("render",),
-    "preview": ("preview",),
-    "boards": ("tensorboard", "tb-open", "tb-stop", "tb-clean"),
-    "finished_runs": ("runs", "prune", "report", "compare", "eval", "ship", "reproduce"),
-    "answering": ("chat", "infer", "serve"),
-    "exporting": ("merge", "merge-test", "export", "export-test", "push", "consolidate"),
-    "developing": ("bench", "memory-model-score", "verify-layouts", "gpu-selftest", "mask-score", "generate"),
-}
-FILES = {command: file for file, commands in _COMMANDS.items() for command in commands}
+_TABLE: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("commands.json").read_text(encoding="utf-8"))
+FILES = {command: row["file"] for command, row in _TABLE.items()}
 """Each command and its file, in the order of the help."""
 INTERNAL = {"rank": "launching"}
 """Commands that the program starts itself, and help does not name."""
@@ -42,5 +26,4 @@ def load(command: str) -> ModuleType:
 
 def help_line(command: str) -> str:
     """What a command does, in a line."""
-    line: str = load(command).HELP[command]
-    return line
+    return _TABLE[command]["help"] if command in _TABLE else "one process of a run over several"

@@ -27,15 +27,12 @@ class Result(Protocol):
     @property
     def ok(self) -> bool:
         """Whether the command succeeded."""
-        ...
 
     def lines(self) -> list[str]:
         """Lines for a person."""
-        ...
 
     def as_json(self) -> Any:
         """Plain data."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,8 @@ def answer_of(result: Result, *, to_out: bool = True) -> Answer:
 
 
 def agreed(request: Request, question: str, *, refusal: str) -> bool:
-    """Whether the user agrees, by YES=1 or at the terminal; no answer is a no.
-
-    Raises:
-        ConfigError: there is no terminal to ask on, or JSON=1 was given: `refusal` says what YES=1 would do.
-    """
+    """Whether the user agrees, by YES=1 or at the terminal; no answer is a no. Raises ConfigError where there is no
+    terminal to ask on, or JSON=1 was given: `refusal` says what YES=1 would do."""
     if request.yes:
         return True
     if request.json or sys.stdin is None or not sys.stdin.isatty():

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, agreed, stdout_to_stderr
-from sft_play.commands.machine import output_dir_of
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, output_dir_of
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.listing import CURVES, parts_of, remove
 from sft_play.launch import tensorboard
@@ -21,13 +20,6 @@ from sft_play.runs.lookup import run_named, runs_in
 from sft_play.units import size_of
 
 logger = logging.getLogger(__name__)
-
-HELP = {
-    "tensorboard": "show the curves of all runs in output.dir, or of RUN; it stays until tb-stop",
-    "tb-open": "open that page in a browser, or say its address",
-    "tb-stop": "stop this project's TensorBoards: all, or those of CONFIG's output.dir or of RUN",
-    "tb-clean": "remove the event files of finished runs, after asking (YES=1)",
-}
 
 
 def run(request: Request) -> Answer:

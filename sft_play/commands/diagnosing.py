@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sft_play.commands.answer import Answer, answer_of, write_out
-from sft_play.commands.machine import asked_machine, output_dir_of, refuse_hardware
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, asked_machine, output_dir_of, refuse_hardware
 from sft_play.config.load import load_config
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose import engines, gpu_info, gpu_page, memory_check, memory_page, run_check
@@ -23,7 +22,7 @@ from sft_play.ending import with_ending, write_json_line
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding
-from sft_play.launch.accelerate.reading import find_accelerate_file, read_found_file
+from sft_play.launch.accelerate import find_accelerate_file, read_found_file
 from sft_play.launch.launch_options import as_the_mesh_says, machine_of_mesh, with_accelerate
 from sft_play.log import output_is_lost
 from sft_play.planner.layout import layouts_over
@@ -33,21 +32,12 @@ from sft_play.starting.row_survey import has_own_lengths
 
 logger = logging.getLogger(__name__)
 
-HELP = {
-    "check": "check everything that can be checked before training, on one page; the exit code tells",
-    "doctor": "look for what breaks a run: versions, drivers, limits, disk, an all-reduce over every rank",
-    "gpu-info": "show GPUs, driver, topology, host and disk; with HARDWARE what a plan would assume of a machine",
-    "memory-check": "show what the ranks of a run hold of each GPU (or of the RAM) beside what was predicted",
-}
-
 
 def run(request: Request) -> Answer | int:
     """The page; of check and doctor exit code 2 where there is a problem."""
     if request.command == "check":
         serve = engines.engine_names(request.serve)
-        report = check(request.config, request.overrides, asked_machine(request), serve=serve)
-        answer = answer_of(report)
-        return answer if request.why else dataclasses.replace(answer, lines=["\n".join(report.screen())])
+        return on_screen(check(request.config, request.overrides, asked_machine(request), serve=serve), why=request.why)
     if request.command == "gpu-info":
         return _gpu_info(request)
     refuse_hardware(request)
@@ -64,6 +54,12 @@ def check(
 ) -> CheckReport:
     """`run_check.check` with the plan that a run would make here."""
     return run_check.check(config_path, overrides, hardware, planner=_planned, also=also, serve=serve)
+
+
+def on_screen(report: CheckReport, *, why: bool) -> Answer:
+    """The answer of a check: with `why` the whole page, else only what a person has to read."""
+    answer = answer_of(report)
+    return answer if why else dataclasses.replace(answer, lines=["\n".join(report.screen())])
 
 
 def _planned(config: RunConfig, hardware: Hardware, lengths: run_check.Lengths) -> Planned:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast, get_args
 
 from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import finished_run, output_dir_of, trusts_code
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, finished_run, output_dir_of, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect
 from sft_play.finished.export.exported import EXPORT, Format, Quant
@@ -27,14 +26,6 @@ from sft_play.runs.lookup import checked_name
 if TYPE_CHECKING:
     from sft_play.finished.export.adapted_model import Base
 
-HELP = {
-    "merge": "merge RUN's adapter into the 16-bit weights of its base, as a model that loads anywhere",
-    "merge-test": "compare the merged model of RUN with its adapter on rows of the run's data",
-    "export": "write RUN's model for an engine: FORMAT=gguf (llama.cpp), ollama or vllm",
-    "export-test": "compare the exported GGUF of RUN with the adapter: prompts, weights and greedy answers",
-    "push": "upload RUN's adapter or model, or the merged one (MERGED=1), to REPO on the hub, after asking",
-    "consolidate": "write the trained weights of RUN's last checkpoint, ZeRO's included, as safetensors",
-}
 _DTYPES = ("bf16", "fp16", "fp32")
 _BASES = ("dequantized", "original")
 _FORMATS, _QUANTS = get_args(Format), get_args(Quant)

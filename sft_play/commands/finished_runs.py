@@ -1,13 +1,15 @@
-"""`eval`, `ship`, `report`, `compare`, `reproduce`, `runs` and `prune`: runs that have ended measured, judged, shown,
-trained again, listed and removed."""
+"""`eval`, `ship`, `report`, `compare`, `reproduce`, `runs`, `prune`, `chat`, `infer` and `serve`: runs that have ended
+measured, judged, shown, trained again, listed and removed; and what they answer."""
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
+from collections.abc import Callable
 
-from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
-from sft_play.commands.machine import finished_run, output_dir_of, require_source
-from sft_play.commands.request import Request
+from sft_play.commands.answer import Answer, agreed, answer_of, give, refuse_place, stdout_to_stderr
+from sft_play.commands.request import Request, finished_run, output_dir_of, require_source
 from sft_play.errors import ConfigError
 from sft_play.finished.evaluate.split_asked import require_split
 from sft_play.finished.listing import What, list_runs, prune, to_prune
@@ -15,26 +17,20 @@ from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, report
-from sft_play.finished.run import find_any
+from sft_play.finished.run import find_any, next_line
+from sft_play.log import one_line
+from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib
 
-HELP = {
-    "eval": "figures of RUN and of its base on held-out rows (or DATA), with the interval of each difference",
-    "ship": "judge RUN: better at its task, nothing else lost, the merge equal to the adapter; exit code 0 or 2",
-    "report": "write one page about RUN: curves, predicted against measured, answers, data, how to reproduce it",
-    "compare": "write one page about RUNS beside each other: what differs, results, curves",
-    "reproduce": "train RUN again from what its folder records, and compare the weights bit for bit",
-    "runs": "list all runs: status, last step, best held-out figure, size, age",
-    "prune": "remove the runs that RUNS names, or only their checkpoints (CHECKPOINTS=1), after asking",
-}
+logger = logging.getLogger(__name__)
 
 
-def run(request: Request) -> Answer:
+def run(request: Request) -> Answer | int:
     """Exit code 2 is: do not ship (ship), or a tensor differs (reproduce)."""
     if request.command == "runs":
         return answer_of(list_runs(output_dir_of(request)))
-    if request.command == "prune":
-        return _prune(request)
+    if request.command in _OTHERS:
+        return _OTHERS[request.command](request)
     if request.command in ("report", "compare"):
         return _show(request)
     if request.command == "ship" and request.replay is not None:
@@ -110,3 +106,89 @@ def _prune(request: Request) -> Answer:
     if not agreed(request, f"Remove\n{listed}\n?", refusal=refusal):
         return Answer(nothing, ["Nothing was removed"])
     return answer_of(prune(output, chosen))
+
+
+# --- their answers: in the terminal, for a file of prompts, or over HTTP ----------------------------------------------
+
+
+_CHAT_TOKENS, _INFER_TOKENS = 512, 256
+
+
+def _infer(request: Request) -> Answer:
+    if request.input is None or request.output is None:
+        examples = {"INPUT=prompts.txt (or .jsonl)": request.input, "OUTPUT=answers.jsonl": request.output}
+        missing = [example for example, given in examples.items() if given is None]
+        raise ConfigError(f"make infer needs {' and '.join(missing)}")
+    require_source(request.input, "INPUT")
+    refuse_place(request.output, "OUTPUT")
+    if request.output.is_dir():
+        raise ConfigError(f"OUTPUT={one_line(str(request.output))} is a folder; name a file")
+    finished = finished_run(request)
+    quiet_libraries()
+    from sft_play.finished.answer.infer import infer
+
+    with stdout_to_stderr(wanted=request.json):
+        most = request.max_new_tokens or _INFER_TOKENS
+        return answer_of(infer(finished, request.input, request.output, max_new_tokens=most))
+
+
+def _chat(request: Request) -> Answer:
+    finished = finished_run(request)
+    quiet_libraries()
+    from sft_play.finished.answer.respond import KEYS, Conversation, Responder
+
+    with stdout_to_stderr(wanted=request.json):
+        responder = Responder(finished)
+        is_terminal = sys.stdin is not None and sys.stdin.isatty()
+
+        def show(text: str) -> None:
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+        conversation = Conversation(
+            responder,
+            show,
+            max_new_tokens=request.max_new_tokens or _CHAT_TOKENS,
+            temperature=request.temperature or 0.0,
+            system=request.system,
+        )
+        if is_terminal:
+            show(f"{finished.folder.path.name}: {finished.config.model.name}. {KEYS}\n")
+        while not conversation.has_ended:
+            try:
+                # input() for its line editing; from a pipe it would write the prompt into the output
+                line = input("> ") if is_terminal else next(sys.stdin, None)
+            except (EOFError, KeyboardInterrupt):
+                break
+            if line is None:
+                break
+            conversation.say(line.rstrip("\n"))
+        if is_terminal:
+            show(f"{next_line('eval', RUN=finished.folder.path)}\n")
+    return Answer({"ok": True, "run": str(finished.folder.path), "messages": conversation.messages})
+
+
+def _serve(request: Request) -> int:
+    """Serve. With JSON=1 (and OUT) its one object is written once the endpoint answers, and the command stays."""
+    from sft_play.finished.answer import serve
+
+    host, port = request.host or serve.DEFAULT_HOST, serve.read_port(request.port)
+    service = serve.service_of(request.engine or serve.ENGINES[0], finished_run(request), host, port)
+    warning = serve.warning_of(host)
+    if warning is not None:
+        logger.warning("%s", warning)
+    with stdout_to_stderr(wanted=request.json):
+        serving = service.start()
+    give(answer_of(serving), request)
+    with stdout_to_stderr(wanted=request.json):
+        code = service.wait()
+    if service.is_busy:
+        # a daemon thread inside torch while the interpreter is torn down aborts the process (SIGABRT)
+        logging.shutdown()
+        os._exit(code)
+    return code
+
+
+_OTHERS: dict[str, Callable[[Request], Answer | int]] = {
+    "prune": _prune, "chat": _chat, "infer": _infer, "serve": _serve,
+}  # fmt: skip

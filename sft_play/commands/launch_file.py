@@ -1,11 +1,21 @@
-"""`launch-file`: a job for a scheduler that trains a run as it is planned, and resumes after a preemption."""
+"""`launch-file`: a job for a scheduler that trains a run as it is planned, and goes on after a preemption.
+
+`jobs/` has a template for each scheduler: Slurm's batch script, which lets `scripts/train_slurm.sbatch` requeue the job
+at its end, a managed job of SkyPilot, whose run folder is in a bucket that the next machines find, and a PyTorchJob of
+Kubeflow with the run YAML in a ConfigMap. Each starts `scripts/train_distributed.sh` once on every node, with a fixed
+`output.name` and `output.if_exists=resume`: a job that is started again continues from the run's last checkpoint, and
+one whose run is finished ends at once.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +26,16 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.files import ROOT, atomic
-from sft_play.launch.jobs import SCHEDULERS, Job, job_name
 from sft_play.log import one_line
 
-HELP = {
-    "launch-file": "write a job for FOR=slurm, skypilot or kubeflow that trains CONFIG and resumes after preemption"
+SCHEDULERS = {
+    "slurm": ("slurm.sbatch.jinja", ".sbatch", "sbatch"),
+    "skypilot": ("skypilot.sky.yaml.jinja", ".sky.yaml", "sky jobs launch"),
+    "kubeflow": ("kubeflow.yaml.jinja", ".kubeflow.yaml", "kubectl apply -f"),
 }
+"""By their names for FOR=: the template, how a job's file is named, and what submits it."""
+GRACE_S = 300
+"""Seconds to save, between the signal and the end; as in `scripts/train_slurm.sbatch`."""
 _SKYPILOTS = {"A100-40GB": "A100"}  # what SkyPilot calls a GPU of the catalogue otherwise
 
 
@@ -30,13 +44,13 @@ def run(request: Request) -> Answer:
     if request.for_ not in SCHEDULERS:
         given = f"FOR={one_line(request.for_)} is not" if request.for_ else "make launch-file needs FOR=,"
         raise ConfigError(f"{given} one of {', '.join(SCHEDULERS)}")
-    text_of, suffix, submits = SCHEDULERS[request.for_]
+    _, suffix, submits = SCHEDULERS[request.for_]
     planned = plan.run(request)
     if planned.refused is not None:
         raise planned.refused
     loaded = load_config(request.config, overrides=request.overrides)
     job = _job(request, loaded, planned.data)
-    path, text = request.out or Path(f"{job.name}{suffix}"), text_of(job)
+    path, text = request.out or Path(f"{job.name}{suffix}"), text_of(request.for_, job)
     _write(path, text, force=request.force)
     command = shlex.join(["scripts/train_distributed.sh", "--config", str(loaded.path), *job.settings])
     doubt = ", predicted not to fit, and tried" if planned.exit_code else ""
@@ -45,6 +59,54 @@ def run(request: Request) -> Answer:
             "nodes": job.nodes, "gpus_per_node": job.gpus_per_node, "text": text}  # fmt: skip
     lines = [f"Written to: {path}, for {place}", f"On each node: {command}", f"Submit: {data['submit']}"]
     return Answer(data, lines, to_out=False)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be started, and where. `words` are those of `sft-play train-distributed` after its config."""
+
+    name: str
+    """The run's name, in the form that Kubernetes takes (`job_name`)."""
+    config: Path
+    words: Sequence[str]
+    nodes: int
+    gpus_per_node: int
+    gpu: str
+    """The GPU's name in the catalogue (`H100`, `RTX 4090`)."""
+    checkout: Path
+    folder: Path
+    """Where the command was given: relative paths of the config begin here."""
+    bucket: str
+    """A name for a bucket of this run."""
+    venv: str | None = None
+    local: Mapping[str, Path] = field(default_factory=dict)
+    """Files and folders of this machine that the run reads, by their names in the config."""
+
+    @property
+    def settings(self) -> list[str]:
+        """Words after the config, with what lets a job that is started again resume."""
+        return [*self.words, f"output.name={self.name}", "output.if_exists=resume"]
+
+
+def job_name(text: str) -> str:
+    """A name that Kubernetes takes, with room for the ends that an operator appends."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].rstrip("-") or "run"
+
+
+def text_of(scheduler: str, job: Job) -> str:
+    """The text of a job's file."""
+    from jinja2 import Environment, FileSystemLoader
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("jobs")), trim_blocks=True, lstrip_blocks=True,
+        keep_trailing_newline=True, autoescape=False,
+    )  # fmt: skip
+    # JSON is YAML
+    environment.filters |= {
+        "word": lambda value: shlex.quote(str(value)),
+        "yaml": lambda value: json.dumps(value if isinstance(value, list) else str(value), ensure_ascii=False),
+    }
+    return environment.get_template(SCHEDULERS[scheduler][0]).render(job=job, grace_s=GRACE_S)
 
 
 def _job(request: Request, loaded: LoadedConfig, planned: dict[str, Any]) -> Job:

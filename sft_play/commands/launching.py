@@ -1,7 +1,6 @@
 """`train`, `resume`, `train-distributed`, `train-deepspeed` and `launch-command`: a run in this process, as one of a
 launcher's ranks, or over ranks that are launched here; `rank` is one of these, which help does not name. Beside
-them `run-notebook`, which starts ranks for a notebook's cells, and `setup-accelerate`, which writes accelerate's
-configuration."""
+them `setup-accelerate`, which writes accelerate's configuration."""
 
 from __future__ import annotations
 
@@ -11,42 +10,31 @@ import logging
 import os
 import subprocess
 import sys
-import traceback
-from collections.abc import Sequence
-from pathlib import Path
 
 from sft_play.commands.answer import Answer, stdout_to_stderr
-from sft_play.commands.machine import refuse_hardware
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, refuse_hardware
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.errors import ConfigError
 from sft_play.facts.hardware import detect
 from sft_play.finished.listing import best_checkpoint
-from sft_play.launch.accelerate.launched import refuse_too_few_processes
-from sft_play.launch.accelerate.reading import accelerate_path, find_accelerate_file, read_accelerate_file
-from sft_play.launch.accelerate.writing import machines_of, write_accelerate_file
+from sft_play.launch.accelerate import (
+    accelerate_path,
+    find_accelerate_file,
+    machines_of,
+    read_accelerate_file,
+    refuse_too_few_processes,
+    write_accelerate_file,
+)
 from sft_play.launch.exported import RESUMED_VARIABLE, Ranks, ranks_of, refuse_tasks
 from sft_play.launch.machine import machine_for
 from sft_play.log import escape_control, set_up_logging
 from sft_play.planner.mesh import mesh_of
 from sft_play.planner.precision import choose_precision
-from sft_play.process.failures import ANSWER_VARIABLE
 from sft_play.runs.files import read_json
-from sft_play.starting import notebook
 from sft_play.starting.start import Asked, Started, as_it_was_spread, start
 
 logger = logging.getLogger(__name__)
 
-HELP = {
-    "train": "fine-tune the model of a run YAML",
-    "resume": "continue the newest unfinished run of a config, or RUN",
-    "train-distributed": "fine-tune over all GPUs (or CPU ranks), in the layout of the plan or STRATEGY",
-    "train-deepspeed": "the same with DeepSpeed: ZeRO-2, or what DEEPSPEED_CONFIG says",
-    "launch-command": "show the command and variables that start the ranks, and start nothing",
-    "setup-accelerate": "write an accelerate configuration for this machine",
-    "run-notebook": "run a notebook's cells in order on every rank (NOTEBOOK=, NPROC=)",
-    "rank": "one process of a run over several, as make train-distributed starts it",
-}
 RANKS_NEED = ("torch", "transformers", "trl", "peft", "accelerate", "datasets")
 """Packages that every rank imports: checked in the parent, before any rank starts."""
 
@@ -55,8 +43,6 @@ def run(request: Request) -> Answer | int:
     """Train, or show how; the answer is the run's summary, whose lines are already in the log."""
     if request.command == "setup-accelerate":
         return _setup_accelerate(request)
-    if request.command == "run-notebook":
-        return _run_notebook(request)
     refuse_hardware(request)
     with stdout_to_stderr(wanted=request.json):
         asked = asked_for(request)
@@ -69,11 +55,8 @@ def run(request: Request) -> Answer | int:
 
 
 def asked_for(request: Request) -> Asked:
-    """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks.
-
-    Raises:
-        ConfigError: the config cannot be read, or the command's words do not go together.
-    """
+    """What a command asks for, and whether this process trains it, alone or as a rank, or launches ranks; raises
+    ConfigError where the config cannot be read, or the command's words do not go together."""
     command, options = request.command, request.options
     launches = command in ("train-distributed", "train-deepspeed", "launch-command")
     if launches:
@@ -194,33 +177,3 @@ def _setup_accelerate(request: Request) -> Answer:
         machines=machines_of(os.environ),
     )
     return Answer({"ok": True, "path": str(path), "how": written.how, "text": written.text}, written.lines)
-
-
-def _run_notebook(request: Request) -> Answer | int:
-    """As the parent start the ranks, as a rank run the cells; their agent, or rank 0, answers for all."""
-    if request.notebook is None:
-        raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
-    try:
-        cells = notebook.read(request.notebook)
-    except SyntaxError as error:
-        text = "".join(traceback.format_exception_only(error))
-        sys.stderr.write(text)
-        return Answer({"error": text.strip()}, exit_code=1)
-    ranks = ranks_of(os.environ)
-    if ranks is None:
-        options = request.options
-        launch = notebook.launch_of(request.notebook, detect(), processes=options.processes, gpus=options.gpus)
-        logger.info("Launch: %s", launch.line)
-        # ranks run this command again: they know by the environment where their output goes
-        os.environ["JSON"] = "1" if request.json else ""
-        notebook.start(launch, _of_notebook(request.notebook, cells, launch.processes) if request.json else None)
-    with stdout_to_stderr(wanted=request.json):
-        set_up_logging(request.command, rank=ranks.rank)
-        code = notebook.run(cells, request.notebook, rank=ranks.rank)
-    if code or not ranks.is_first or ANSWER_VARIABLE in os.environ:
-        return code
-    return Answer(_of_notebook(request.notebook, cells, ranks.world_size))
-
-
-def _of_notebook(path: Path, cells: Sequence[notebook.Cell], ranks: int) -> dict[str, object]:
-    return {"notebook": str(path), "cells": len(cells), "ranks": ranks}

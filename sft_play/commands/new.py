@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sft_play.commands.answer import Answer
-from sft_play.commands.machine import asked_machine, refusal_here
-from sft_play.commands.request import Request
+from sft_play.commands.request import Request, asked_machine, refusal_here
 from sft_play.config.load import config_from_text
-from sft_play.config.translated import translate
-from sft_play.config.written import run_yaml
+from sft_play.config.translated import run_yaml, translate
 from sft_play.config.yaml_io import Plain, read_text
 from sft_play.data.first_look import Count, by_characters, first_look
 from sft_play.errors import ConfigError, SftPlayError
@@ -24,7 +22,6 @@ from sft_play.log import one_line, redact
 from sft_play.planner.screen import long_on_cpu
 from sft_play.starting.plan_run import plan_for, shape_for
 
-HELP = {"new": "write the run YAML of MODEL= and DATA=, or of another tool's file (FROM=), and name the next command"}
 _MODES = ("lora", "qlora")
 """The modes that are tried, in this order: 16-bit weights where they fit, else 4 bits."""
 _SUFFIXES = (".yaml", ".yml")
@@ -87,10 +84,7 @@ def _translated(request: Request, file: Path) -> _Written:
         seen = first_look(request.data).settings
         of_files = ("data.columns", "data.encoding")
         given |= {path: value for path, value in seen.items() if path.endswith("_path") or path in of_files}
-    try:
-        text = read_text(file)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("CONFIG", "FROM")) from None
+    text = read_text(file, variable="FROM", wanted="a file of axolotl, LLaMA-Factory, TRL or Unsloth")
     result = translate(text, name=str(file), given=given)
     head = f"From {one_line(str(file))}; what it does not set has this toolkit's defaults"
     comments = ["# Not taken from the other file, or taken in another way:", *result.comments()]

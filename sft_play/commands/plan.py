@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import logging
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from sft_play.commands.answer import Answer
-from sft_play.commands.machine import asked_machine, refusal_here
-from sft_play.commands.request import Request, refuse_variables
+from sft_play.commands.request import Request, asked_machine, refusal_here, refuse_variables
 from sft_play.config.load import LoadedConfig, load_config, split_overrides
 from sft_play.config.schema import RunConfig
-from sft_play.errors import ConfigError, DoesNotFit, SftPlayError, in_stage
-from sft_play.facts.hardware import Hardware
+from sft_play.errors import ConfigError, DoesNotFit, about, in_stage
+from sft_play.facts.gpus.gpu_catalog import Price, all_prices, cheapest, find
+from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.installed import missing_kernels
 from sft_play.facts.network import DEFAULT_PORT
 from sft_play.launch.deepspeed.files import keeps_params
@@ -25,22 +25,20 @@ from sft_play.launch.launch_options import machine_of_mesh
 from sft_play.launch.machine import CPU_PARAMS, machine_for
 from sft_play.log import escape_control
 from sft_play.planner import calibration, show
-from sft_play.planner.advice.budget import Budget
+from sft_play.planner.advice.budget import Budget, budget_of, offer_of
 from sft_play.planner.advice.questions import Largest, Question, grid, question
+from sft_play.planner.advice.suggestions import look
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.plan import Plan, PlanRequest, require_fit
 from sft_play.planner.screen import plan_screen
-from sft_play.starting.budget import budget_for, cheapest_machine
 from sft_play.starting.plan_run import has_eval, plan_for, shape_for, trained_by
 from sft_play.starting.plan_stages import as_deepspeed_says, common_layout, read_deepspeed, refuse_strategy
 from sft_play.starting.row_survey import count_if_quick, known_rows
 
 logger = logging.getLogger(__name__)
 
-HELP = {"plan": "predict memory and speed, choose layout and batch, and say why, before anything loads"}
 FIRST_NODE = "NODE0"
 """A placeholder: the plan does not know the address of node 0."""
-MOST_NODES_SHOWN = 2
 
 
 def run(request: Request) -> Answer:
@@ -52,7 +50,7 @@ def run(request: Request) -> Answer:
     hardware = machine_of_mesh(loaded.config, whole)
     configs = []
     for cell in asked_cells:
-        with _in_cell(cell):
+        with about(f"WHATIF, {escape_control(' '.join(cell))}"):
             configs.append((cell, load_config(request.config, overrides=(*request.overrides, *cell)).longest))
     strategy, keeps, says = _as_deepspeed_says(request, hardware)
     loaded, configs = _with(loaded, says), [(cell, says(config)) for cell, config in configs]
@@ -188,16 +186,8 @@ def _planned_cell(
 ) -> Plan:
     # the lengths of the base's rows for a cell that has the same ones, at whatever limit
     is_same = (config.data, config.task_mode, config.model.name) == (base.data, base.task_mode, base.model.name)
-    with _in_cell(cell):
+    with about(f"WHATIF, {escape_control(' '.join(cell))}"):
         return plan(config, machine_of_mesh(config, whole), rows=known_rows(base) if is_same else None)
-
-
-@contextlib.contextmanager
-def _in_cell(cell: tuple[str, ...]) -> Iterator[None]:
-    try:
-        yield
-    except SftPlayError as error:
-        raise type(error)(f"WHATIF, {escape_control(' '.join(cell))}: {error}") from None
 
 
 def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Sequence[LayoutName]) -> Largest:
@@ -210,8 +200,8 @@ def _largest(asked: Question, config: RunConfig, hardware: Hardware, only: Seque
     )
 
 
-def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None, *, node: int = 0) -> str:
-    """The command that starts the planned run, on one of its nodes."""
+def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None) -> str:
+    """The command that starts the planned run, on the first of its nodes."""
     spreads = plan.layout != "single"
     verb = "train-deepspeed" if deepspeed else "train-distributed" if spreads else "train"
     words = ["make", verb, f"CONFIG={loaded.path}"]
@@ -220,7 +210,7 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None,
     elif spreads:
         words.append(f"STRATEGY={plan.layout}")
     if plan.hardware.nodes > 1:
-        words += [f"NNODES={plan.hardware.nodes}", f"NODE_RANK={node}", f"MASTER_ADDR={FIRST_NODE}"]
+        words += [f"NNODES={plan.hardware.nodes}", "NODE_RANK=0", f"MASTER_ADDR={FIRST_NODE}"]
         words.append(f"MASTER_PORT={DEFAULT_PORT}")
     overrides, is_large = loaded.overrides, plan.model_params > CPU_PARAMS
     if is_large and not plan.hardware.gpus and loaded.config.train.device == "auto":
@@ -234,11 +224,79 @@ def launch_line(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None = None,
 
 
 def _launches_by_node(plan: Plan, loaded: LoadedConfig, deepspeed: Path | None) -> list[str]:
-    nodes, shown = plan.hardware.nodes, min(plan.hardware.nodes, MOST_NODES_SHOWN)
+    nodes = plan.hardware.nodes
     if nodes == 1:
         return []
-    head = f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
-    lines = [f"{head}scripts/train_slurm.sbatch {shlex.quote(str(loaded.path))}):"]
-    lines += [f"  on node {node}: {launch_line(plan, loaded, deepspeed, node=node)}" for node in range(shown)]
-    rest = f"{shown} to {nodes - 1}" if nodes - 1 > shown else f"{shown}"
-    return lines + [f"  on node {rest}: the same with NODE_RANK={rest}"] * (nodes > shown)
+    return [
+        f"Launch, with the address of node 0 for {FIRST_NODE} (under Slurm: sbatch --nodes={nodes} "
+        f"scripts/train_slurm.sbatch {shlex.quote(str(loaded.path))}):",
+        f"  on node 0: {launch_line(plan, loaded, deepspeed)}",
+        f"  on the others: the same with NODE_RANK=1{f' to {nodes - 1}' if nodes > 2 else ''}",
+    ]
+
+
+# --- BUDGET: the machines that a run's money pays for, by their own plans and a dated price list ----------------------
+
+
+def budget_for(
+    config: RunConfig, usd: float, asked: Hardware, *, only: tuple[LayoutName, ...] = LAYOUT_NAMES
+) -> Budget:
+    """The machines on which the run fits, with its hours and their cost.
+
+    A price of the user's (PRICE=, price=) is taken for the machine that it is about, and nothing else is weighed. A
+    machine that is named without a price has the lowest one of the list.
+
+    Raises:
+        ConfigError: the run's length is not known, a price is given without a machine that has GPUs, or the list has no
+            price for the machine that is named.
+    """
+    today = datetime.now(UTC).date()
+    shape, evaluates = shape_for(config), has_eval(config)
+
+    def plan(machine: Hardware) -> Plan | None:
+        best = look(PlanRequest(config, shape, machine, only, evaluates))
+        if best is None or not best.fits:
+            return None
+        return plan_for(config, machine, only=only, with_suggestions=False)
+
+    if asked.price_per_gpu_hour is None and not (asked.named and asked.gpus):
+        return budget_of(usd, cheapest(), plan=plan, today=today)
+    if not asked.gpus:
+        raise ConfigError("BUDGET with PRICE= needs the machine that the price is for: HARDWARE=2xH200")
+    name, listed = _machine_name(asked), None
+    if asked.price_per_gpu_hour is None:
+        listed = min(_prices_of(asked), key=lambda one: one.usd, default=None)  # USD per GPU-hour
+        if listed is None:
+            raise ConfigError(
+                f"BUDGET: the price list has no {name}; give its price (PRICE=2.5, or price=2.5 in HARDWARE), or leave "
+                "HARDWARE out to weigh every machine of the list"
+            )
+        asked = dataclasses.replace(asked, price_per_gpu_hour=listed.usd)
+    made = plan(asked)
+    offer = None if made is None else offer_of(name, made)
+    if offer is None:
+        return Budget(usd, (), (name,), today)
+    if listed is not None:
+        of = listed.of
+        offer = dataclasses.replace(offer, provider=of.provider, read=of.read.isoformat(), address=of.address)
+    return Budget(usd, (offer,), (), today)
+
+
+def cheapest_machine(budget: Budget) -> Hardware | None:
+    """The cheapest machine on which the run fits, within the budget or not, with its price; None if it fits none."""
+    if not budget.offers:
+        return None
+    first = budget.offers[0]
+    return dataclasses.replace(named(first.machine), price_per_gpu_hour=first.usd_per_gpu_hour)
+
+
+def _prices_of(machine: Hardware) -> Iterator[Price]:
+    entry = next(iter(find(machine.gpus[0].name)), None)
+    if entry is not None:
+        yield from (one for one in all_prices() if one.gpu == entry.name and machine.gpus_per_node in one.counts)
+
+
+def _machine_name(machine: Hardware) -> str:
+    gpu = machine.gpus[0].name.removeprefix("NVIDIA ").removeprefix("AMD ")
+    nodes = f"{machine.nodes}x" if machine.nodes > 1 else ""
+    return f"{nodes}{machine.gpus_per_node}x{gpu}"

@@ -7,41 +7,29 @@ import dataclasses
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from sft_play.commands.answer import Answer, Result, answer_of
-from sft_play.commands.diagnosing import check
-from sft_play.commands.machine import asked_machine
-from sft_play.commands.render import render
-from sft_play.commands.request import Request
+from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.diagnosing import check, on_screen
+from sft_play.commands.request import Request, asked_machine
+from sft_play.commands.rows import render
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
-from sft_play.diagnose.pages import CheckReport
-from sft_play.errors import SftPlayError
+from sft_play.errors import ConfigError, SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, passed, warned
 from sft_play.log import escape_control, one_line
-
-HELP = {
-    "process": "raw files to checked conversations in train, val and test, with a report of every row left out",
-    "style": "give processed conversations a system prompt (STYLE=), into data/processed_with_style",
-    "dapt-docx": "documents (.docx, .pdf, .pptx, .xlsx, .epub, .html, .md, .txt) to clean text for task_mode cpt",
-    "full-pipeline": "process, style where asked, render and check",
-}
 
 
 def run(request: Request) -> Answer:
     """Write the files, and answer with the counts of what was kept and left out; of a pipeline up to the first step
     that fails."""
+    loaded = load_config(request.config, overrides=request.overrides)
+    config = loaded.config
     if request.command == "full-pipeline":
-        hardware = asked_machine(request)
-        done = full_pipeline(request.config, request.overrides, hardware, style=request.style, force=request.force)
-        answer = answer_of(done)
-        return answer if request.why else dataclasses.replace(answer, lines=["\n".join(done.screen())])
-    config = load_config(request.config, overrides=request.overrides).config
+        machine = asked_machine(request)
+        return full_pipeline(loaded, machine, style=request.style, force=request.force, why=request.why)
     if request.command == "process":
         from sft_play.data.process import process
 
@@ -84,85 +72,47 @@ def _plain(path: Path) -> str:
     return str(path) if re.fullmatch(r"[\w./~-]+", str(path)) else json.dumps(str(path))
 
 
-@dataclass(frozen=True)
-class Pipeline:
-    """The steps of `make full-pipeline` that have run, with their answers; `stopped` is the step that failed, and
-    why."""
-
-    steps: tuple[tuple[str, Result], ...]
-    stopped: tuple[str, str] | None = None
-
-    @property
-    def ok(self) -> bool:
-        """Whether every step succeeded."""
-        return self.stopped is None and all(answer.ok for _, answer in self.steps)
-
-    def lines(self) -> list[str]:
-        """The steps one after the other."""
-        return self._pages([answer.lines() for _, answer in self.steps])
-
-    def screen(self) -> list[str]:
-        """The same, of a check only what a person has to read."""
-        return self._pages(
-            [answer.screen() if isinstance(answer, CheckReport) else answer.lines() for _, answer in self.steps]
-        )
-
-    def _pages(self, pages: Sequence[Sequence[str]]) -> list[str]:
-        lines = []
-        for (name, _), page in zip(self.steps, pages, strict=True):
-            lines += [f"== {name} ==", *page]
-        if self.stopped is not None:
-            name, why = self.stopped
-            lines += [f"== {name} ==", escape_control(why), f"Stopped at {name}; what was written before it is kept"]
-        return lines
-
-    def as_json(self) -> dict[str, Any]:
-        """`ok`, the steps, and the one that failed."""
-        steps = [{"name": name, "ok": answer.ok, "answer": answer.as_json()} for name, answer in self.steps]
-        stopped = None if self.stopped is None else {"name": self.stopped[0], "why": self.stopped[1]}
-        return {"ok": self.ok, "steps": steps, "stopped": stopped}
-
-
 def full_pipeline(
-    config_path: Path, overrides: Sequence[str], hardware: Hardware, *, style: str | None, force: bool
-) -> Pipeline:
-    """process, style where it is asked for, render and check, each on what the one before wrote.
-
-    Raises:
-        ConfigError: the run YAML cannot be read; no step has run.
-    """
-    loaded = load_config(config_path, overrides=overrides)
-    steps: list[tuple[str, Result]] = []
-    name = "process"
+    loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, why: bool = False
+) -> Answer:
+    """process, style where it is asked for, render and check, each on what the one before wrote, up to the first that
+    fails; `why`: the whole page of the check."""
+    steps, lines = [], []
+    stopped, name = None, "process"
     try:
-        for name, make in _steps(loaded, hardware, style=style, force=force):
+        for name, make in _steps(loaded, hardware, style=style, force=force, why=why):
             answer = make()
-            steps.append((name, answer))
-            if not answer.ok:
+            steps.append({"name": name, "ok": answer.exit_code == 0, "answer": answer.data})
+            lines += [f"== {name} ==", *answer.lines]
+            if answer.exit_code:
                 break
     except SftPlayError as error:
-        return Pipeline(tuple(steps), (name, str(error)))
-    return Pipeline(tuple(steps))
+        stopped = {"name": name, "why": str(error)}
+        lines += [f"== {name} ==", escape_control(str(error)), f"Stopped at {name}; what was written before it is kept"]
+    ok = stopped is None and all(step["ok"] for step in steps)
+    data = {"ok": ok, "steps": steps, "stopped": stopped}
+    return Answer(data, ["\n".join(lines)], 0 if ok else ConfigError.exit_code)
 
 
 def _steps(
-    loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool
-) -> Iterator[tuple[str, Callable[[], Result]]]:
+    loaded: LoadedConfig, hardware: Hardware, *, style: str | None, force: bool, why: bool
+) -> Iterator[tuple[str, Callable[[], Answer]]]:
     """The steps in order, each a function without arguments; one is built when those before it are done."""
     from sft_play.data.process import process
 
     config = loaded.config
-    yield "process", lambda: process(config, force=force)
+    yield "process", lambda: answer_of(process(config, force=force))
     folder = Path(config.data.process.out_dir)
     wanted = config.data.style
     if style is not None or wanted.system is not None or wanted.per_source:
         from sft_play.data.style import style as restyle
 
-        yield "style", lambda: restyle(config, style, force=force)
+        yield "style", lambda: answer_of(restyle(config, style, force=force))
         folder = Path(wanted.out_dir)
     overrides = [*loaded.overrides, *_reading(folder, config.data)]  # what was just written
     yield "render", lambda: render(load_config(loaded.path, overrides=overrides), out=None, force=force)
-    yield "check", lambda: check(loaded.path, overrides, hardware, also=[_which_files(config.data, folder)])
+    also = [_which_files(config.data, folder)]
+    yield "check", lambda: on_screen(check(loaded.path, overrides, hardware, also=also), why=why)
 
 
 def _which_files(data: DataConfig, folder: Path) -> Finding:

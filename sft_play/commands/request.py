@@ -1,4 +1,5 @@
-"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong."""
+"""The request to a command: words, flags and make's variables, read once, with an error where they are wrong; and what
+it is about: a machine, the folder of the runs, a finished run."""
 
 from __future__ import annotations
 
@@ -16,28 +17,24 @@ from typing import Any, NoReturn
 from sft_play.commands import FILES, INTERNAL, help_line
 from sft_play.config.leaves import sections
 from sft_play.config.load import load_config, refuse_typographic, split_overrides
-from sft_play.config.schema import OutputConfig
+from sft_play.config.schema import ModelConfig, OutputConfig, RunConfig
 from sft_play.config.unknown_keys import flag_hint
-from sft_play.errors import ConfigError
-from sft_play.launch.exported import node_variables, rank_variables
-from sft_play.launch.given import NODE_VARIABLES
+from sft_play.config.yaml_io import parse_value
+from sft_play.data.sources.files import data_files, find_source
+from sft_play.errors import ConfigError, DataError, SftPlayError
+from sft_play.facts.hardware import Hardware, detect, named
+from sft_play.finished.run import FinishedRun, find_finished
+from sft_play.launch.exported import NODE_VARIABLES, node_variables, rank_variables
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of
+from sft_play.launch.machine import require_machine
 from sft_play.log import escape_control, one_line
+from sft_play.planner.plan import Plan
 from sft_play.process.variables import DESCRIBING, FLAGS, TRAINING, VARIABLES, flag_commands
 from sft_play.runs.files import read_json
 from sft_play.runs.folder import MANIFEST
-from sft_play.runs.lookup import checked_name, run_at
+from sft_play.runs.lookup import checked_name, output_dir, run_at
 from sft_play.spelling import did_you_mean, nearest
 from sft_play.starter import CONFIG
-
-SHORT_FLAGS = {
-    "--lora-rank": "tuning.lora.r",
-    "--eval-steps": "eval.steps",
-    "--train-dataset": "data.train_path",
-    "--eval-dataset": "data.val_path",
-    "--output": "output.dir",
-}
-"""Flags that people know from other tools, and our keys for them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +122,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     """The request of a command line; raises ConfigError for words that are not understood."""
     named = next((word for word in words if word in (*FILES, *INTERNAL)), None)
     # intermixed: key=value words may stand before, between and after flags; unknown flags get a message of our own
-    parser = _parser(named, with_help=bool({"-h", "--help"} & set(words)))
+    parser = _parser(named)
     given, unknown = parser.parse_known_intermixed_args(list(words))
     if given.command not in (*FILES, *INTERNAL):
         hint = did_you_mean(given.command, FILES) or f"there are: {', '.join(FILES)}"
@@ -134,7 +131,7 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
     # the last of several values of a key counts: words win over short flags, and these over SET
     # a rank's words repeat SET, which it also inherits
     of_make = "" if given.command == "rank" else environment.get("SET", "")
-    short = {key: getattr(given, flag.strip("-").replace("-", "_")) for flag, key in SHORT_FLAGS.items()}
+    short = {row["setting"]: _given(given, flag) for flag, row in FLAGS.items() if "setting" in row}
     of_flags = (f"{key}={json.dumps(value) if 'path' in key or 'dir' in key else value}"
                 for key, value in short.items() if value is not None)  # fmt: skip
     overrides = (*split_overrides(of_make), *of_flags, *given.overrides)
@@ -159,11 +156,8 @@ def read_request(words: Sequence[str], environment: Mapping[str, str]) -> Reques
 
 
 def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) -> str | None:
-    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG.
-
-    Raises:
-        RunFolderError: there is no such run, and no starter whose runs it could be one of.
-    """
+    """The run YAML with which a run that is to be resumed was started: `make resume RUN=name` needs no CONFIG; raises
+    RunFolderError where there is no such run, and no starter whose runs it could be one of."""
     run = _text(given, environment, "RUN") if given.command == "resume" and "CONFIG" not in environment else None
     if run is None:
         return None
@@ -174,6 +168,10 @@ def _recorded_config(given: argparse.Namespace, environment: Mapping[str, str]) 
     if not Path(CONFIG).is_file():
         run_at(base, checked_name(run, key="RUN"))
     return None
+
+
+def _given(given: argparse.Namespace, flag: str) -> Any:
+    return getattr(given, flag.strip("-").replace("-", "_"))
 
 
 _CONFIGS = Path("configs")
@@ -239,12 +237,10 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{escape_control(message)}; see sft-play --help")
 
 
-def _parser(command: str | None, *, with_help: bool) -> argparse.ArgumentParser:
+def _parser(command: str | None) -> argparse.ArgumentParser:
     """All flags; of a command, the help shows only its own."""
-    about, commands = "Plan, explain and run supervised fine-tuning.", None
-    if with_help:  # only then: it imports the files of all commands
-        about = help_line(command) if command else about
-        commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in FILES)
+    about = help_line(command) if command else "Plan, explain and run supervised fine-tuning."
+    commands = None if command else "commands: " + "; ".join(f"{name}: {help_line(name)}" for name in FILES)
     parser = _Parser(prog="sft-play", description=about, epilog=commands, allow_abbrev=False)
     parser.add_argument("command", help=", ".join(FILES))
 
@@ -257,11 +253,9 @@ def _parser(command: str | None, *, with_help: bool) -> argparse.ArgumentParser:
             flags = {f"--{name.lower()}": None, f"--{name.lower().replace('_', '-')}": None}
             text = f"{variable.help} (make: {name}={variable.example})".replace("%", "%%")
             add(*flags, commands=flag_commands(name), text=text, is_switch=variable.kind == "switch")
-    add("--deepspeed", commands=FLAGS["--deepspeed"], text="let DeepSpeed run it", is_switch=True)
-    add("--tensorboard", commands=FLAGS["--tensorboard"], text="start TensorBoard beside the run", is_switch=True)
-    add("--local_rank", "--local-rank", commands=(), text=argparse.SUPPRESS)  # deepspeed's launcher passes it
-    for flag, key in SHORT_FLAGS.items():
-        add(flag, commands=flag_commands("SET"), text=f"the same as {key}=…")
+    for flag, row in FLAGS.items():
+        spellings = {flag: None, flag.replace("_", "-"): None}  # deepspeed's launcher passes --local_rank
+        add(*spellings, commands=row["for"], text=row["help"] or argparse.SUPPRESS, is_switch="switch" in row)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the run YAML (make: SET)")
     return parser
 
@@ -269,7 +263,7 @@ def _parser(command: str | None, *, with_help: bool) -> argparse.ArgumentParser:
 def flags_of_commands() -> dict[str, Sequence[str]]:
     """Every flag with the commands that take it."""
     of_variables = {f"--{name.lower()}": flag_commands(name) for name, one in VARIABLES.items() if one.has_flag}
-    return {**of_variables, **FLAGS, **{flag: flag_commands("SET") for flag in SHORT_FLAGS}}
+    return {**of_variables, **{flag: row["for"] for flag, row in FLAGS.items()}}
 
 
 def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequence[str]) -> None:
@@ -279,7 +273,7 @@ def _refuse_flags(given: argparse.Namespace, words: Sequence[str], unknown: Sequ
     if wrong:
         raise ConfigError(wrong[0] if len(wrong) == 1 else "\n  ".join([f"{len(wrong)} problems:", *wrong]))
     for flag, commands in flags.items():
-        value = getattr(given, flag.strip("-").replace("-", "_"))
+        value = _given(given, flag)
         if value is None:
             continue
         if command not in commands:
@@ -380,3 +374,64 @@ def refuse_variables(overrides: Sequence[str]) -> None:
             flag = f", or as --{name.lower()} {shlex.quote(one_line(text))}" if VARIABLES[name].has_flag else ""
             how = f"give it to make (make plan {name}=...), or in the environment{flag}"
             raise ConfigError(f"{one_line(word)} is a variable of make, not a setting: {how}")
+
+
+# --- the machine that a command is about, the folder of the runs, and the finished run --------------------------------
+
+
+def asked_machine(request: Request) -> Hardware:
+    """The machine to plan for, with the price that was given."""
+    hardware = named(request.hardware) if request.hardware else detect()
+    return hardware if request.price is None else dataclasses.replace(hardware, price_per_gpu_hour=request.price)
+
+
+def refuse_hardware(request: Request) -> None:
+    """Raises ConfigError where a machine is named and this one is used."""
+    if request.hardware:
+        raise ConfigError(
+            f"HARDWARE={escape_control(request.hardware)} names a machine for make plan; training uses this machine"
+        )
+
+
+def refusal_here(plan: Plan, config: RunConfig, machine: Hardware) -> str | None:
+    """Why a planned run would stop on this machine before anything loads; None where it starts, or is only named."""
+    try:
+        if not machine.named:
+            require_machine(config, machine, os.environ, params=lambda: plan.model_params)
+    except SftPlayError as error:
+        return str(error)
+    return None
+
+
+def output_dir_of(request: Request) -> Path:
+    """The folder of the run folders; the default where no config was given and the starter's does not exist."""
+    if not request.config_given and not request.config.is_file():
+        return output_dir(OutputConfig())
+    loaded = load_config(request.config, overrides=request.overrides, with_adapter=False)
+    return output_dir(loaded.config.output)
+
+
+def finished_run(request: Request) -> FinishedRun:
+    """The finished run that RUN names, or the newest; raises as `find_finished` does."""
+    return find_finished(output_dir_of(request), request.run, trusts=functools.partial(trusts_code, request))
+
+
+def require_source(given: Path | str, name: str) -> None:
+    """Raises DataError where a variable names data that are not there: before anything is imported to read them."""
+    try:
+        data_files(find_source(str(given)), text_wanted=True)
+    except DataError as error:
+        raise DataError(f"{name}={error}") from None
+
+
+def trusts_code(request: Request, model: ModelConfig, key: str) -> bool:
+    """Whether this command allows the code that a key of a model's settings lets run: by SET, or by a CONFIG that was
+    given for this model in this revision."""
+    path, wanted = f"model.{key}", getattr(model, key)
+    said = [value for name, _, value in (word.partition("=") for word in request.overrides) if name.strip() == path]
+    if said:
+        return bool(parse_value(said[-1], name=path) == wanted)
+    if not request.config_given:
+        return False
+    given = load_config(request.config, overrides=request.overrides, with_adapter=False).config.model
+    return bool(getattr(given, key) == wanted) and (given.name, given.revision) == (model.name, model.revision)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.config.leaves import leaves
+from sft_play.config.leaves import accepts, leaves
 from sft_play.config.yaml_io import Plain, Problem, YamlDocument, show, value_at
 from sft_play.errors import ConfigError
 from sft_play.log import one_line
@@ -108,12 +108,13 @@ def find_adapter(given: str, *, output: Path) -> EarlierAdapter:
     """
     folder = _folder(given, output.expanduser())
     if folder is None:
-        path = _fetched(given, CONFIG_FILE)
-        return EarlierAdapter(given, _settings(_read(path), given, lambda: _fetched(given, WEIGHTS_FILE)), None, [])
+        config = _mapping(_fetched(given, CONFIG_FILE))
+        return EarlierAdapter(given, _settings(config, given, lambda: _fetched(given, WEIGHTS_FILE)), None, [])
     place, path = str(folder.absolute()), folder / WEIGHTS_FILE
-    resolved = _resolved_of_run(folder)
+    run = run_of(folder)
+    resolved = _mapping(run[0] / "resolved.json") if run is not None else {}
     tokens = resolved.get("model", {}).get("add_tokens") or []
-    settings = _settings(_read(folder / CONFIG_FILE), place, lambda: path, has_tokens=bool(tokens))
+    settings = _settings(_mapping(folder / CONFIG_FILE), place, lambda: path, has_tokens=bool(tokens))
     if not path.is_file():
         raise ConfigError(f"{place} holds no {WEIGHTS_FILE}; pickled weights (.bin) are not read")
     tuning = resolved.get("tuning") or {}
@@ -131,6 +132,7 @@ def adapter_folder(place: str) -> Path:
 
 
 def _folder(given: str, output: Path) -> Path | None:
+    """The folder with an adapter's files; None where `given` is a hub id."""
     last = _last(output) if given == LAST else None
     try:
         path = Path(given).expanduser()
@@ -156,14 +158,10 @@ def _folder(given: str, output: Path) -> Path | None:
             f"the run {at} is not finished (its manifest says {one_line(str(manifest.get('status')))}): make resume "
             f"RUN={at.name} trains it to its end; one of its checkpoints is named by its own path"
         )
-    if (at / "adapter" / CONFIG_FILE).is_file():
-        return at / "adapter"
-    if (at / "model" / "config.json").is_file():
-        raise ConfigError(
-            f"the run {at} trained all weights, so its result is a whole model and no adapter: remove {KEY} and give "
-            f"model.name: {at / 'model'}"
-        )
-    raise ConfigError(f"{at / 'adapter'} holds no {CONFIG_FILE}; was it moved or removed?")
+    if not (at / "adapter" / CONFIG_FILE).is_file():
+        whole = f"; it trained all weights: give model.name: {at / 'model'}" if (at / "model").is_dir() else ""
+        raise ConfigError(f"the run {at} has no adapter ({at / 'adapter' / CONFIG_FILE}){whole}")
+    return at / "adapter"
 
 
 def _last(output: Path) -> Path:
@@ -177,12 +175,17 @@ def _last(output: Path) -> Path:
     return Path(max(finished)[1])
 
 
-def _manifest(folder: Path) -> dict[str, Any] | None:
+def _mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON file; empty where there is none."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        manifest = json.loads((folder / _RUN_FILE).read_text(encoding="utf-8"))
-        if isinstance(manifest, dict) and str(manifest.get("format")).startswith(_RUN_FORMAT):
-            return manifest
-    return None
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _manifest(folder: Path) -> dict[str, Any] | None:
+    manifest = _mapping(folder / _RUN_FILE)
+    return manifest if str(manifest.get("format")).startswith(_RUN_FORMAT) else None
 
 
 def run_of(folder: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -194,37 +197,17 @@ def run_of(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def _resolved_of_run(folder: Path) -> dict[str, Any]:
-    """The settings of the run that an adapter's folder belongs to; empty where there is none of this toolkit."""
-    run = run_of(folder)
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        resolved = json.loads((run[0] / "resolved.json").read_text(encoding="utf-8")) if run is not None else None
-        return resolved if isinstance(resolved, dict) else {}
-    return {}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} cannot be read: {one_line(str(error))}") from None
-    if not isinstance(config, dict):
-        raise ConfigError(f"{path} is not an adapter's config: it is not a mapping")
-    return config
-
-
 def _settings(
     config: Mapping[str, Any], place: str, weights: Callable[[], Path], *, has_tokens: bool = False
 ) -> dict[str, Plain]:
     """The settings of `tuning.lora` that an adapter was trained with; `has_tokens`: its run says which tokens it added.
-
-    Raises:
-        ConfigError: it is no LoRA adapter, or has settings that this toolkit does not train.
-    """
+    Raises ConfigError where it is no LoRA adapter, or has settings that this toolkit does not train."""
     name = f"the adapter {one_line(place)}"
     kind = config.get("peft_type")
     if str(kind).upper() != "LORA":
-        raise ConfigError(f"{name} has peft_type={one_line(str(kind))}, and only LORA can be trained here")
+        raise ConfigError(
+            f"{name} has peft_type={one_line(str(kind))} in its {CONFIG_FILE}, and only LORA can be trained here"
+        )
     start = str(config.get("init_lora_weights", True)).lower()  # true, false, or the name of a method
     if start.startswith(_CHANGES_THE_BASE):
         raise ConfigError(f"{name} was started with {one_line(start)}, which changes its base too, and the change is "
@@ -248,7 +231,11 @@ def _settings(
     names: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in targets})]
     parameters: list[Plain] = [*sorted({re.sub(r"^.*\.\d+\.", "", target) for target in stacked})]
     whole: list[Plain] = [*sorted(config.get("modules_to_save") or ())]
-    rank, alpha = (_whole(config.get(key), key, name) for key in ("r", "lora_alpha"))
+    rank, alpha = (int(one) if isinstance(one, float) and one.is_integer() else one
+                   for one in (config.get("r"), config.get("lora_alpha")))  # fmt: skip
+    if not (accepts("tuning.lora.r", rank) and accepts("tuning.lora.alpha", alpha)):
+        given = one_line(f"r={json.dumps(rank)} and lora_alpha={json.dumps(alpha)}")
+        raise ConfigError(f"{name} has {given} in its {CONFIG_FILE}, and whole numbers from 1 are needed")
     return {
         "r": rank,
         "alpha": alpha,
@@ -265,13 +252,6 @@ _ADAPTED = re.compile(r"([^.]+)\.lora_A\.")
 """The module's own name in that of an adapter's tensor."""
 
 
-def _whole(value: Any, key: str, name: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value) or value < 1:
-        raise ConfigError(f"{name} has {key}={one_line(json.dumps(value))} in its {CONFIG_FILE}, and a whole number of "
-                          "at least 1 is needed")  # fmt: skip
-    return int(value)
-
-
 def _tensor_names(file: Path) -> list[str]:
     """Names of the tensors of a safetensors file, by its header; raises ConfigError where it is no such file."""
     from safetensors import SafetensorError, safe_open
@@ -285,11 +265,7 @@ def _tensor_names(file: Path) -> list[str]:
 
 @functools.cache
 def _fetched(name: str, file: str) -> Path:
-    """A file of a hub repository, in the hub's cache.
-
-    Raises:
-        ConfigError: it cannot be fetched.
-    """
+    """A file of a hub repository, in the hub's cache; raises ConfigError where it cannot be fetched."""
     from huggingface_hub import hf_hub_download
 
     try:

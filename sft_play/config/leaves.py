@@ -6,12 +6,10 @@ Whatever lists options (error messages, the reference, the tests) reads this tab
 from __future__ import annotations
 
 import json
-import textwrap
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
@@ -20,7 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from sft_play.config import schema
-from sft_play.config.schema import DTYPES, ELSEWHERE, HUB_KERNEL, OWNER, Elsewhere, RunConfig, Section
+from sft_play.config.schema import ELSEWHERE, HUB_KERNEL, OWNER, Elsewhere, RunConfig, Section
 
 
 @dataclass(frozen=True)
@@ -134,6 +132,15 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
+def yaml_value(value: Any) -> str:
+    """A default as written in YAML: JSON is YAML, but plain words and numbers need no quotes."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and 0 < value < 1e-3:
+        return f"{value:g}"
+    return json.dumps(value)
+
+
 def expects(kind: Any, limits: tuple[Any, ...] = ()) -> str:
     """The values that an annotation accepts, in words: `auto or a whole number of at least 1`."""
     origin = get_origin(kind)
@@ -190,7 +197,7 @@ _WORDS: dict[Any, str] = {
 }
 
 
-# --- the options that steer the optimizer ----------------------------------------------------------------------------
+# --- the options that steer the optimizer -----------------------------------------------------------------------------
 # The Trainer's arguments (TRL's and Unsloth's), what DeepSpeed's file may not contradict, what peers of `make bench`
 # are told, TensorBoard's table of runs, the hints for other tools' names and the check for options that an optimizer
 # does not read all come from this table, which is made of the fields of `schema.py` that are `training(…)`.
@@ -234,79 +241,3 @@ def training_options() -> tuple[TrainingOption, ...]:
         if ELSEWHERE in extra:
             options.append(TrainingOption(name, field.default, extra[ELSEWHERE]))
     return tuple(options)
-
-
-# --- the reference of all options and the JSON schema for editors -----------------------------------------------------
-
-
-REFERENCE = Path("configs/reference.yaml")
-SCHEMA = Path("configs/run.schema.json")
-EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
-"""Example value of a required field, which has no default."""
-
-_HEADER = """\
-# Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
-# `make -C benchmarks generate`; a test keeps it current. Only model.name has no default. It is a valid run YAML itself.
-# yaml-language-server: $schema=run.schema.json
-"""
-
-
-def reference_yaml() -> str:
-    """The text of configs/reference.yaml."""
-    lines = [_HEADER]
-    open_sections: list[str] = []
-    for leaf in leaves().values():
-        *holders, name = leaf.path.split(".")
-        lines += _section_heads(holders, open_sections)
-        open_sections = holders
-        indent, comment = "  " * len(holders), f"{leaf.doc} ({leaf.expects})"
-        wrapped = textwrap.wrap(comment, width=112 - len(indent), break_long_words=False, break_on_hyphens=False)
-        lines += [f"{indent}# {line}" for line in wrapped]
-        lines.append(f"{indent}{name}: {EXAMPLE_MODEL if leaf.required else yaml_value(leaf.default)}")
-    return "\n".join(lines) + "\n"
-
-
-def _section_heads(holders: list[str], open_sections: list[str]) -> list[str]:
-    shared = 0
-    while shared < min(len(holders), len(open_sections)) and holders[shared] == open_sections[shared]:
-        shared += 1
-    lines = []
-    for depth in range(shared, len(holders)):
-        path = ".".join(holders[: depth + 1])
-        indent = "  " * depth
-        lines += ["", f"{indent}# {(sections()[path].__doc__ or '').strip().splitlines()[0]}"]
-        lines.append(f"{indent}{holders[depth]}:")
-    if not holders and open_sections:
-        lines.append("")
-    return lines
-
-
-def yaml_value(value: Any) -> str:
-    """A default as written in YAML: JSON is YAML, but plain words and numbers need no quotes."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and 0 < value < 1e-3:
-        return f"{value:g}"
-    return json.dumps(value)
-
-
-def json_schema() -> str:
-    """The text of configs/run.schema.json (JSON Schema, draft 2020-12)."""
-    described = RunConfig.model_json_schema()
-    described["$schema"] = "https://json-schema.org/draft/2020-12/schema"
-    described["title"] = "sft_play run YAML"
-    return json.dumps(_published(described), indent=2) + "\n"
-
-
-def _published(value: Any) -> Any:
-    if isinstance(value, dict):
-        shown = {key: _published(item) for key, item in value.items() if key not in (OWNER, ELSEWHERE)}
-        if "bfloat16" in (names := shown.get("enum", ())):
-            shown["enum"] = [*names, *(short for short, name in DTYPES.items() if name in names)]
-        return shown
-    return [_published(item) for item in value] if isinstance(value, list) else value
-
-
-def generated() -> dict[Path, str]:
-    """Path below the repository and text of each generated file."""
-    return {REFERENCE: reference_yaml(), SCHEMA: json_schema()}

@@ -146,10 +146,6 @@ def _held_out_share(value: Any, path: str) -> Meaning | None:
     return to(path, float(value))
 
 
-def _percentage(value: Any, path: str) -> Meaning | None:
-    return _held_out_share(value / 100, path) if isinstance(value, int | float) and 0 <= value <= 50 else None
-
-
 def _data_files(value: Any, path: str) -> Meaning | None:
     """The name of a data set: a file, a hub id, a name in a registry, or a list of `{path: …}`."""
     if isinstance(value, list) and value:
@@ -166,13 +162,8 @@ def _data_files(value: Any, path: str) -> Meaning | None:
         return to("data.process.raw_path", files, "then make process writes the rows") if files else None
     if not isinstance(value, str) or not value.strip():
         return None
-    if "," in value and path == "data.train_path":
-        return _data_files([part.strip() for part in value.split(",") if part.strip()], path)
     if "," in value:
-        return say(
-            "several data sets are joined: data.process.raw_path takes a list of files and hub:owner/name, and make "
-            f"process writes what {path} reads"
-        )
+        return _data_files([part.strip() for part in value.split(",") if part.strip()], path)
     if _in_a_registry(value):
         return say(f"a data set is given by its file, or hub:owner/name, not by a name in a registry: {path}")
     return to(path, _source(value), "the format is detected, see make preview")
@@ -253,10 +244,6 @@ def _text_column(value: Any, path: str) -> Meaning | None:
     return to(path, {"text": value}) if isinstance(value, str) and value else None
 
 
-def _thinking(value: Any, path: str) -> Meaning | None:
-    return to(path, {"enable_thinking": value}) if isinstance(value, bool) else None
-
-
 def _template(value: Any, _: str) -> Meaning | None:
     """A file, or one of the two names that mean the same here; other names are of the other tool's own templates."""
     if isinstance(value, str) and (value in ("chatml", "plain") or value.endswith((".jinja", ".jinja2", ".j2"))):
@@ -295,12 +282,10 @@ _READERS: Mapping[str, Reader] = {
     "documents": _documents,
     "held_out_share": _held_out_share,
     "modules": _modules,
-    "percentage": _percentage,
     "second_beta": _second_beta,
     "seconds": _seconds,
     "template": _template,
     "text_column": _text_column,
-    "thinking": _thinking,
     "tp_axis": lambda value, _: _axis(value, "tp"),
     "trackers": _trackers,
 }

@@ -734,51 +734,49 @@ class OutputConfig(Section):
     name: Name | None = leaf(None, owner="runs.lookup")
     """Name of the run folder; null uses the config's name with the UTC time."""
 
-    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs.creation")
+    if_exists: Literal["fail", "resume", "replace"] = leaf("fail", owner="runs.lookup")
     """What to do if the run folder exists: stop, resume it, or move it aside."""
 
 
 class StageConfig(Section):
     """A stage of a curriculum: keys that override the run's, in their sections or (those below) without one."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] = Field(
-        json_schema_extra={OWNER: "config.stages"}
-    )
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]{0,59}$")] = Field(json_schema_extra={OWNER: "config.load"})
     """Name in the log, in the metrics, and of its folder (RUN/stages/NAME)."""
 
-    epochs: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.stages")
+    epochs: Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.load")
     """train.epochs of this stage."""
 
-    max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="config.stages")
+    max_steps: Annotated[int, Field(ge=1)] | None = leaf(None, owner="config.load")
     """train.max_steps of this stage."""
 
-    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.stages")
+    learning_rate: Literal["auto"] | Annotated[float, Field(gt=0.0)] | None = leaf(None, owner="config.load")
     """train.learning_rate of this stage."""
 
-    max_seq_len: Annotated[int, Field(ge=8)] | None = leaf(None, owner="config.stages")
+    max_seq_len: Annotated[int, Field(ge=8)] | None = leaf(None, owner="config.load")
     """model.max_seq_len of this stage."""
 
     trainable: Literal["all"] | Annotated[tuple[Name, ...], Field(min_length=1)] | None = leaf(
-        None, owner="config.stages"
+        None, owner="config.load"
     )
     """tuning.trainable of this stage."""
 
-    task_mode: Literal["sft", "cpt", "cpt_mixed"] | None = leaf(None, owner="config.stages")
+    task_mode: Literal["sft", "cpt", "cpt_mixed"] | None = leaf(None, owner="config.load")
     """task_mode of this stage."""
 
-    data: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    data: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
     """Keys of data for this stage."""
 
-    train: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    train: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
     """Keys of train for this stage."""
 
-    eval: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    eval: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
     """Keys of eval for this stage."""
 
-    model: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    model: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
     """max_seq_len of this stage."""
 
-    tuning: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.stages"})
+    tuning: dict[Name, Any] = Field(default_factory=dict, json_schema_extra={OWNER: "config.load"})
     """trainable of this stage."""
 
 

@@ -7,14 +7,15 @@ import re
 import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
 
 from sft_play.config import other_tools
 from sft_play.config.leaves import accepts, homes, leaves, sections
-from sft_play.config.together import Foreign, together
-from sft_play.config.unknown_keys import shown_value
+from sft_play.config.unknown_keys import Foreign, shown_value, together
 from sft_play.config.validation import cross_problems, unknown_keys, validate
-from sft_play.config.written import run_yaml
-from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted, parse, show, value_at
+from sft_play.config.yaml_io import Path_, Plain, Problem, YamlDocument, dotted, parse, plain_scalar, show, value_at
 from sft_play.errors import ConfigError
 
 _OF_ADAPTERS = ("stage", "template", "cutoff_len", "finetuning_type", "training_type")
@@ -49,11 +50,8 @@ class Translation:
 
 
 def translate(text: str, *, name: str, given: Mapping[str, Plain]) -> Translation:
-    """The run that another tool's file describes, with settings that are `given` beside it; it loads.
-
-    Raises:
-        ConfigError: the file is no YAML, names no model, or describes another kind of training.
-    """
+    """The run that another tool's file describes, with settings that are `given` beside it; it loads. Raises
+    ConfigError where the file is no YAML, names no model, or describes another kind of training."""
     document = parse(text, name=name)
     if document.problems:
         raise ConfigError("\n".join(map(str, document.problems)))
@@ -162,3 +160,42 @@ def _problems(text: str) -> list[Problem]:
     document = parse(text, name="the run YAML")
     config, problems = validate(document)
     return problems or (cross_problems(config, document) if config is not None else [])
+
+
+# --- written ----------------------------------------------------------------------------------------------------------
+
+_WIDTH = 112
+
+
+def run_yaml(settings: Mapping[str, Plain]) -> str:
+    """The text for settings by their dotted paths, in the order of the schema."""
+    tree: dict[str, Any] = {}
+    for path in (one for one in leaves() if one in settings):
+        *holders, name = path.split(".")
+        section = tree
+        for holder in holders:
+            section = section.setdefault(holder, {})
+        section[name] = settings[path]
+    return "".join(_section({name: value}) for name, value in tree.items())
+
+
+def _section(section: dict[str, Any]) -> str:
+    short, long = (
+        yaml.dump(section, Dumper=_Dumper, default_flow_style=flow, width=10_000, sort_keys=False, allow_unicode=True)
+        for flow in (None, False)
+    )
+    is_short = not short.startswith("{") and max(map(len, short.splitlines())) <= _WIDTH
+    return short if is_short else long
+
+
+class _Dumper(yaml.SafeDumper):
+    """Without anchors; a text that is a number to YAML 1.2 alone (1e-4) is quoted."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=None if plain_scalar(data) == data else '"')
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)

@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from sft_play.config import other_tools
 from sft_play.config.leaves import Leaf, item_leaf, leaves, listed, sections, training_options
 from sft_play.config.schema import RunConfig
-from sft_play.config.together import Foreign, together
-from sft_play.config.unknown_keys import answer_words, foreign_keys, unknown_problem
+from sft_play.config.unknown_keys import Foreign, answer_words, foreign_keys, together, unknown_problem
 from sft_play.config.yaml_io import (
     OVERRIDE,
     TYPOGRAPHIC,
@@ -119,56 +118,42 @@ def _leaf_problems(error: ValidationError, document: YamlDocument, blocked: set[
     for item in error.errors(include_url=False):
         if item["type"] == "default_factory_not_called":  # another key is wrong, and this default depends on it
             continue
-        location = [str(part) for part in item["loc"]]
-        name = _leaf_of(location)
-        path: Path_ = tuple(name.split("."))
-        if name in listed() and len(location) > len(path):
-            path = _within_list(name, item["loc"])
-            name = dotted(path)
-        if name in seen or any(path[: len(stop)] == stop for stop in blocked):
-            continue
-        seen.add(name)
-        if dotted(path) != ".".join(map(str, path)):
-            yield Problem(name, document.where(path), _item_message(document, path, item["type"]))
-            continue
-        message = f"missing; a run YAML needs {name}.name" if name == "model" else "missing"
-        if name in leaves():
-            leaf, value = leaves()[name], value_at(document.data, path)
-            message = _expected(leaf, value, document.raw.get(path), habit=_habit(name, value))
-            message = f"missing; {leaf.doc}" if item["type"] == "missing" else message
-        yield Problem(name, document.where(path), message)
+        path = _path_of(item["loc"])
+        if path not in seen and not any(path[: len(stop)] == stop for stop in blocked):
+            seen.add(path)
+            yield document.problem(path, _what_is_wrong(document, path, item["type"]))
 
 
-def _within_list(name: str, location: Sequence[str | int]) -> Path_:
-    """The part of pydantic's location that names a section in a list, or a key of that section."""
-    holder = tuple(name.split("."))
-    key = location[len(holder) + 1 : len(holder) + 2]
-    return (*holder, int(location[len(holder)]), *map(str, key))
-
-
-def _item_message(document: YamlDocument, path: Path_, kind: str) -> str:
-    """What is wrong with a section in a list, or with one of its keys."""
-    at = next(index for index, part in enumerate(path) if isinstance(part, int))
-    holder, key = ".".join(map(str, path[:at])), path[at + 1 :]
-    fields = listed()[holder].model_fields
-    value = value_at(document.data, path)
-    raw = document.raw.get(path)
-    if not key:
-        first = next(iter(fields))
-        return f"expected a section, found {show(value, raw=raw)}; write {{{first}: {show(value, raw=raw)}, …}}"
-    if key[0] not in fields:
-        hint = did_you_mean(str(key[0]), fields) or f"{holder}[] takes {', '.join(fields)}"
-        return f"unknown key (value {show(value, raw=raw)}); {hint}"
-    leaf = item_leaf(holder, str(key[0]))
-    return f"missing; {leaf.doc}" if kind == "missing" else _expected(leaf, value, raw)
-
-
-def _leaf_of(location: list[str]) -> str:
+def _path_of(location: Sequence[str | int]) -> Path_:
+    """The part of pydantic's location that is a key or a section of ours, or one of a list's: unions name their members
+    beyond it."""
     for length in range(len(location), 0, -1):
-        name = ".".join(location[:length])
+        name = ".".join(map(str, location[:length]))
+        if name in listed() and len(location) > length:
+            return (*name.split("."), int(location[length]), *map(str, location[length + 1 : length + 2]))
         if name in leaves() or name in sections():
-            return name
-    return ".".join(location)
+            return tuple(name.split("."))
+    return tuple(map(str, location))
+
+
+def _what_is_wrong(document: YamlDocument, path: Path_, kind: str) -> str:
+    value, raw, name, habit = value_at(document.data, path), document.raw.get(path), ".".join(map(str, path)), ""
+    at = next((index for index, part in enumerate(path) if isinstance(part, int)), None)
+    if at is not None:  # a section in a list, or one of its keys
+        holder, key = ".".join(map(str, path[:at])), path[at + 1 :]
+        fields = listed()[holder].model_fields
+        if not key:
+            first = next(iter(fields))
+            return f"expected a section, found {show(value, raw=raw)}; write {{{first}: {show(value, raw=raw)}, …}}"
+        if key[0] not in fields:
+            hint = did_you_mean(str(key[0]), fields) or f"{holder}[] takes {', '.join(fields)}"
+            return f"unknown key (value {show(value, raw=raw)}); {hint}"
+        leaf = item_leaf(holder, str(key[0]))
+    elif name in leaves():
+        leaf, habit = leaves()[name], _habit(name, value)
+    else:
+        return f"missing; a run YAML needs {name}.name" if name == "model" else "missing"
+    return f"missing; {leaf.doc}" if kind == "missing" else _expected(leaf, value, raw, habit=habit)
 
 
 def _expected(leaf: Leaf, value: Plain, raw: str | None, *, habit: str = "") -> str:
@@ -211,7 +196,7 @@ def hint_at(value: Plain, raw: str | None, expected: str, *, guesses: bool = Tru
     return ""
 
 
-# --- values that are valid alone, but not together ------------------------------------------------------------------
+# --- values that are valid alone, but not together --------------------------------------------------------------------
 
 
 def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:

@@ -34,6 +34,9 @@ OVERRIDE = "SET"
 MAX_VALUES = 100_000
 """More values than any run YAML has; stops aliases that expand endlessly ("billion laughs")."""
 
+MAX_BYTES = 64 * 2**20
+"""More than any such file has; weights or a log named by mistake stop here."""
+
 TYPOGRAPHIC = "“”„‟‘’‚‛«»"
 """Quotes that word processors write; to YAML, and to a shell, they are letters."""
 
@@ -103,55 +106,61 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012  (PyYAML's name)
 
 
-def read_text(path: Path) -> str:
+def read_text(
+    path: Path, *, variable: str | None = None, wanted: str = "a run YAML, such as configs/run_bnb.yaml"
+) -> str:
     """The text of a UTF-8 file, without a byte order mark.
 
+    Args:
+        variable: what named it (`DEEPSPEED_CONFIG`), for messages; None: a run YAML.
+        wanted: what it should be.
+
     Raises:
-        ConfigError: the file is missing, a folder, or not UTF-8.
+        ConfigError: the file is missing, a folder, too large, or not UTF-8.
     """
-    if path.suffix.lower() in DATA_SUFFIXES:
+    shown = f"{variable}={one_line(str(path))}" if variable else one_line(str(path))
+    if variable is None and path.suffix.lower() in DATA_SUFFIXES:
         raise ConfigError(
-            f"CONFIG={one_line(str(path))} is a data file; CONFIG names a run YAML, which names the data: make new "
-            f"MODEL=owner/name DATA={one_line(str(path))} writes one"
+            f"CONFIG={shown} is a data file; CONFIG names a run YAML, which names the data: make new MODEL=owner/name "
+            f"DATA={shown} writes one"
         )
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{shown} has {path.stat().st_size:,} bytes; name {wanted}")
         raw = path.read_bytes()
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist (looked in {path.absolute().parent}){_near(path)}") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder; CONFIG names a run YAML, such as configs/run_bnb.yaml") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a null character in the name
-        raise ConfigError(f"{one_line(str(path))} cannot be a file: {error}") from None
-    try:
         return raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        near = _near(path, (path.suffix, ".yaml", ".yml", ".json") if variable else (".yaml", ".yml"))
+        raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){near}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{shown} is a folder; name {wanted}") from None
+    except OSError as error:
+        raise ConfigError(f"{shown} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         raise ConfigError(
-            f"{path}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as UTF-8"
+            f"{shown}:{line}: byte 0x{raw[error.start]:02X} is not UTF-8; save the file as UTF-8"
         ) from None
+    except ValueError as error:  # a null character in the name
+        raise ConfigError(f"{shown} cannot be a file: {error}") from None
 
 
-def _near(path: Path) -> str:
-    here = [other.name for other in path.parent.glob("*.y*ml") if not other.name.startswith(".")]
+def _near(path: Path, suffixes: tuple[str, ...]) -> str:
+    def those_of(folder: Path) -> list[Path]:
+        return [one for one in sorted(folder.glob("*")) if one.suffix in suffixes and not one.name.startswith(".")]
+
+    here = [one.name for one in those_of(path.parent)]
     same = next((name for name in here if name.rpartition(".")[0] in (path.stem, path.name)), None)
     meant = same or nearest(path.name, here)
     if meant is not None:
         return f"; did you mean {path.with_name(meant)}?"
-    for folder in (path.parent, Path("configs")):
-        names = sorted(str(other) for other in folder.glob("*.y*ml") if not other.name.startswith("."))
-        if names:
-            return f"; there are: {', '.join(names[:20])}"
-    return ""
+    names = [str(one) for one in those_of(path.parent) or those_of(Path("configs"))]
+    return f"; there are: {', '.join(names[:20])}" if names else ""
 
 
 def parse(text: str, *, name: str) -> YamlDocument:
-    """A YAML text whose root is a mapping, as a `YamlDocument`.
-
-    Raises:
-        ConfigError: the text is not YAML, is empty, holds several documents, or its root is not a mapping.
-    """
+    """A YAML text whose root is a mapping, as a `YamlDocument`; raises ConfigError where the text is not YAML, is
+    empty, holds several documents, or its root is not a mapping."""
     node = _compose(text, name=name)
     if node is None:
         raise ConfigError(f"{name}: the file is empty; a run YAML needs at least `model: {{name: …}}`")
@@ -165,11 +174,8 @@ def parse(text: str, *, name: str) -> YamlDocument:
 
 
 def parse_value(text: str, *, name: str) -> Plain:
-    """The value of `text` as YAML: what follows `key=` in an override.
-
-    Raises:
-        ConfigError: the text is not a YAML value.
-    """
+    """The value of `text` as YAML: what follows `key=` in an override; raises ConfigError where the text is not a YAML
+    value."""
     node = _compose(text, name=name)
     if node is None:
         return None

@@ -127,7 +127,7 @@ AMD_NOTE = (
     "run starts on them (docs/gpus.md)"
 )
 
-# --- a machine that is named -----------------------------------------------------------------------------------------
+# --- a machine that is named ------------------------------------------------------------------------------------------
 
 
 def named(text: str) -> Hardware:
@@ -214,7 +214,7 @@ def _rated(gpu: Gpu, of: CatalogEntry | MachineSpec) -> Gpu:
     return replace(gpu, **rates, tdp_watts=watts)
 
 
-# --- this machine ----------------------------------------------------------------------------------------------------
+# --- this machine -----------------------------------------------------------------------------------------------------
 
 
 def detect(environment: Mapping[str, str] | None = None) -> Hardware:

@@ -212,7 +212,7 @@ def _with(spec: MachineSpec, name: str, value: str, where: str) -> MachineSpec:
     return replace(spec, **{name: read})
 
 
-# --- the YAML file ---------------------------------------------------------------------------------------------------
+# --- the YAML file ----------------------------------------------------------------------------------------------------
 
 
 def _read_file(path: Path) -> MachineSpec:

@@ -122,11 +122,8 @@ def nccl_variables(timeout_s: float) -> dict[str, str]:
 
 
 def timeout_of(config: RunConfig, environment: Mapping[str, str]) -> float:
-    """Seconds that ranks wait for each other: `distributed.timeout_s`, or NCCL_TIMEOUT where that is set.
-
-    Raises:
-        ConfigError: NCCL_TIMEOUT is not a number of seconds.
-    """
+    """Seconds that ranks wait for each other: `distributed.timeout_s`, or NCCL_TIMEOUT where that is set; raises
+    ConfigError where NCCL_TIMEOUT is not a number of seconds."""
     given = environment.get("NCCL_TIMEOUT", "").strip()
     if not given:
         return config.distributed.timeout_s

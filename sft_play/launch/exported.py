@@ -1,4 +1,4 @@
-"""What schedulers and other launchers export, in this toolkit's terms: ranks and nodes.
+"""What schedulers and other launchers export, and what a person gives in variables: ranks and nodes.
 
 The names are those of MPI's three families (as accelerate reads them: `accelerate/state.py`, `get_int_from_env`), of
 torchrun (`PET_` before its flags' names, https://docs.pytorch.org/docs/stable/elastic/run.html), and of Kubernetes'
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sft_play.errors import ConfigError
-from sft_play.facts.network import DEFAULT_PORT, Nodes, addresses_of, is_loopback, is_own
+from sft_play.facts.network import DEFAULT_PORT, Nodes, addresses_of, is_address, is_loopback, is_own
 from sft_play.log import one_line
 from sft_play.process.failures import RUN_VARIABLE
 
@@ -74,11 +74,8 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str, str]:
-    """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: MPI's launchers export neither.
-
-    Raises:
-        ConfigError: the ranks are on several nodes, so the address has to be given.
-    """
+    """`MASTER_ADDR` and `MASTER_PORT` for ranks that have none: MPI's launchers export neither; raises ConfigError
+    where the ranks are on several nodes, so the address has to be given."""
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     if missing and nodes > 1:
         raise ConfigError(
@@ -90,11 +87,7 @@ def meeting_variables(environment: Mapping[str, str], *, nodes: int) -> dict[str
 
 def node_variables(environment: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """`NNODES`, `NODE_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `NPROC` where the environment names them differently, and
-    log lines about them.
-
-    Raises:
-        ConfigError: the number of nodes is a range.
-    """
+    log lines about them; raises ConfigError where the number of nodes is a range."""
     if rank_variables(environment):  # this process is a rank, for which a number of nodes means nothing
         return {}, ()
     given: dict[str, str] = {}
@@ -144,9 +137,8 @@ def _counts_gpus(environment: Mapping[str, str], rank: str, world: str) -> dict[
 def refuse_tasks(environment: Mapping[str, str], *, nodes: int) -> None:
     """Raises ConfigError where Slurm started this command several times, each of which would be a separate run."""
     tasks = environment.get("SLURM_STEP_NUM_TASKS", "")
-    if nodes > 1 or rank_variables(environment) or "SLURM_PROCID" not in environment:
-        return
-    if not tasks.isdigit() or int(tasks) < 2:
+    is_several = "SLURM_PROCID" in environment and tasks.isdigit() and int(tasks) > 1
+    if not is_several or nodes > 1 or rank_variables(environment):
         return
     raise ConfigError(
         f"srun started this command {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would be a separate run: "
@@ -175,8 +167,6 @@ def refuse_lone_node(nodes: Nodes) -> None:
 
 
 # --- this process as a rank -------------------------------------------------------------------------------------------
-
-_NUMBERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 @dataclass(frozen=True)
@@ -234,13 +224,52 @@ def ranks_of(environment: Mapping[str, str]) -> Ranks | None:
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
-    text = environment[name]
-    if not text.strip().isdigit():
-        raise ConfigError(
-            f"{name}={one_line(text)} in the environment is not a number; a launcher sets it, else unset it"
-        )
-    return int(text)
+    number = whole_number(environment, name, least=0)
+    if number is None:
+        raise ConfigError(f"{name} in the environment is empty; a launcher sets it, else unset it")
+    return number
 
 
 def _shown(environment: Mapping[str, str]) -> str:
-    return ", ".join(f"{name}={one_line(environment[name])}" for name in _NUMBERS if name in environment)
+    return ", ".join(f"{name}={one_line(environment[name])}" for name in RANK_NAMES[:3] if name in environment)
+
+
+# --- numbers and machines in variables --------------------------------------------------------------------------------
+
+
+def whole_number(values: Mapping[str, str], name: str, *, least: int) -> int | None:
+    """A variable as a whole number from `least`; None where it is not set, ConfigError where it is not one."""
+    text = values.get(name, "").strip()
+    if not text:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
+        raise ConfigError(f"{name}={one_line(text)} is not a whole number from {least}")
+    return int(text)
+
+
+NODE_VARIABLES = ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def nodes_of(values: Mapping[str, str], names: tuple[str, str, str, str] = NODE_VARIABLES) -> Nodes:
+    """The machines of a run as four variables say: how many, which this is, and the address and port of the first;
+    raises ConfigError where one is not a number or out of range, or is missing where there are several machines."""
+    of_count, of_rank, of_address, of_port = names
+    count, rank = whole_number(values, of_count, least=1) or 1, whole_number(values, of_rank, least=0)
+    address, port = values.get(of_address, "").strip() or None, whole_number(values, of_port, least=1)
+    if port is not None and port > 65_535:
+        raise ConfigError(f"{of_port}={port} is not a port; ports go from 1 to 65535")
+    if (rank or 0) >= count:
+        default = "" if values.get(of_count, "").strip() else " (its default)"
+        raise ConfigError(f"{of_rank}={rank} is not one of {of_count}={count}{default}: ranks go from 0 to {count - 1}")
+    if count == 1:
+        return Nodes(1, 0, address, port)
+    if rank is None or address is None:
+        raise ConfigError(
+            f"{of_count}={count} needs {of_rank}=0 to {count - 1} and {of_address}=, an address at which the others "
+            f"reach node 0 (and {of_port}=, default {DEFAULT_PORT})"
+        )
+    if not is_address(address):
+        raise ConfigError(
+            f"{of_address}={one_line(address)} is not a host name or an IP address; the port goes into {of_port}="
+        )
+    return Nodes(count, rank, address, port or DEFAULT_PORT)

@@ -14,10 +14,15 @@ from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.network import DEFAULT_PORT, Nodes
-from sft_play.launch.accelerate.launched import accelerate_choices, drop_accelerate
-from sft_play.launch.accelerate.reading import AccelerateConfig, find_accelerate_file, read_found_file
+from sft_play.launch.accelerate import (
+    AccelerateConfig,
+    accelerate_choices,
+    drop_accelerate,
+    find_accelerate_file,
+    read_found_file,
+)
 from sft_play.launch.deepspeed.fill import same_numbers
-from sft_play.launch.given import nodes_of, whole_number
+from sft_play.launch.exported import nodes_of, whole_number
 from sft_play.log import one_line
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName
 from sft_play.planner.mesh import mesh_of, mesh_words
@@ -55,13 +60,23 @@ class LaunchOptions:
 def launch_options_of(
     values: Mapping[str, str], *, deepspeed: bool = False, board: bool = False, notes: tuple[str, ...] = ()
 ) -> LaunchOptions:
-    """What the variables ask for; `notes` name the sources of values that the user did not type.
-
-    Raises:
-        ConfigError: one of them is not a number, out of range, or an unknown strategy.
-    """
+    """What the variables ask for; `notes` name the sources of values that the user did not type. Raises ConfigError
+    where one of them is not a number, out of range, or an unknown strategy."""
+    file = values.get("DEEPSPEED_CONFIG")
     try:
-        return _options_of(values, deepspeed=deepspeed, board=board, notes=notes)
+        nodes = nodes_of(values)
+        if nodes.count == 1 and values.get("NNODES", "").strip():
+            nodes = Nodes()  # without NNODES a file of accelerate may name several: address and port are kept for it
+        return LaunchOptions(
+            strategy=_strategy(values.get("STRATEGY")),
+            processes=whole_number(values, "NPROC", least=1),
+            gpus=_gpus(values.get("GPUS")),
+            nodes=nodes,
+            deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if deepspeed or file else None,
+            board=board,
+            restarts=whole_number(values, "MAX_RESTARTS", least=0) or 0,
+            notes=notes,
+        )
     except ConfigError as error:
         if not notes:
             raise
@@ -69,38 +84,18 @@ def launch_options_of(
         raise ConfigError(f"{error} ({'; '.join(notes)})") from None
 
 
-def _options_of(values: Mapping[str, str], *, deepspeed: bool, board: bool, notes: tuple[str, ...]) -> LaunchOptions:
-    file = values.get("DEEPSPEED_CONFIG")
-    nodes = nodes_of(values)
-    if nodes.count == 1 and values.get("NNODES", "").strip():
-        nodes = Nodes()  # without NNODES a file of accelerate may name several: address and port are kept for it
-    return LaunchOptions(
-        strategy=_strategy(values.get("STRATEGY")),
-        processes=whole_number(values, "NPROC", least=1),
-        gpus=_gpus(values.get("GPUS")),
-        nodes=nodes,
-        deepspeed=DeepspeedRequest(Path(file).expanduser() if file else None) if deepspeed or file else None,
-        board=board,
-        restarts=whole_number(values, "MAX_RESTARTS", least=0) or 0,
-        notes=notes,
-    )
-
-
 def with_accelerate(options: LaunchOptions, accelerate: AccelerateConfig) -> LaunchOptions:
-    """The options with an accelerate configuration filled in wherever the command line says nothing.
-
-    Raises:
-        ConfigError: it is for several machines and lacks the address of rank 0's.
-    """
+    """The options with an accelerate configuration filled in wherever the command line says nothing; raises ConfigError
+    where it is for several machines and lacks the address of rank 0's."""
     nodes = options.nodes
     if nodes.count == 1 and accelerate.num_machines > 1:
-        address = nodes.address or accelerate.main_ip
+        address = nodes.address or accelerate.main_process_ip
         if address is None:
             raise ConfigError(
                 f"{one_line(str(accelerate.path))}: num_machines: {accelerate.num_machines} needs main_process_ip, the "
                 "address of the machine of rank 0 that the others reach (make setup-accelerate: MAIN_IP=)"
             )
-        port = nodes.port or accelerate.main_port or DEFAULT_PORT
+        port = nodes.port or accelerate.main_process_port or DEFAULT_PORT
         nodes = Nodes(accelerate.num_machines, accelerate.machine_rank, address, port)
     file = accelerate.deepspeed_config_file
     request = options.deepspeed or (DeepspeedRequest(file) if accelerate.distributed_type == "DEEPSPEED" else None)
@@ -160,7 +155,6 @@ def log_choices(choices: AccelerateConfig, plan: Plan, *, max_grad_norm: float, 
         mixed_precision={"bfloat16": "bf16", "float16": "fp16"}.get(plan.precision.compute, "no"),
         grad_accum=plan.batch.grad_accum,
         max_grad_norm=max_grad_norm,
-        has_gpus=bool(plan.hardware.gpus),
         with_count=with_count,
     ):
         logger.info("%s", line)
@@ -183,7 +177,7 @@ def with_choices(options: LaunchOptions, accelerate: AccelerateConfig, config: R
     mesh = mesh_of(config.model.mesh_shape)
     # a mesh of copies only (dp) shards nothing, so there FSDP is a layout of its own
     if mesh is not None and mesh.ranks > mesh.dp and accelerate.distributed_type == "FSDP":
-        accelerate = dataclasses.replace(accelerate, mesh=mesh)
+        accelerate = accelerate.model_copy(update={"mesh": mesh})
     return with_accelerate(options, accelerate)
 
 
@@ -214,11 +208,8 @@ def machine_of_mesh(config: RunConfig, hardware: Hardware) -> Hardware:
 
 
 def as_the_mesh_says(options: LaunchOptions, config: RunConfig) -> LaunchOptions:
-    """The options with as many processes as a mesh has, where no number was given.
-
-    Raises:
-        ConfigError: they do not divide over the nodes, or there are fewer GPUs than the mesh has processes.
-    """
+    """The options with as many processes as a mesh has, where no number was given; raises ConfigError where they do not
+    divide over the nodes, or there are fewer GPUs than the mesh has processes."""
     mesh = mesh_of(config.model.mesh_shape)
     if mesh is None or options.processes or options.gpus:
         return options
@@ -237,36 +228,26 @@ def overridden_lines(
     mixed_precision: str,
     grad_accum: int | None = None,
     max_grad_norm: float | None = None,
-    has_gpus: bool = True,
     with_count: bool = True,
 ) -> list[str]:
-    """Lines for the log: how the file's process count is read, and where the run YAML or the machine overrides the
-    file.
+    """Lines for the log: how the file's process count is read, and where the run YAML or the plan overrides the file.
 
     `mixed_precision` is the run's (`no`, `fp16`, `bf16`). `with_count` is False for the variables that `accelerate
     launch` sets for a rank, which do not include the count.
     """
     total, machines, kind = accelerate.num_processes, accelerate.num_machines, accelerate.distributed_type
     where = f"{machines} machines, {(total or 0) // machines} on each" if machines > 1 else "one machine"
-    precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp if kind == "FSDP" else {"fsdp_version": 2}
+    precision, of_fsdp = accelerate.mixed_precision, accelerate.fsdp_config if kind == "FSDP" else {"fsdp_version": 2}
     offloads = str(of_fsdp.get("fsdp_offload_params")).lower() in ("true", "yes", "on")
+    wins = f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins"
     said = [
-        (with_count and total is None, "names no num_processes: one process for each GPU of each machine"),
         (with_count and total is not None, f"says num_processes: {total}, accelerate's total over machines ({where})"),
-        (
-            precision not in (None, mixed_precision),
-            f"says mixed_precision: {precision}, the run YAML asks for {mixed_precision}: the run YAML wins",
-        ),
+        (precision not in (None, mixed_precision), wins),
         (str(of_fsdp.get("fsdp_version", 1)) != "2", "asks for FSDP's first version: FSDP2 (fully_shard) is used"),
         (offloads, "says fsdp_offload_params: true, which is not supported: use zero3_offload for weights in RAM"),
-        (
-            not has_gpus and kind == "MULTI_GPU",
-            "says MULTI_GPU without a GPU here: CPU ranks (gloo) are started",
-        ),
-        (has_gpus and accelerate.use_cpu, "says use_cpu: true: CPU ranks (gloo) are started beside idle GPUs"),
     ]
     for key, ours in {"gradient_accumulation_steps": grad_accum, "gradient_clipping": max_grad_norm}.items():
-        theirs = accelerate.deepspeed.get(key) if kind == "DEEPSPEED" else None
+        theirs = accelerate.deepspeed_config.get(key) if kind == "DEEPSPEED" else None
         if theirs not in (None, "auto") and ours is not None and not same_numbers(theirs, ours):
             said.append((True, f"says deepspeed_config.{key}: {theirs}, the plan {ours:g}: the plan wins"))
     return [f"{accelerate.path.name} {text}" for is_so, text in said if is_so]

@@ -265,7 +265,10 @@ def require_machine(
         raise HardwareError(accelerator.message)
     count = params()  # asked last: for a model of the hub it fetches the config
     if count > CPU_PARAMS:
-        raise HardwareError(too_large(config.model.name, count))
+        raise HardwareError(
+            f"no GPU was detected here, and {one_line(config.model.name)} has {count / 1e9:.1f} billion parameters: "
+            f"make gpu-info shows what this machine has; or {ON_CPU}"
+        )
     return None
 
 
@@ -282,14 +285,6 @@ def flash_obstacle(config: RunConfig, hardware: Hardware) -> tuple[str, str] | N
         f"flash_attention_2 needs GPUs from Ampere on (compute capability 8.0), and {old[0].name} has "
         f"{'.'.join(map(str, old[0].capability or ()))}",
         "use auto",
-    )
-
-
-def too_large(name: str, params: int) -> str:
-    """The message for a model that is too large to train on a CPU by mistake."""
-    return (
-        f"no GPU was detected here, and {one_line(name)} has {params / 1e9:.1f} billion parameters: make gpu-info "
-        f"shows what this machine has; or {ON_CPU}"
     )
 
 

@@ -104,11 +104,8 @@ def with_curves(loaded: LoadedConfig) -> LoadedConfig:
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, Any]:
-    """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start`; those not given are left out.
-
-    Raises:
-        ConfigError: TB_PORT is not a port.
-    """
+    """Host and port that `TB_HOST` and `TB_PORT` ask for, as options of `start`; those not given are left out. Raises
+    ConfigError where TB_PORT is not a port."""
     host, port = (environment.get(name, "").strip() for name in ("TB_HOST", "TB_PORT"))
     if port and not (port.isascii() and port.isdigit() and len(port) < 6 and 0 < int(port) < 65_536):
         raise ConfigError(f"TB_PORT={one_line(port)} is not a port; ports go from 1 to 65535")

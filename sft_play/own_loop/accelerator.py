@@ -16,7 +16,7 @@ import torch
 
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.hardware import detect
-from sft_play.launch.accelerate.launched import drop_accelerate, is_of_accelerate, refuse_too_few_processes
+from sft_play.launch.accelerate import drop_accelerate, is_of_accelerate, refuse_too_few_processes
 from sft_play.launch.deepspeed.fill import BY_HIDDEN_SIZE, adam_obstacles, compiling_words, drop_autos
 from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import without_bad_p2p
@@ -44,7 +44,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     """
     if importlib.util.find_spec("accelerate") is None:
         return _without_accelerate(config)
-    starts = "torchrun --standalone --nproc-per-node {count}, or accelerate launch --multi_gpu, to start your script"
+    starts = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
     refuse_too_few_processes(os.environ, instead=starts)
     device = _device()
     if not device.is_gpu:

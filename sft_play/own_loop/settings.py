@@ -18,8 +18,7 @@ from sft_play.config.schema import Name, Section
 from sft_play.config.validation import hint_at
 from sft_play.config.yaml_io import Problem, YamlDocument, parse, read_text, show
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config
-from sft_play.launch.deepspeed.translate import translate
+from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config, translate
 from sft_play.log import one_line
 from sft_play.spelling import nearest
 

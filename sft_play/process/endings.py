@@ -29,7 +29,7 @@ _LOOK_S = 0.5
 _SET_PARENT_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
 
 
-# --- with the process that started it -------------------------------------------------------------------------------
+# --- with the process that started it ---------------------------------------------------------------------------------
 
 
 def leave_with(parent: int, number: signal.Signals) -> None:
@@ -108,7 +108,7 @@ def main() -> None:
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 
-# --- on a stop request ----------------------------------------------------------------------------------------------
+# --- on a stop request ------------------------------------------------------------------------------------------------
 
 _asked_at: float | None = None
 """When this process was first asked to stop (monotonic seconds); shared by all open StopSignals."""

@@ -16,17 +16,11 @@ from sft_play.process.variables import VARIABLES
 OF_MAKE = tuple(name for name in VARIABLES if name not in ("PYTHON", "VENV", "UNSLOTH_VENV"))
 """Variables that make passes to a command."""
 OF_LAUNCHERS = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"),
-    *(
-        "SFT_PLAY_RUN",
-        "SFT_PLAY_RESUMED",
-        "SFT_PLAY_AGENT",
-        "SFT_PLAY_BEGAN",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_ERROR_FILE",
-    ),
-    *("TORCHELASTIC_USE_AGENT_STORE", "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID"),
-)
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "LOCAL_SIZE", "CROSS_SIZE", "NPROC_PER_NODE", "SLURM_PROCID", "SFT_PLAY_RUN", "SFT_PLAY_RESUMED",
+    "SFT_PLAY_AGENT", "SFT_PLAY_BEGAN", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE",
+    "TORCHELASTIC_USE_AGENT_STORE",
+)  # fmt: skip
 """Variables that a launcher sets for its ranks; OMP_NUM_THREADS too, but without a launcher that is the user's."""
 THREADS_VARIABLE = "SFT_PLAY_THREADS"
 """Threads of each CPU rank of a run that is repeated: those that it had."""
@@ -90,8 +84,6 @@ ALLOCATOR = "PYTORCH_ALLOC_CONF"
 OLDER_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 GROWING = "expandable_segments:True"
 """Segments that grow by pages instead of fixed-size ones: steps of changing lengths leave less fragmentation."""
-_SIMULATED = ("expandable_segments",)
-"""Options of the allocator that the plan's bound covers, whatever their values."""
 
 
 def allocator_setting(environment: Mapping[str, str], *, root: Path = Path("/")) -> dict[str, str]:
@@ -117,18 +109,5 @@ def allocator_words(environment: Mapping[str, str]) -> str:
     if name is None:
         return "Allocator: PyTorch's default, segments of fixed size"
     setting = environment[name].strip()
-    others = [one for one in _options(setting) if one not in _SIMULATED]
-    text = f"Allocator: {name}={one_line(setting)}"
-    if others:
-        verb = "is" if len(others) == 1 else "are"
-        text += f"; {', '.join(map(one_line, others))} {verb} not simulated: the plan's bound does not cover it"
-    return text
-
-
-def _options(setting: str) -> list[str]:
-    """Names in `a:1,b:[256:1,512:2],c:True`; what is in brackets is a value."""
-    depth, outside = 0, ""
-    for letter in setting:
-        depth += (letter == "[") - (letter == "]")
-        outside += letter if depth == 0 else ""
-    return [name for name in (part.partition(":")[0].strip() for part in outside.split(",")) if name]
+    more = "" if setting == GROWING else "; the plan's bound covers expandable_segments alone"
+    return f"Allocator: {name}={one_line(setting)}{more}"

@@ -140,11 +140,7 @@ class RunFolder:
         return any(entry["step"] > 0 for _, entry in lines)
 
     def manifest(self) -> dict[str, Any]:
-        """The manifest.
-
-        Raises:
-            RunFolderError: the folder is not a run of this toolkit.
-        """
+        """The manifest; raises RunFolderError where the folder is not a run of this toolkit."""
         try:
             manifest = json.loads(self.manifest_path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError, json.JSONDecodeError):

@@ -27,46 +27,18 @@ from sft_play.runs.files import read_json, scrub
 from sft_play.runs.folder import DEEPSPEED_FILE, FORMAT, RunFolder
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "trl",
-    "peft",
-    "bitsandbytes",
-    "accelerate",
-    "deepspeed",
-    "datasets",
-    "tokenizers",
-    "safetensors",
-    "tensorboard",
-    "numpy",
-    "pydantic",
-    "PyYAML",
-)
+    "torch", "transformers", "trl", "peft", "bitsandbytes", "accelerate", "deepspeed", "datasets", "tokenizers",
+    "safetensors", "tensorboard", "numpy", "pydantic", "PyYAML",
+)  # fmt: skip
 """Packages whose versions can change what a run computes."""
-FREE_TO_CHANGE = frozenset(
-    {
-        "output.dir",
-        "output.name",
-        "output.if_exists",
-        "train.batch_size",  # the effective batch is compared apart
-        "train.grad_accum",
-        "train.gradient_checkpointing",
-        "train.stop_after_steps",
-        "train.max_hours",
-        "train.logging_steps",
-        "train.on_nan",
-        "train.save_total_limit",
-        "train.async_save",
-        "train.report_to",
-        "train.profile_steps",
-        "distributed.profile_communication",
-        "train.dataloader_pin_memory",
-        "tuning.backend_fallback",
-        "distributed.timeout_s",
-        "distributed.shard_ranks",
-        "model.mesh_shape",
-    }
-)
+# the effective batch is compared apart
+FREE_TO_CHANGE = frozenset({
+    "output.dir", "output.name", "output.if_exists", "train.batch_size", "train.grad_accum",
+    "train.gradient_checkpointing", "train.stop_after_steps", "train.max_hours", "train.logging_steps",
+    "train.on_nan", "train.save_total_limit", "train.async_save", "train.report_to", "train.profile_steps",
+    "train.dataloader_pin_memory", "tuning.backend_fallback", "model.mesh_shape",
+    "distributed.profile_communication", "distributed.timeout_s", "distributed.shard_ranks",
+})  # fmt: skip
 """Keys that may differ when a run is resumed: they do not change the training's numbers."""
 
 
@@ -168,11 +140,8 @@ def check_same_run(
 
 
 def other_settings(folder: RunFolder, config: RunConfig, *, effective_batch: int) -> dict[str, str]:
-    """The settings that change a run's numbers and are not those it was started with, each in words.
-
-    Raises:
-        RunFolderError: the run's own cannot be read.
-    """
+    """The settings that change a run's numbers and are not those it was started with, each in words; raises
+    RunFolderError where the run's own cannot be read."""
     try:
         old = json.loads((folder.path / "resolved.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

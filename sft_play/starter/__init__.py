@@ -1,4 +1,4 @@
-"""The starter task: a small generated language and a base that knows its words, so that nothing is downloaded."""
+"""The starter task: rows of a small generated language, and a base that knows its words, so nothing is downloaded."""
 
 from __future__ import annotations
 

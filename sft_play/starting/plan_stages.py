@@ -19,23 +19,30 @@ from sft_play.launch.deepspeed.files import (
     layout_of,
     read_deepspeed_file,
     shipped_config,
+    translate,
     with_batch,
     with_dtypes,
 )
 from sft_play.launch.deepspeed.fill import PlanNumbers, adam_obstacles, compiling_words, fill
-from sft_play.launch.deepspeed.translate import translate
 from sft_play.launch.launch_options import DeepspeedRequest, LaunchOptions
 from sft_play.launch.machine import prepare_libraries
 from sft_play.log import one_line
-from sft_play.planner.batching import effective_batch
 from sft_play.planner.layout import DEEPSPEED, LayoutName, Stopped, layouts_for, layouts_over
 from sft_play.planner.mesh import mesh_of, mesh_words
 from sft_play.planner.plan import Plan, Planned, require_fit
 from sft_play.process.heap import importing
 from sft_play.runs.folder import RunFolder
 from sft_play.runs.manifest import given_deepspeed
-from sft_play.starting.plan_run import log_plan, plan_for, refuse_early, shape_for
-from sft_play.starting.resumed import kept_of, log_kept, refuse_resuming, stopped_run
+from sft_play.starting.plan_run import (
+    kept_of,
+    log_kept,
+    log_plan,
+    plan_for,
+    refuse_early,
+    refuse_resuming,
+    shape_for,
+    stopped_run,
+)
 from sft_play.starting.row_survey import count_rows, has_own_lengths, known_rows
 
 logger = logging.getLogger(__name__)
@@ -47,12 +54,10 @@ def plan_stages(
     options: LaunchOptions,
     *,
     resume_from: RunFolder | None = None,
-    whole: Hardware | None = None,
 ) -> list[Planned]:
     """The plans of a run, logged: one, or one per stage, all in one layout; raises as `plan_ranks` does.
 
     Args:
-        hardware: what the run uses of the `whole` machine.
         resume_from: the run that is resumed; None for a new one.
     """
     given = given_deepspeed(resume_from) if resume_from is not None else None
@@ -63,7 +68,7 @@ def plan_stages(
         if part.stage is not None:
             logger.debug("Stage %s:", part.stage)
         with in_stage(part.stage):
-            planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given, whole=whole))
+            planned.append(plan_ranks(part, hardware, options, resume_from=place, given=given))
     return planned
 
 
@@ -148,13 +153,11 @@ def plan_ranks(
     *,
     resume_from: RunFolder | None = None,
     given: dict[str, Any] | None = None,
-    whole: Hardware | None = None,
 ) -> Planned:
     """The plan of a run over all ranks of `hardware`, logged, and DeepSpeed's config where that is the engine.
 
     Args:
         given: DeepSpeed's config as the run that is resumed was first given it.
-        whole: the machine, where the run uses one of its GPUs: what it would do on all of them is logged.
 
     Raises:
         ConfigError: the strategy cannot run the job, or contradicts DeepSpeed's config.
@@ -185,8 +188,6 @@ def plan_ranks(
     weights_stay = raw is not None and strategy is not None and keeps_params(raw, strategy)
     trace = config.plan.trace and bool(hardware.gpus)
     plan = plan_for(config, hardware, only=only, trace=trace, keeps_params=weights_stay, kept=kept)
-    if whole is not None:
-        log_what_all_would_do(config, whole, plan, stopped)
     # a kept batch ran before: it is tried again where the prediction says that it does not fit
     require_fit(plan, config, is_fixed=kept.batch is not None)
     log_plan(plan, config, stage=loaded.stage)
@@ -198,24 +199,6 @@ def plan_ranks(
 
 def _layouts(strategy: LayoutName | None, hardware: Hardware) -> tuple[LayoutName, ...]:
     return (strategy,) if strategy else layouts_over(hardware.ranks)
-
-
-def log_what_all_would_do(config: RunConfig, whole: Hardware, plan: Plan, stopped: Stopped | None = None) -> None:
-    """Log which layout the plan would use on all GPUs, where this run uses one of several; `stopped`: how a resumed run
-    was spread."""
-    alike = whole.alike[0] if whole.gpus else ()
-    if len(alike) < 2 or effective_batch(config.train, ranks=len(alike)) % len(alike):
-        return  # nothing to compare with: one GPU, or a batch that does not divide over them
-    try:
-        kept = kept_of(config, stopped, len(alike))
-        plan_of_all = plan_for(config, dataclasses.replace(whole, gpus=alike), with_suggestions=False, kept=kept)
-    except SftPlayError:
-        return  # this run is planned; why another would be refused is of no interest to it
-    if plan_of_all.fits:
-        is_all = len(alike) == len(whole.gpus)
-        named = "" if is_all else f" GPUS={','.join(str(gpu.index) for gpu in alike)}"
-        logger.debug("On %s %d GPUs the plan would use %s (make train-distributed%s); this run is %s",
-                    "all" if is_all else "the alike", len(alike), plan_of_all.layout, named, plan.layout)  # fmt: skip
 
 
 def read_deepspeed(request: DeepspeedRequest, strategy: LayoutName | None) -> tuple[dict[str, Any], LayoutName, str]:

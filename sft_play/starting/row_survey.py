@@ -56,11 +56,8 @@ def known_rows(config: RunConfig) -> RowTokens | None:
 
 
 def count_rows(loaded: LoadedConfig) -> None:
-    """Count the rows of a run, or of each of its stages, where that was not done before.
-
-    Raises:
-        SftPlayError: the tokenizer cannot be loaded, or the rows cannot be used, as training would say.
-    """
+    """Count the rows of a run, or of each of its stages, where that was not done before; raises SftPlayError where the
+    tokenizer cannot be loaded, or the rows cannot be used, as training would say."""
     for part in loaded.parts:
         if has_own_lengths(part.config) and known_rows(part.config) is None:
             with in_stage(part.stage):

@@ -6,18 +6,19 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
 from sft_play.config.load import LoadedConfig
 from sft_play.data.sources.examples import look_at
 from sft_play.data.sources.files import data_paths
-from sft_play.errors import in_stage
+from sft_play.errors import ConfigError, RunFolderError, in_stage
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.finished.report.report import report_at_end, reported
 from sft_play.launch import tensorboard
-from sft_play.launch.accelerate.reading import AccelerateConfig
+from sft_play.launch.accelerate import AccelerateConfig
 from sft_play.launch.command import Launch
 from sft_play.launch.exported import Ranks, refuse_lone_node
 from sft_play.launch.launch_options import (
@@ -30,23 +31,19 @@ from sft_play.launch.launch_options import (
     with_mesh_of,
 )
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
-from sft_play.log import one_line, start_log_buffer
+from sft_play.log import one_line, start_log_buffer, write_log_to
 from sft_play.planner.layout import DEEPSPEED
 from sft_play.planner.plan import Plan, Planned
 from sft_play.process import endings
 from sft_play.runs import ran_out
-from sft_play.runs.creation import is_finished, new_folder, require_writable, resumes
-from sft_play.runs.folder import RunFolder
+from sft_play.runs.folder import DIED, RESTARTS, RunFolder
 from sft_play.runs.locking import LAUNCHER, Lock, lock
-from sft_play.runs.lookup import find_resumable
+from sft_play.runs.lookup import find_resumable, is_finished, new_folder, require_writable, resumes
 from sft_play.runs.manifest import first_day
 from sft_play.starter import BASE_NAME
-from sft_play.starting import as_rank
-from sft_play.starting.launch_ranks import launch_ranks
-from sft_play.starting.plan_run import layout_in_unsloth, shape_for
+from sft_play.starting.launch_ranks import hand_over, launch_ranks, machine_of_ranks, placed, received
+from sft_play.starting.plan_run import layout_in_unsloth, shape_for, stopped_run
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
-from sft_play.starting.restarts import Restarts, refuse_restarts, take_death
-from sft_play.starting.resumed import stopped_run
 from sft_play.starting.train_here import train_here
 
 logger = logging.getLogger(__name__)
@@ -170,11 +167,7 @@ def _start(asked: Asked) -> Started:
 
 def as_it_was_spread(loaded: LoadedConfig, options: LaunchOptions, *, run: str | None) -> Asked:
     """A stopped run, the one named `run` or the newest, to be resumed over as many ranks as before where no other
-    number is asked for.
-
-    Raises:
-        RunFolderError: there is none.
-    """
+    number is asked for; raises RunFolderError where there is none."""
     folder = find_resumable(loaded.config.output, config_path=loaded.path, name=run)
     stopped = stopped_run(folder)
     if not (options.processes or options.gpus or options.nodes.count > 1):
@@ -210,7 +203,7 @@ def _settled(asked: Asked) -> Asked:
         options = as_the_mesh_says(options, loaded.config)
         refuse_lone_node(options.nodes)
     else:
-        ranks = as_rank.placed(loaded.config, ranks) if ranks is not None else None
+        ranks = placed(loaded.config, ranks) if ranks is not None else None
         accelerate = take_choices()  # now: the plan decides, and accelerate would act on the same variables later
         if ranks is None:
             options = dataclasses.replace(options, strategy="single")
@@ -234,7 +227,7 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     """Look at the machine, the folder and the data, count the rows, and plan; the folder's lock and its report to come
     are left in `held`."""
     loaded, options, starts = asked.loaded, asked.options, not asked.options.show_only
-    hardware, whole = _machine(asked)
+    hardware = _machine(asked)
     if starts:
         require_machine(loaded.config, hardware, os.environ, params=lambda: shape_for(loaded.config).params)
     if asked.over_ranks:
@@ -260,16 +253,16 @@ def _decide(asked: Asked, held: contextlib.ExitStack) -> Decided:
     options = dataclasses.replace(options, strategy=unsloths) if unsloths is not None else options
     if starts:
         count_before_planning(loaded, hardware, options, is_resumed=is_resumed, trains_here=trains_here)
-    planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None, whole=whole)
+    planned = plan_stages(loaded, hardware, options, resume_from=folder if is_resumed else None)
     today = first_day(folder) if folder is not None else date.today()
     return Decided(folder, is_resumed, planned, trains_here, mark=mark if trains_here else None, today=today)
 
 
-def _machine(asked: Asked) -> tuple[Hardware, Hardware | None]:
+def _machine(asked: Asked) -> Hardware:
     if asked.over_ranks:
-        return machine_of(asked.options), None
+        return machine_of(asked.options)
     here = machine_for(asked.loaded.config, detect())
-    return (one_gpu(here), here) if asked.ranks is None else (as_rank.machine_of_ranks(here, asked.ranks), None)
+    return one_gpu(here) if asked.ranks is None else machine_of_ranks(here, asked.ranks)
 
 
 def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
@@ -288,11 +281,88 @@ def _folder(asked: Asked) -> tuple[RunFolder | None, bool]:
 
 def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) -> Decided:
     """What a rank's parent has decided, or rank 0, which hands it to the others."""
-    handed = as_rank.received(asked.loaded.config, ranks)
+    handed = received(asked.loaded.config, ranks)
     if handed is not None:
         folder, today = RunFolder(Path(handed.folder)), date.fromisoformat(handed.today)
         return Decided(folder, handed.resume, handed.planned(), has_folder=handed.made, today=today)
     decided = _decide(asked, held)
     assert decided.folder is not None, "rank 0 names it"
-    as_rank.hand_over(decided.folder, decided.planned, resume=decided.is_resumed, today=decided.today)
+    hand_over(decided.folder, decided.planned, resume=decided.is_resumed, today=decided.today)
     return decided
+
+
+# --- started again ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Restarts:
+    """The restarts of one command: at most `most` after a process died."""
+
+    most: int
+    done: int = 0
+
+    def wanted(self, folder: RunFolder, loaded: LoadedConfig) -> bool:
+        """Whether a run that has failed is to be started again; why is logged, and recorded in its manifest."""
+        if event := ran_out.take(folder):
+            logger.warning("Starting again with micro-batch %d", event.now)
+            return True
+        died = take_death(folder) if self.most else None
+        if died is None:
+            return False
+        with _logged(folder):
+            if self.done == self.most:
+                logger.error("MAX_RESTARTS=%d is used up: the run ends", self.most)
+                return False
+            self.done += 1
+            step, where = _goes_on(folder, loaded)
+            logger.warning("Restart %d of %d: %s; the run goes on from %s", self.done, self.most, died, where)
+        entry = {"after": died, "from_step": step, "number": self.done, "of": self.most}
+        folder.update_manifest(**{RESTARTS: [*folder.manifest().get(RESTARTS, []), entry]})
+        return True
+
+
+def take_death(folder: RunFolder) -> str | None:
+    """How a process of a run died, which the manifest says no more afterwards; None where none did."""
+    with contextlib.suppress(RunFolderError):  # an unused folder was removed again
+        died = folder.manifest().get(DIED)
+        if isinstance(died, str):
+            folder.update_manifest(**{DIED: None})
+            return died
+    return None
+
+
+def _goes_on(folder: RunFolder, loaded: LoadedConfig) -> tuple[int, str]:
+    """The step from which a run goes on that is resumed, and in words."""
+    from sft_play.training.checkpoints.checkpoints import last_complete, step_of
+
+    begun = [stage for one in loaded.config.curriculum if (stage := folder.of_stage(one.name)).has_begun]
+    part = begun[-1] if begun else folder
+    last, of = last_complete(part.checkpoints), f" of stage {part.stage}" if part.stage else ""
+    if last is None:
+        return 0, f"the beginning{of}: there is no checkpoint"
+    return step_of(last), f"the checkpoint of step {step_of(last)}{of}"
+
+
+@contextlib.contextmanager
+def _logged(folder: RunFolder) -> Iterator[None]:
+    """While open, what is logged goes to the run's log too."""
+    file = write_log_to(folder.log_path)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(file)
+        file.close()
+
+
+def refuse_restarts(loaded: LoadedConfig, options: LaunchOptions, ranks: Ranks | None) -> None:
+    """Raises ConfigError where MAX_RESTARTS= is given and this command could not start the run again."""
+    if not options.restarts:
+        return
+    asked = f"MAX_RESTARTS={options.restarts}"
+    if ranks is not None or options.nodes.count > 1:
+        raise ConfigError(
+            f"{asked} starts processes again that this command has started on one machine: let the launcher or the "
+            "scheduler start the others again, with output.if_exists=resume (make launch-file writes such a job)"
+        )
+    if loaded.config.tuning.backend == "unsloth":
+        raise ConfigError(f"{asked} does not watch the processes of tuning.backend=unsloth; leave it out")

@@ -11,20 +11,32 @@ import copy
 import math
 import os
 import shutil
-import sys
 import sysconfig
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 from sft_play.config.leaves import training_options
 from sft_play.config.schema import RunConfig
+from sft_play.config.yaml_io import show
 from sft_play.errors import ConfigError
-from sft_play.launch.deepspeed import keys
-from sft_play.launch.deepspeed.files import BATCH_KEYS, DTYPE_KEYS, SHORT_DTYPES, STAGES, layout_of, offloads
-from sft_play.launch.deepspeed.keys import AUTO, Config, holder_of, leaves_of, put_at, shown_value, value_at
+from sft_play.launch.deepspeed.files import (
+    AUTO,
+    AUTO_IS_A_VALUE,
+    BATCH_KEYS,
+    DTYPE_KEYS,
+    SHORT_DTYPES,
+    STAGES,
+    Config,
+    holder_of,
+    layout_of,
+    leaves_of,
+    offloads,
+    put_at,
+    value_at,
+)
 from sft_play.planner.layout import LayoutName
 from sft_play.planner.plan import Plan
 
@@ -103,179 +115,150 @@ def fill(
     Raises:
         ConfigError: a number of the file contradicts the plan; both are named, all contradictions at once.
     """
-    resolved = copy.deepcopy(config)
-    shown: list[str] = []
-    problems: list[str] = []
+    filling = _Filling(copy.deepcopy(config), numbers)
     layout = layout_of(config, name=name, planned=numbers.layout)
     if layout != numbers.layout:  # memory and speed were planned for another one
-        problems.append(
-            f"the file asks for {layout}, but the plan is for {numbers.layout}; leave STRATEGY= out, or name another "
-            "file"
+        filling.problems.append(
+            f"the file asks for {layout}, but the plan is for {numbers.layout}; leave STRATEGY= out"
         )
-    for step in (
-        _fill_batch,
-        _fill_options,
-        _fill_precision,
-        _fill_dtypes,
-        _fill_zero,
-        _fill_optimizer,
-        _fill_scheduler,
-    ):
-        problems += step(resolved, numbers, shown)
-    if problems:
-        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
-    if not resolved.get("zero_allow_untested_optimizer"):  # DeepSpeed stops at optimizer classes that it does not know
-        resolved["zero_allow_untested_optimizer"] = True
-        shown.append("zero_allow_untested_optimizer → true (train.optim is the plan's choice)")
-    if torch_adam and offloads(resolved["zero_optimization"], "offload_optimizer"):
-        resolved["zero_force_ds_cpu_optimizer"] = False
-        shown.append(
-            f"zero_force_ds_cpu_optimizer → false: torch's AdamW steps on the CPU instead, more slowly ({torch_adam})"
-        )
-    shown += drop_autos(resolved)
-    return resolved, tuple(shown)
+    filling.batch()
+    filling.options()
+    filling.precision()
+    filling.zero()
+    filling.optimizer()
+    filling.scheduler()
+    if filling.problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in filling.problems))
+    # DeepSpeed stops at optimizer classes that it does not know
+    filling.force("zero_allow_untested_optimizer", True, "train.optim is the plan's choice")
+    if torch_adam and offloads(filling.config["zero_optimization"], "offload_optimizer"):
+        slow = f"torch's AdamW steps on the CPU instead, more slowly: {torch_adam}"
+        filling.force("zero_force_ds_cpu_optimizer", False, slow)
+    return filling.config, (*filling.shown, *drop_autos(filling.config))
 
 
-def _fill_batch(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    product = f"{numbers.micro_batch} × {numbers.grad_accum} × {numbers.data_parallel_ranks} ranks"
-    # DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`).
-    wanted = {
-        "train_batch_size": (numbers.effective_batch, f"micro-batch × accumulation × ranks: {product}"),
-        "train_micro_batch_size_per_gpu": (numbers.micro_batch, "the plan's micro-batch"),
-        "gradient_accumulation_steps": (numbers.grad_accum, "the plan's accumulation"),
-    }
-    problems = []
-    for key, (value, why) in wanted.items():
-        present = config.get(key, AUTO)
-        if present in (AUTO, None):
-            config[key] = value
-            shown.append(f"{key} → {value} ({why})")
-        elif present != value:
-            problems.append(
-                f"{key}: {present} contradicts the plan's {value} ({product} = {numbers.effective_batch}); "
-                f'set it to "auto", or run with train.{BATCH_KEYS[key]}={present}'
+@dataclass
+class _Filling:
+    """A configuration that is being filled, with the lines to show and the contradictions."""
+
+    config: Config
+    numbers: PlanNumbers
+    shown: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def settle(self, path: str, value: Any, why: str) -> Any:
+        """Set a value that is open; returns the one that the file gives, None where it was open."""
+        present = value_at(self.config, path)
+        if present not in (AUTO, None):
+            return present
+        self.force(path, value, why)
+        return None
+
+    def force(self, path: str, value: Any, why: str) -> None:
+        """Set a value whatever the file says."""
+        if value_at(self.config, path) != value:
+            put_at(self.config, path, value)
+            self.shown.append(f"{path} → {f'{value:,}' if type(value) is int else show(value).strip(chr(34))} ({why})")
+
+    def batch(self) -> None:
+        """DeepSpeed asserts that the first is the product of the others and the ranks (0.19: `_batch_assertion`)."""
+        of = self.numbers
+        product = f"{of.micro_batch} × {of.grad_accum} × {of.data_parallel_ranks} ranks"
+        wanted = {
+            "train_batch_size": (of.effective_batch, f"micro-batch × accumulation × ranks: {product}"),
+            "train_micro_batch_size_per_gpu": (of.micro_batch, "the plan's micro-batch"),
+            "gradient_accumulation_steps": (of.grad_accum, "the plan's accumulation"),
+        }
+        for key, (value, why) in wanted.items():
+            if self.settle(key, value, why) not in (None, value):
+                present, ours = self.config[key], f"the plan's {value} ({product} = {of.effective_batch})"
+                way = f'set it to "auto", or run with train.{BATCH_KEYS[key]}={present}'
+                self.problems.append(f"{key}: {present} contradicts {ours}; {way}")
+
+    def options(self) -> None:
+        """The training options outside the optimizer's block: DeepSpeed's engine clips by its own number only."""
+        for path, (ours, value) in self.numbers.options.items():
+            if path.startswith("optimizer."):
+                continue
+            present = self.settle(path, value, ours)
+            if present is not None and not same_numbers(present, value):
+                way = f'set it to "auto", or run with {ours}={present:g}'
+                self.problems.append(f"{path}: {present:g} contradicts {ours}: {value:g}; {way}")
+
+    def precision(self) -> None:
+        """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been
+        written for another machine. To DeepSpeed, absent means disabled. Autocast is a second way to the same, and
+        turned off. Then the dtypes of communication."""
+        why, changed = f"the run computes in {self.numbers.compute}", []
+        switches = {"bf16": self.numbers.compute == "bfloat16", "fp16": self.numbers.compute == "float16"}
+        for key, wanted in {**switches, "torch_autocast": False}.items():
+            if self.config.get(key) is None and not wanted:
+                continue
+            path = f"{key}.enabled"
+            if key == "torch_autocast" and value_at(self.config, path) is not True:
+                continue
+            present = self.settle(path, wanted, why)
+            if present not in (None, wanted):
+                put_at(self.config, path, wanted)
+                changed.append(f"{path}: {show(present)} → {show(wanted)}")
+        if changed:
+            self.shown.append(f"{', '.join(changed)} ({why}, as train.bf16 and train.fp16 choose)")
+        for key, name in DTYPE_KEYS.items():
+            dtype = getattr(self.numbers, name)
+            if dtype is not None:
+                self.force(key, dtype, f"distributed.mixed_precision.{name}")
+
+    def zero(self) -> None:
+        """ZeRO's stage and sizes. DeepSpeed's default bucket, 5e8 elements, would take another GiB."""
+        of, zero = self.numbers, self.config.get("zero_optimization") or {}
+        self.config["zero_optimization"] = {"reduce_bucket_size": AUTO, **zero}
+        stage = STAGES[of.layout][0]
+        self.settle("zero_optimization.stage", stage, f"the plan's layout, {of.layout}")
+        if stage == 3:
+            gather = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+            self.force(gather, True, "checkpoints hold whole weights")
+        for key, (formula, how) in BY_HIDDEN_SIZE.items():
+            path = f"zero_optimization.{key}"
+            if value_at(self.config, path) == AUTO and (stage == 3 or not key.startswith("stage3_")):
+                self.settle(path, formula(of.hidden_size), f"{how}: {of.hidden_size:,}")
+
+    def optimizer(self) -> None:
+        """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
+        block = self.config.pop("optimizer", None)
+        if block is None:
+            return
+        kind, ours = block.get("type", AUTO), _optimizer_params(self.numbers.options)
+        if str(kind).lower() not in ("adam", "adamw", AUTO):
+            said = f"optimizer.type: {show(kind)} is not supported; train.optim of the run YAML chooses"
+            self.problems.append(said)
+        for key, value in (block.get("params") or {}).items():
+            if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
+                continue  # it leaves the number to the run, or chooses between implementations of the same update
+            where, planned = ours.get(key, ("the run YAML's optimizer, which has no such number", None))
+            if not same_numbers(value, planned):
+                wanted = where if planned is None else f"{where}: {show(planned)}"
+                self.problems.append(f'optimizer.params.{key}: {show(value)} contradicts {wanted}; set it to "auto"')
+        self.shown.append("optimizer left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
+
+    def scheduler(self) -> None:
+        """The schedule is the run YAML's: DeepSpeed's own would silently replace it."""
+        block = self.config.pop("scheduler", None)
+        if block is None:
+            return
+        # a warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own
+        usual = (("warmup_min_lr", 0), ("warmup_type", "linear"), ("warmup_type", "log"))
+        fixed = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
+        own = [f"{key}: {show(value)}" for key, value in sorted(fixed.items()) if (key, value) not in usual]
+        if own:
+            self.problems.append(
+                f"scheduler.params has its own numbers ({', '.join(own)}) and the run YAML has a schedule too "
+                '(train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its numbers to "auto"'
             )
-    return problems
-
-
-def _fill_options(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """The training options outside the optimizer's block: DeepSpeed's engine clips by its own number only."""
-    problems = []
-    for path, (ours, value) in numbers.options.items():
-        present = value_at(config, path)
-        if path.startswith("optimizer."):
-            continue
-        if present in (AUTO, None):
-            put_at(config, path, value)
-            shown.append(f"{path} → {value:g} ({ours})")
-        elif not same_numbers(present, value):
-            problems.append(
-                f'{path}: {present:g} contradicts {ours}: {value:g}; set it to "auto", or run with {ours}={present:g}'
-            )
-    return problems
-
-
-def _fill_precision(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """`bf16.enabled` and `fp16.enabled` by the run's compute dtype, whatever the file says: it may have been written
-    for another machine. To DeepSpeed, absent means disabled."""
-    changed = []
-    for key, compute in (("bf16", "bfloat16"), ("fp16", "float16")):
-        wanted = numbers.compute == compute
-        section = config.get(key)
-        if section is None and not wanted:
-            continue  # absent means disabled
-        section = {} if section is None else section
-        config[key] = section
-        present = section.get("enabled", AUTO)
-        if present in (AUTO, None):
-            section["enabled"] = wanted
-            shown.append(f"{key}.enabled → {shown_value(wanted)} (the run computes in {numbers.compute})")
-        elif present is not wanted:
-            section["enabled"] = wanted
-            changed.append(f"{key}.enabled: {shown_value(present)} → {shown_value(wanted)}")
-    autocast = config.get("torch_autocast")
-    on = autocast if isinstance(autocast, dict) and autocast.get("enabled") is True else None
-    if on is not None and _dtype_name(on.get("dtype")) != numbers.compute:
-        on["enabled"] = False
-        changed.append("torch_autocast.enabled: true → false")
-    if changed:
-        shown.append(f"{', '.join(changed)} (the run computes in {numbers.compute}, as train.bf16 and train.fp16 "
-                     "choose)")  # fmt: skip
-    return []
-
-
-def _dtype_name(value: Any) -> str:
-    """A dtype as DeepSpeed's `torch_autocast` names it (default bfloat16), as torch's name."""
-    name = str(value).removeprefix("torch.")
-    short = {AUTO: "bfloat16", "None": "bfloat16", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
-    return short.get(name, name)
-
-
-def _fill_dtypes(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    for key, field in DTYPE_KEYS.items():
-        wanted = getattr(numbers, field)
-        if wanted is not None and value_at(config, key) != wanted:
-            put_at(config, key, wanted)
-            shown.append(f"{key} → {wanted} (distributed.mixed_precision.{field})")
-    return []
-
-
-def _fill_zero(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    zero = config.get("zero_optimization") or {}
-    config["zero_optimization"] = zero
-    stage = STAGES[numbers.layout][0]
-    if zero.get("stage", AUTO) in (AUTO, None):
-        zero["stage"] = stage
-        shown.append(f"zero_optimization.stage → {stage} (the plan's layout, {numbers.layout})")
-    gather = "stage3_gather_16bit_weights_on_model_save"
-    if stage == 3 and zero.get(gather) is not True:
-        zero[gather] = True
-        shown.append(f"zero_optimization.{gather} → true (checkpoints hold whole weights)")
-    if "reduce_bucket_size" not in zero:  # DeepSpeed's default, 5e8 elements, would take another GiB
-        zero["reduce_bucket_size"] = AUTO
-    for key, (formula, how) in BY_HIDDEN_SIZE.items():
-        if zero.get(key) == AUTO and (stage == 3 or not key.startswith("stage3_")):
-            zero[key] = formula(numbers.hidden_size)
-            shown.append(f"zero_optimization.{key} → {zero[key]:,} ({how}: {numbers.hidden_size:,})")
-    return []
+        self.shown.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
 
 
 _ADAM_SWITCHES = ("torch_adam", "adam_w_mode", "bias_correction")
 """Parameters that choose an AdamW implementation; all of them compute the same update."""
-
-
-def _fill_optimizer(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """The plan counted the run YAML's optimizer; a block may repeat it, but not change it."""
-    block = config.pop("optimizer", None)
-    if block is None:
-        return []
-    kind = block.get("type", AUTO)
-    problems = []
-    if str(kind).lower() not in ("adam", "adamw", AUTO):
-        problems.append(f"optimizer.type: {shown_value(kind)} is not supported; train.optim of the run YAML chooses")
-    ours = _optimizer_params(numbers.options)
-    own_values = []
-    for key, value in (block.get("params") or {}).items():
-        if value == AUTO or (key in _ADAM_SWITCHES and isinstance(value, bool)):
-            continue  # it leaves the number to the run, or chooses between implementations of the same update
-        if key not in ours:
-            problems.append(
-                f"optimizer.params.{key}: {shown_value(value)} cannot be kept: the optimizer is the run YAML's"
-            )
-        elif not same_numbers(value, ours[key][1]):
-            where, planned = ours[key]
-            problems.append(
-                f"optimizer.params.{key}: {shown_value(value)} contradicts {where}: {shown_value(planned)}; "
-                'set it to "auto", or change the run YAML'
-            )
-        else:
-            own_values.append(f"{key}: {shown_value(value)}")
-    if (block.get("params") or {}).get("torch_adam") is True:
-        config["zero_force_ds_cpu_optimizer"] = False
-        shown.append("zero_force_ds_cpu_optimizer → false (optimizer.params.torch_adam: true asks for torch's AdamW)")
-    repeated = f" ({', '.join(own_values)})" if own_values else ""
-    shown.append(f"optimizer{repeated} left out: the run YAML's is used (train.optim, learning_rate, weight_decay)")
-    return problems
 
 
 def _optimizer_params(options: Mapping[str, tuple[str, Any]]) -> dict[str, tuple[str, Any]]:
@@ -291,31 +274,12 @@ def _optimizer_params(options: Mapping[str, tuple[str, Any]]) -> dict[str, tuple
     return params
 
 
-def _fill_scheduler(config: Config, numbers: PlanNumbers, shown: list[str]) -> list[str]:
-    """The schedule is the run YAML's: DeepSpeed's own would silently replace it."""
-    block = config.pop("scheduler", None)
-    if block is None:
-        return []
-    fixed = {key: value for key, value in (block.get("params") or {}).items() if value != AUTO}
-    # A warm-up from 0, and its form, are what a schedule has anyway: they ask for no numbers of their own.
-    zeros = {key for key, value in fixed.items() if key == "warmup_min_lr" and value == 0}
-    rest = {key: value for key, value in fixed.items() if key not in zeros | {"warmup_type"}}
-    if rest:
-        listed = ", ".join(f"{key}: {shown_value(value)}" for key, value in sorted(rest.items()))
-        return [
-            f"scheduler.params has its own numbers ({listed}) and the run YAML has a schedule too "
-            '(train.lr_scheduler_type, warmup_steps); remove the scheduler block, or set its numbers to "auto"'
-        ]
-    shown.append("scheduler left out: the run YAML's is used (train.lr_scheduler_type, warmup_steps)")
-    return []
-
-
 def drop_autos(config: Config) -> list[str]:
     """Remove each "auto" that nothing has resolved; returns a line for each. Some sections of DeepSpeed read it as the
     default, others crash. Those of the optimizer's and the scheduler's blocks stay: accelerate resolves them."""
     dropped = []
     for path, value in list(leaves_of(config)):
-        if value == AUTO and not path.startswith((*keys.AUTO_IS_A_VALUE, "optimizer.", "scheduler.")):
+        if value == AUTO and not path.startswith((*AUTO_IS_A_VALUE, "optimizer.", "scheduler.")):
             holder, key = holder_of(config, path)
             assert holder is not None
             del holder[key]
@@ -335,8 +299,6 @@ def same_numbers(one: Any, other: Any) -> bool:
 
 # --- DeepSpeed's CPU Adam, for offloaded optimizer states: can it be built, and has it been? --------------------------
 
-COMPILING = "its CPU Adam is compiled at this first start, which takes minutes; later starts find it in {folder}"
-
 
 def compiling_words() -> str | None:
     """What to say where the first step waits for DeepSpeed's CPU Adam to be compiled; None where it is there.
@@ -347,13 +309,11 @@ def compiling_words() -> str | None:
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = Path(given) if given else caches / "torch_extensions"
-    python = f"py{sys.version_info[0]}{sys.version_info[1]}{sys.abiflags}_*/" if not given else ""
-    if any(folder.glob(f"{python}cpu_adam/cpu_adam.so")):
-        return None
     spec = find_spec("deepspeed")
-    if spec and spec.origin and any((Path(spec.origin).parent / "ops" / "adam").glob("cpu_adam_op*.so")):
+    built_in = Path(spec.origin).parent / "ops" / "adam" if spec and spec.origin else folder
+    if any(folder.glob(f"{'' if given else 'py*/'}cpu_adam/cpu_adam.so")) or any(built_in.glob("cpu_adam_op*.so")):
         return None
-    return COMPILING.format(folder=folder)
+    return f"its CPU Adam is compiled at this first start, which takes minutes; later starts find it in {folder}"
 
 
 def adam_obstacles() -> tuple[str, ...]:

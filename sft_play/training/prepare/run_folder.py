@@ -13,10 +13,10 @@ import torch
 from sft_play.errors import Interrupted, OutOfMemory, SftPlayError
 from sft_play.log import escape_control, write_log_to
 from sft_play.planner.plan import Plan
-from sft_play.runs.creation import create_run, discard_run, write_start
 from sft_play.runs.files import refusals
 from sft_play.runs.folder import DEEPSPEED_FILE, HOW_IT_ENDED, RESTARTS
 from sft_play.runs.locking import Lock, lock
+from sft_play.runs.lookup import create_run, discard_run, write_start
 from sft_play.runs.manifest import check_same_run, new_manifest
 from sft_play.runs.ran_out import ENTRY
 from sft_play.training.job import RunJob

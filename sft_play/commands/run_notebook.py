@@ -1,4 +1,4 @@
-"""A notebook over ranks: each rank runs all code cells in order, as Jupyter would; rank 0 prints.
+"""`run-notebook`: a notebook over ranks: each rank runs all code cells in order, as Jupyter would; rank 0 prints.
 
 The cells are compiled as they are, under names such as `work.ipynb, cell 3`, so that a traceback shows the cell and its
 line. No kernel is started: code that only IPython understands (`!pip`, `%%bash`) is refused before anything runs.
@@ -12,6 +12,7 @@ import dataclasses
 import io
 import json
 import linecache
+import logging
 import os
 import re
 import sys
@@ -22,20 +23,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from sft_play.commands.answer import Answer, stdout_to_stderr
+from sft_play.commands.request import Request
+from sft_play.config.yaml_io import read_text
 from sft_play.errors import ConfigError, SftPlayError
-from sft_play.facts.hardware import Hardware
+from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.network import Nodes
 from sft_play.launch.command import Launch, torchrun
-from sft_play.log import one_line
+from sft_play.launch.exported import ranks_of
+from sft_play.log import one_line, set_up_logging
 from sft_play.process import failures
 from sft_play.process.environment import with_this_package
 
-COMMAND = "run-notebook"
+logger = logging.getLogger(__name__)
+
 CPU_RANKS = 2
 """Ranks without a GPU and without NPROC: the fewest that show the effect of several."""
 _IGNORED = re.compile(r"%(matplotlib|load_ext|reload_ext|autoreload|config|time|pdb)\b.*|%%(time|capture)\b.*")
 """Magic lines that change how a notebook looks in a browser, but nothing that it computes."""
 _MAGIC = re.compile(r"[%!?].*|.*\?|[\w., ]+=\s*[%!].*")
+
+
+def run(request: Request) -> Answer | int:
+    """As the parent start the ranks, as a rank run the cells; their agent, or rank 0, answers for all."""
+    if request.notebook is None:
+        raise ConfigError("NOTEBOOK= names no file; give a notebook: make run-notebook NOTEBOOK=my.ipynb NPROC=2")
+    try:
+        cells = read(request.notebook)
+    except SyntaxError as error:
+        text = "".join(traceback.format_exception_only(error))
+        sys.stderr.write(text)
+        return Answer({"error": text.strip()}, exit_code=1)
+    ranks, answer = ranks_of(os.environ), {"notebook": str(request.notebook), "cells": len(cells)}
+    if ranks is None:
+        launch = launch_of(request.notebook, detect(), processes=request.options.processes, gpus=request.options.gpus)
+        logger.info("Launch: %s", launch.line)
+        # ranks run this command again: they know by the environment where their output goes
+        os.environ["JSON"] = "1" if request.json else ""
+        start(launch, {**answer, "ranks": launch.processes} if request.json else None)
+    with stdout_to_stderr(wanted=request.json):
+        set_up_logging(request.command, rank=ranks.rank)
+        code = run_cells(cells, request.notebook, rank=ranks.rank)
+    if code or not ranks.is_first or failures.ANSWER_VARIABLE in os.environ:
+        return code
+    return Answer({**answer, "ranks": ranks.world_size})
 
 
 @dataclass(frozen=True)
@@ -79,24 +110,17 @@ def read(path: Path) -> list[Cell]:
 def _sources(path: Path) -> Iterator[str]:
     shown = f"NOTEBOOK={one_line(str(path))}"
     try:
-        data = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        near = sorted(other.name for other in path.absolute().parent.glob("*.ipynb"))
-        others = f"; there are: {one_line(', '.join(near[:12]))}" if near else ""
-        raise ConfigError(f"{shown} does not exist (looked in {path.absolute().parent}){others}") from None
-    except OSError as error:
-        raise ConfigError(f"{shown} cannot be read: {error.strerror}; name a notebook (.ipynb)") from None
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a null character in the name
+        data = json.loads(read_text(path, variable="NOTEBOOK", wanted="a notebook (.ipynb)"))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ConfigError(f"{shown} is not a notebook: not valid JSON ({one_line(str(error))})") from None
-    if not isinstance(data, dict) or not isinstance(data.get("cells"), list) or data.get("nbformat") != 4:
-        version = data.get("nbformat") if isinstance(data, dict) else None
+    version = data.get("nbformat") if isinstance(data, dict) else None
+    if version != 4 or not isinstance(data.get("cells"), list):
         raise ConfigError(
-            f"{shown} is not a notebook of format 4 (nbformat: {one_line(str(version))}); open and save it in Jupyter, "
-            "or run jupyter nbconvert --to notebook --nbformat 4"
+            f"{shown} is not a notebook of format 4 (nbformat: {one_line(str(version))}); save it in Jupyter"
         )
     metadata: Any = data.get("metadata") if isinstance(data.get("metadata"), dict) else {}
-    kernel = metadata.get("kernelspec") or metadata.get("language_info") or {}
-    language = str(kernel.get("language", kernel.get("name", "python")) if isinstance(kernel, dict) else "python")
+    kernel = metadata.get("kernelspec") or {}
+    language = str(kernel.get("language", "python") if isinstance(kernel, dict) else "python")
     if not language.lower().startswith(("python", "ipython")):
         raise ConfigError(f"{shown} is written in {one_line(language)}; only Python runs here")
     for cell in data["cells"]:
@@ -130,7 +154,7 @@ def _plain(source: str, name: str) -> tuple[str, list[tuple[int, str]]]:
 # --- one rank ---------------------------------------------------------------------------------------------------------
 
 
-def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
+def run_cells(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
     """Run the cells in this process, from the notebook's folder; the exit code.
 
     Raises:
@@ -141,9 +165,8 @@ def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
     module = types.ModuleType("__main__")
     module.__dict__["display"] = _display
     sys.modules["__main__"] = module  # where pickle looks for classes that cells define
-    folder = path.absolute().parent
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
+    os.chdir(path.absolute().parent)
+    sys.path.insert(0, str(Path.cwd()))
     with contextlib.ExitStack() as held:
         if rank != 0:
             held.enter_context(contextlib.redirect_stdout(held.enter_context(open(os.devnull, "w"))))  # noqa: PTH123
@@ -152,10 +175,13 @@ def run(cells: Sequence[Cell], path: Path, *, rank: int) -> int:
                 for code in _codes(cell):
                     exec(code, module.__dict__)
             except SftPlayError as error:
-                place = f"{cell.name}, line {_line(error, cell)}"
-                raise type(error)(f"{place}: {error}") from error
+                own = _own_frames(error, cell)
+                raise type(error)(f"{cell.name}, line {own.tb_lineno if own else 1}: {error}") from error
             except Exception as error:
-                return _failed(error, cell)
+                error = error.with_traceback(_own_frames(error, cell) or error.__traceback__)
+                if not failures.hand_over(error):
+                    sys.stderr.write("".join(traceback.format_exception(error)))
+                return 1
     return 0
 
 
@@ -183,40 +209,25 @@ def _own_frames(error: BaseException, cell: Cell) -> Any:
     return frames
 
 
-def _line(error: BaseException, cell: Cell) -> int:
-    frames = _own_frames(error, cell)
-    return int(frames.tb_lineno) if frames is not None else 1
-
-
-def _failed(error: Exception, cell: Cell) -> int:
-    error = error.with_traceback(_own_frames(error, cell) or error.__traceback__)
-    if not failures.hand_over(error):
-        sys.stderr.write("".join(traceback.format_exception(error)))
-    return 1
-
-
 # --- all ranks --------------------------------------------------------------------------------------------------------
 
 
 def launch_of(path: Path, machine: Hardware, *, processes: int | None, gpus: Sequence[int] = ()) -> Launch:
-    """The command that starts the ranks, and its variables: one rank per GPU, or `CPU_RANKS`.
-
-    Raises:
-        ConfigError: more ranks are asked for than there are GPUs, or GPUs that do not exist.
-    """
+    """The command that starts the ranks, and its variables: one rank per GPU, or `CPU_RANKS`; raises ConfigError where
+    more ranks are asked for than there are GPUs, or GPUs that do not exist."""
     present = len(machine.gpus)
     count = processes or len(gpus) or present or CPU_RANKS
     if (gpus and max(gpus) >= present) or (present and count > (len(gpus) or present)):
         asked = f"GPUS={','.join(map(str, gpus))}" if gpus else f"NPROC={count}"
         raise ConfigError(f"{asked}: this machine has {present} GPUs, and each rank needs its own")
     launch = torchrun(
-        [COMMAND, "--notebook", str(path.absolute())],
+        ["run-notebook", "--notebook", str(path.absolute())],
         processes=count,
         nodes=Nodes(),
         threads=None if machine.gpus else max(1, machine.cpu_cores // count),
         gpus=",".join(str(gpu) for gpu in gpus) or None,
     )
-    return dataclasses.replace(launch, environment={**launch.environment, failures.COMMAND_VARIABLE: COMMAND})
+    return dataclasses.replace(launch, environment={**launch.environment, failures.COMMAND_VARIABLE: "run-notebook"})
 
 
 def start(launch: Launch, answer: Mapping[str, object] | None) -> NoReturn:

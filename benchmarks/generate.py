@@ -1,0 +1,132 @@
+"""`make -C benchmarks generate`: the files of a checkout that are made from the code. Tests keep them current."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks import starter_language, what_fits
+from sft_play.config.leaves import leaves, sections, yaml_value
+from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
+from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
+from sft_play.process.variables import MAINTAINING, VARIABLES
+
+_VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
+
+
+def generated() -> Iterator[tuple[Path, str]]:
+    """Path below the checkout, which is the working folder, and text of each file that is there."""
+    yield REFERENCE, reference_yaml()
+    yield SCHEMA, json_schema()
+    yield from starter_language.bundled_files().items()
+    table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
+    if table.is_file():
+        from sft_play.trace.meta_shape import class_defaults
+
+        yield table, defaults_text(class_defaults(CLASS_DEFAULTS))
+    fits = Path("docs/what-fits.md")
+    if fits.is_file():
+        yield fits, what_fits.page(fits.read_text(encoding="utf-8"))
+    for makefile in (Path("Makefile"), Path("benchmarks/Makefile")):
+        if makefile.is_file():
+            text = makefile.read_text(encoding="utf-8")
+            yield makefile, with_variables(text, maintaining=makefile.parent.name != "")
+
+
+def generate() -> list[str]:
+    """Write the files into the working folder; returns their names."""
+    written = []
+    for path, text in generated():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        written.append(str(path))
+    return written
+
+
+def with_variables(makefile: str, *, maintaining: bool) -> str:
+    """A Makefile with the help of its variables as the table has it; with `maintaining`, that of benchmarks/."""
+    lines = "".join(f"#: {line}\n" for line in help_lines(maintaining=maintaining))
+    return _VARIABLES_OF_HELP.sub(lambda _: lines, makefile, count=1)
+
+
+_FEW = 4
+
+
+def help_lines(*, maintaining: bool) -> list[str]:
+    """What `make help` shows of each variable: an example, the targets that take it where they are few, its meaning.
+
+    Those that only targets of benchmarks/Makefile take are listed there (`maintaining`), all others in the Makefile.
+    """
+    lines = []
+    for name, variable in VARIABLES.items():
+        if set(variable.commands).issubset(MAINTAINING) is not maintaining:
+            continue
+        few = variable.commands != ("*",) and len(variable.commands) <= _FEW
+        takers = f"{', '.join(variable.commands)}: " if few else ""
+        lines.append(f"{name + '=' + variable.example:<24} {takers}{variable.help}")
+    return lines
+
+
+# --- the reference of all options and the JSON schema for editors -----------------------------------------------------
+
+REFERENCE = Path("configs/reference.yaml")
+SCHEMA = Path("configs/run.schema.json")
+EXAMPLE_MODEL = "Qwen/Qwen2.5-3B-Instruct"
+"""Example value of a required field, which has no default."""
+
+_HEADER = """\
+# Every option of a run YAML, its default, and what it does. Generated from sft_play/config/schema.py by
+# `make -C benchmarks generate`; a test keeps it current. Only model.name has no default. It is a valid run YAML itself.
+# yaml-language-server: $schema=run.schema.json
+"""
+
+
+def reference_yaml() -> str:
+    """The text of configs/reference.yaml."""
+    lines = [_HEADER]
+    open_sections: list[str] = []
+    for leaf in leaves().values():
+        *holders, name = leaf.path.split(".")
+        lines += _section_heads(holders, open_sections)
+        open_sections = holders
+        indent, comment = "  " * len(holders), f"{leaf.doc} ({leaf.expects})"
+        wrapped = textwrap.wrap(comment, width=112 - len(indent), break_long_words=False, break_on_hyphens=False)
+        lines += [f"{indent}# {line}" for line in wrapped]
+        lines.append(f"{indent}{name}: {EXAMPLE_MODEL if leaf.required else yaml_value(leaf.default)}")
+    return "\n".join(lines) + "\n"
+
+
+def _section_heads(holders: list[str], open_sections: list[str]) -> list[str]:
+    shared = 0
+    while shared < min(len(holders), len(open_sections)) and holders[shared] == open_sections[shared]:
+        shared += 1
+    lines = []
+    for depth in range(shared, len(holders)):
+        path = ".".join(holders[: depth + 1])
+        indent = "  " * depth
+        lines += ["", f"{indent}# {(sections()[path].__doc__ or '').strip().splitlines()[0]}"]
+        lines.append(f"{indent}{holders[depth]}:")
+    if not holders and open_sections:
+        lines.append("")
+    return lines
+
+
+def json_schema() -> str:
+    """The text of configs/run.schema.json (JSON Schema, draft 2020-12)."""
+    described = RunConfig.model_json_schema()
+    described["$schema"] = "https://json-schema.org/draft/2020-12/schema"
+    described["title"] = "sft_play run YAML"
+    return json.dumps(_published(described), indent=2) + "\n"
+
+
+def _published(value: Any) -> Any:
+    if isinstance(value, dict):
+        shown = {key: _published(item) for key, item in value.items() if key not in (OWNER, ELSEWHERE)}
+        if "bfloat16" in (names := shown.get("enum", ())):
+            shown["enum"] = [*names, *(short for short, name in DTYPES.items() if name in names)]
+        return shown
+    return [_published(item) for item in value] if isinstance(value, list) else value

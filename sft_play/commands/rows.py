@@ -1,0 +1,268 @@
+"""`render` and `preview`: the text that the model will see with its mask as spans, in files; and the tokens of examples
+with the trained part in colour, here and as a page."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from sft_play.commands.answer import Answer, answer_of
+from sft_play.commands.request import Request
+from sft_play.config.load import LoadedConfig, load_config
+from sft_play.config.schema import DataConfig
+from sft_play.data.build.stats import RowStats
+from sft_play.data.build.survey import RowMaker, row_outcomes
+from sft_play.data.preview import (
+    TERMINAL_PIECES,
+    Shown,
+    plain_lines,
+    row_numbered,
+    rows_spread,
+    shown_rows,
+    terminal_text,
+)
+from sft_play.data.preview_page import PAGE_PIECES, html_page
+from sft_play.data.sources.examples import ExampleReader, look_at
+from sft_play.data.sources.files import AnySource, data_paths, split_of
+from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
+from sft_play.data.token_pieces import TokenBytes, visible
+from sft_play.data.written import OutputFolder
+from sft_play.diagnose.row_tools import SPLITS, first_stage, prepare_hub, refuse_source, tools_of
+from sft_play.errors import DataError
+from sft_play.log import one_line
+
+DEFAULT_RENDERED = Path("data/rendered")
+DEFAULT_PAGE = Path("data/preview.html")
+DEFAULT_EXAMPLES = 5
+
+
+def run(request: Request) -> Answer | int:
+    """Write the rows and answer with their counts, or show examples, in colour where the terminal has colours."""
+    loaded = load_config(request.config, overrides=request.overrides)
+    if request.command == "render":
+        return render(loaded, out=request.out, force=request.force)
+    shown = preview(loaded, count=request.n, row=request.row, page=request.out, force=request.force)
+    if not request.json and shown.draw(sys.stdout):  # not through the log, which keeps no colours
+        return 0
+    return answer_of(shown, to_out=False)
+
+
+# --- render -----------------------------------------------------------------------------------------------------------
+
+
+def render(loaded: LoadedConfig, *, out: Path | None, force: bool) -> Answer:
+    """The text that the model will see with its mask as spans, one JSON row per example; `out`: a file for the training
+    rows alone, or a folder for all.
+
+    Raises:
+        DataError: rows that cannot be used (unless data.on_bad_row=skip), or a file that was edited since; nothing is
+            written then.
+        TokenizerError: the tokenizer or its template cannot be used.
+    """
+    loaded, of_stage = first_stage(loaded)
+    config = loaded.config
+    paths = data_paths(config.data)
+    look_at(config.data, paths, task_mode=config.task_mode)
+    prepare_hub(config)
+    tools = tools_of(config)
+    out = out or DEFAULT_RENDERED
+    if out == DEFAULT_RENDERED or out.is_dir():
+        folder, names = out, {}
+        for part, _ in paths.files():
+            source = part.removeprefix("source ").removesuffix(" (val)")
+            names[part] = f"{split_of(part)}-{source}.jsonl" if source != part else f"{split_of(part)}.jsonl"
+        # of splits that this run lacks too: a file of an earlier run under such a name must not pass for this one's
+        announced = tuple(dict.fromkeys([*(f"{split}.jsonl" for split in (*SPLITS, "text")), *names.values()]))
+    elif len(paths.sources) > 1:
+        raise DataError(f"OUT={out} is one file, and data.sources names {len(paths.sources)}; name an existing folder")
+    else:
+        folder, names, announced = out.parent, {"train": out.name}, (out.name,)
+    files = [(part, path) for part, path in paths.files() if part in names] or [("train", paths.train)]
+    for name in names.values():
+        refuse_source(folder / name, files)
+    with OutputFolder(folder, announced, force=force, command="render") as written:
+        rendered = [
+            Rendered(split_of(part), folder / names[part], _rows(path, part, written, names, config.data, tools.maker))
+            for part, path in files
+        ]
+        _refuse_bad(rendered, config.data)
+    notes = [*of_stage, *paths.notes, *tools.notes]
+    lines = [*notes, *(line for file in rendered for line in file.lines())]
+    data = {"ok": True, "files": [file.as_json() for file in rendered], "notes": notes}
+    return Answer(data, ["\n".join(lines)], to_out=False)
+
+
+def _rows(
+    source: AnySource, part: str, written: OutputFolder, names: Mapping[str, str], data: DataConfig, maker: RowMaker
+) -> RowStats:
+    """Write every row of a file, whole, and count them."""
+    split, stats, target = split_of(part), RowStats(str(source)), written.open(names[part])
+    text_wanted = maker.task_mode == "cpt" or split == "text"
+    reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
+    for outcome in row_outcomes(reader.numbered(), maker, document=split == "text"):
+        if isinstance(outcome, BadRow):
+            stats.count_bad(outcome)
+        elif outcome.whole is None:
+            assert isinstance(outcome.row, BadRow)
+            stats.count_bad(outcome.row)
+        elif isinstance(outcome.row, BadRow):
+            stats.count_too_long(outcome.whole, outcome.row)
+        else:
+            stats.count_kept(outcome.row)
+            line = {
+                "where": outcome.whole.where,
+                "text": outcome.whole.text,
+                "spans": [list(span) for span in outcome.whole.spans],
+                "tokens": len(outcome.whole.input_ids),
+                "trained": outcome.whole.trained,
+                "cut": outcome.row.cut,
+                "lost": outcome.row.lost,
+                "method": outcome.whole.method,
+            }
+            target.write(json.dumps(line, ensure_ascii=False) + "\n")
+    stats.rows = reader.rows
+    return stats
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """What was written of one split; the whole rows, before max_seq_len cuts them."""
+
+    split: str
+    path: Path
+    stats: RowStats
+
+    def bad_lines(self) -> list[str]:
+        """The bad rows in words: counts by reason, the first of them, and how many more."""
+        return bad_row_lines(f"{self.stats.rows:,} rows of {self.stats.source}", self.stats.bad, self.stats.first_bad)
+
+    def lines(self) -> list[str]:
+        """What was written, in words."""
+        stats, counts = self.stats, self.as_json()
+        tokens, trained = counts["tokens"], counts["trained"]
+        count = f"{tokens:,} tokens, {trained:,} of them trained ({trained / max(1, tokens):.0%})"
+        lines = [f"{self.path}: {stats.kept:,} of {stats.rows:,} rows of {stats.source}; {count}"]
+        if stats.tokens_cut:
+            lines.append(f"max_seq_len cuts {stats.tokens_cut:,} tokens, {stats.lost_by_cut:,} of them trained")
+        if stats.too_long:
+            lines.append(f"{stats.too_long:,} rows left out: too long for max_seq_len")
+        if stats.left_out:
+            lines.append(f"{stats.left_out.total():,} rows left out as asked (data.drop_empty)")
+        return lines + (self.bad_lines() if stats.bad else [])
+
+    def as_json(self) -> dict[str, Any]:
+        """Rows and tokens as counts, and the bad rows by reason."""
+        stats = self.stats
+        return {
+            "split": self.split,
+            "source": stats.source,
+            "path": str(self.path),
+            "rows_in": stats.rows,
+            "rows": stats.kept,
+            "tokens": stats.tokens + stats.tokens_cut,
+            "trained": stats.trained + stats.lost_by_cut,
+            "cut": stats.tokens_cut,
+            "lost": stats.lost_by_cut,
+            "out_of_reach": stats.too_long,
+            "left_out": stats.left_out.total(),
+            "bad": stats.bad.total(),
+            "reasons": dict(stats.bad),
+            "first_bad": [one_line(str(row), limit=300) for row in stats.first_bad],
+        }
+
+
+def _refuse_bad(files: Sequence[Rendered], data: DataConfig) -> None:
+    """Raises DataError where rows cannot be used and are not to be skipped, or none is left."""
+    bad = [file for file in files if file.stats.bad]
+    if bad and data.on_bad_row == "fail":
+        lines = [line for file in bad for line in file.bad_lines()]
+        raise DataError("\n".join([*lines, FIX_OR_SKIP]))
+    for file in files:
+        if not file.stats.kept:
+            lines = file.lines()[1:] or [f"{file.stats.source} has no rows"]
+            raise DataError("\n".join([f"no row of {file.stats.source} is left:", *lines]))
+
+
+# --- preview ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preview:
+    """Examples to look at, and the page that shows them."""
+
+    source: str
+    rows: int
+    examples: tuple[Shown, ...]
+    notes: tuple[str, ...]
+    page: Path
+    most: int = TERMINAL_PIECES
+
+    ok: bool = True
+
+    def lines(self) -> list[str]:
+        """The examples as plain text, trained parts in [[ ]]."""
+        head = f"{len(self.examples):,} of {self.rows:,} rows of {self.source}; trained parts in [[ ]]"
+        body = [line for shown in self.examples for line in ["", *plain_lines(shown, most=self.most)]]
+        return [head, *self.notes, *body, "", f"Page: {self.page}"]
+
+    def as_json(self) -> dict[str, Any]:
+        """`ok`, `page`, `source`, `rows` and the examples with ids and labels."""
+        examples = [shown.as_json() for shown in self.examples]
+        return {"ok": self.ok, "page": str(self.page), "source": self.source, "rows": self.rows, "examples": examples}
+
+    def draw(self, stream: TextIO) -> bool:
+        """The examples in colour where `stream` is a terminal with colours; elsewhere nothing is drawn, and false."""
+        from rich.console import Console
+
+        console = Console(file=stream, highlight=False, markup=False, emoji=False)
+        if not console.is_terminal or console.no_color or console.color_system is None:
+            return False
+        console.print(f"{len(self.examples):,} of {self.rows:,} rows of {visible(self.source)}; trained parts green")
+        for note in self.notes:
+            console.print(visible(note))
+        for shown in self.examples:
+            console.print()
+            console.print(terminal_text(shown, most=self.most))
+        console.print(f"Page: {visible(str(self.page))}")
+        return True
+
+
+def preview(loaded: LoadedConfig, *, count: int | None, row: int | None, page: Path | None, force: bool) -> Preview:
+    """Examples of the training file with their exact tokens, as a page too: `count` of them, evenly over the file, or
+    one row, counted from 1.
+
+    Raises:
+        DataError: the file cannot be read, has no such row, or the page was edited since.
+        TokenizerError: the tokenizer or its template cannot be used.
+    """
+    loaded, of_stage = first_stage(loaded)
+    config = loaded.config
+    paths = data_paths(config.data)
+    path = paths.train
+    prepare_hub(config)
+    reader = ExampleReader(path, config.data, split="train", text_wanted=config.task_mode == "cpt")
+    chosen = row_numbered(reader, row) if row is not None else rows_spread(reader, count or DEFAULT_EXAMPLES)
+    tools = tools_of(config)
+    names = TokenBytes(tools.tokenizer)
+    examples = tuple(one for number, raw in chosen for one in shown_rows(number, raw, reader, tools.maker, names))
+    target = page or DEFAULT_PAGE
+    refuse_source(target, [("train", path)])
+    others = [source.name for source in paths.sources[1:]]
+    unseen = [f"The first of data.sources; not shown: {', '.join(others)}"] if others else []
+    notes = (*of_stage, *tools.notes, *unseen)
+    about = [
+        f"{len(examples):,} of {reader.rows:,} rows of {path} ({reader.format}); config {loaded.path}",
+        f"model {config.model.name}, task_mode {config.task_mode}, data.loss_on {config.data.loss_on}, "
+        f"max_seq_len {tools.maker.max_seq_len:,}",
+        *notes,
+    ]
+    if config.task_mode == "cpt":
+        about.append("task_mode cpt joins the documents and cuts them into full blocks; here each is shown whole")
+    with OutputFolder(target.parent, (target.name,), force=force, command="preview") as folder:
+        folder.open(target.name).write(html_page(examples, title=f"Preview of {Path(str(path)).name}", about=about))
+    most = PAGE_PIECES if row is not None else TERMINAL_PIECES
+    return Preview(str(path), reader.rows, examples, notes, target, most)

@@ -1,0 +1,443 @@
+"""What accelerate was asked for: its configuration file, as `accelerate config` leaves it, and the variables by which
+`accelerate launch` hands the same choices to the processes that it starts.
+
+Fields, variables and defaults are those of accelerate 1.15 (https://github.com/huggingface/accelerate:
+`commands/config/config_args.py`, `cluster.py`, `utils/launch.py`). accelerate reads YAML 1.1, in which an unquoted `no`
+is false; a false where a word belongs is read as `no` here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from sft_play.config.leaves import expects
+from sft_play.config.yaml_io import parse_value, read_text, show
+from sft_play.errors import ConfigError
+from sft_play.facts.hardware import Hardware
+from sft_play.facts.network import Nodes, is_address
+from sft_play.launch.deepspeed.files import LAYOUTS
+from sft_play.launch.exported import nodes_of, rank_variables
+from sft_play.log import one_line
+from sft_play.planner.layout import LayoutName
+from sft_play.planner.mesh import Mesh
+from sft_play.runs.files import write_text
+
+DistributedType = Literal["NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED"]
+WANTED = "a configuration that `make setup-accelerate` or `accelerate config` wrote"
+PROJECT_FILE = Path("configs/accelerate/default_config.yaml")
+"""Where the configuration is written unless `ACCELERATE_CONFIG` names another place: inside the project. accelerate's
+own place is shared by all of a user's projects: it is read where this file is missing, and never written."""
+NO_FILE = "none"
+"""`ACCELERATE_CONFIG=none`: no configuration is read."""
+
+
+def accelerate_path(environment: Mapping[str, str]) -> Path:
+    """Where the configuration is, or would be written: `ACCELERATE_CONFIG`, else `PROJECT_FILE`."""
+    given = environment.get("ACCELERATE_CONFIG", "").strip()
+    return Path(given).expanduser() if given and given != NO_FILE else PROJECT_FILE
+
+
+def accelerate_place(environment: Mapping[str, str] | None = None) -> Path:
+    """Where `accelerate config` writes its answers by default (`accelerate/commands/config`)."""
+    environment = os.environ if environment is None else environment
+    cache = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    home = environment.get("HF_HOME") or f"{cache}/huggingface"
+    return Path(os.path.expandvars(home)).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def find_accelerate_file(environment: Mapping[str, str]) -> Path | None:
+    """The configuration that a launch reads: the named one, else the project's, else accelerate's own."""
+    given = environment.get("ACCELERATE_CONFIG", "").strip()
+    if given:
+        return None if given == NO_FILE else accelerate_path(environment)
+    return next((path for path in (PROJECT_FILE, accelerate_place(environment)) if path.is_file()), None)
+
+
+def read_found_file(path: Path, environment: Mapping[str, str]) -> tuple[AccelerateConfig, tuple[str, ...]]:
+    """The configuration of `find_accelerate_file`, and a log line about it where the user did not name it.
+
+    Raises:
+        ConfigError: as `read_accelerate_file`; of accelerate's own file, with how to leave it out.
+    """
+    if path != accelerate_place(environment) or environment.get("ACCELERATE_CONFIG", "").strip():
+        return read_accelerate_file(path), ()
+    without = f"ACCELERATE_CONFIG={NO_FILE} leaves it out"
+    try:
+        config = read_accelerate_file(path)
+    except ConfigError as error:
+        raise ConfigError(f"{error}\nThis is accelerate's own file, which is read by default: {without}") from None
+    return config, (f"accelerate's own file {one_line(str(path))} is read ({without})",)
+
+
+class AccelerateConfig(BaseModel):
+    """The keys of a file that are read, by accelerate's names and with its defaults; a validator's error says what is
+    expected. Keys that are not here are not read."""
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    path: Path
+    distributed_type: DistributedType = "NO"
+    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    num_processes: int | None = Field(default=None, ge=1)
+    """The total over machines; None: one for each GPU."""
+    num_machines: int = Field(default=1, ge=1)
+    machine_rank: int = Field(default=0, ge=0)
+    gpu_ids: tuple[int, ...] | None = None
+    """Those of each machine; None: all."""
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None
+    use_cpu: bool = False
+    main_process_ip: str | None = None
+    main_process_port: int | None = Field(default=None, ge=1, le=65535)
+    fsdp_config: dict[str, Any] = Field(default_factory=dict)
+    deepspeed_config: dict[str, Any] = Field(default_factory=dict)
+    parallelism_config: dict[str, Any] = Field(default_factory=dict)
+    mesh: Mesh | None = None
+    """What `parallelism_config` asks for; None where it is absent, or only has one axis of FSDP or copies."""
+
+    # false: an unquoted NO, in a file that a tool with YAML 1.1 has read and written again
+    @field_validator("distributed_type", mode="before")
+    @classmethod
+    def _kind(cls, given: Any) -> str:
+        return "NO" if given is False else str(given).upper()
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _precision(cls, given: Any) -> str:
+        return "no" if given is False else str(given).strip().lower()
+
+    @field_validator("num_processes", "num_machines", "machine_rank", "main_process_port", mode="before")
+    @classmethod
+    def _number(cls, given: Any) -> Any:
+        if isinstance(given, bool):
+            raise ValueError("a whole number")
+        return given
+
+    @field_validator("gpu_ids", mode="before")
+    @classmethod
+    def _gpus(cls, given: Any) -> list[str] | None:
+        if isinstance(given, str) and given.strip().lower() in ("all", ""):
+            return None
+        ids = [str(one).strip() for one in (given if isinstance(given, list) else str(given).split(","))]
+        if not all(re.fullmatch(r"[0-9]{1,4}", one) for one in ids) or len(set(ids)) < len(ids):
+            raise ValueError("all, or numbers such as 0,1, each once")
+        return ids
+
+    @field_validator("main_process_ip")
+    @classmethod
+    def _address(cls, given: str | None) -> str | None:
+        if given is not None and not is_address(given):
+            raise ValueError("a host name or an IP address")
+        return given
+
+    @property
+    def processes_per_machine(self) -> int | None:
+        """Processes that this machine starts; None: one per GPU."""
+        return None if self.num_processes is None else self.num_processes // self.num_machines
+
+    @property
+    def deepspeed_config_file(self) -> Path | None:
+        """The DeepSpeed configuration that the file names, relative to the working folder as accelerate reads it."""
+        named = self.deepspeed_config.get("deepspeed_config_file")
+        return Path(str(named)).expanduser() if named not in (None, "", "none", "None") else None
+
+    @property
+    def layout(self) -> LayoutName | None:
+        """The layout that the file asks for; None where it leaves it open (plain processes, or a DeepSpeed file)."""
+        if self.distributed_type == "FSDP":
+            # by name or, in older files, by number (torch's `ShardingStrategy`)
+            strategy = str(self.fsdp_config.get("fsdp_sharding_strategy", "")).upper()
+            if strategy in ("NO_SHARD", "3"):
+                return "ddp"
+            is_hybrid = "HYBRID_SHARD" in strategy or strategy in ("4", "5")
+            return "fsdp_hybrid" if is_hybrid and self.num_machines > 1 else "fsdp"
+        if self.distributed_type == "DEEPSPEED" and self.deepspeed_config_file is None:
+            states = self.deepspeed_config.get("offload_optimizer_device", "none") in ("cpu", "nvme")
+            # 2 is accelerate's default too; stage 0 shards nothing and is no layout
+            return LAYOUTS.get((int(self.deepspeed_config.get("zero_stage", 2)), states))
+        return None
+
+    def contradictions(self) -> Iterator[str]:
+        """What is wrong with values that are valid alone."""
+        machines, total, ids = self.num_machines, self.num_processes, self.gpu_ids
+        if self.machine_rank >= machines:
+            rank = f"machine_rank: {self.machine_rank}"
+            yield f"{rank} is not one of num_machines: {machines}; ranks go from 0 to {machines - 1}"
+        of = f"num_processes: {total} is the total over num_machines: {machines}"
+        if total is not None and total % machines:
+            fitting = [machines * (total // machines), machines * -(-total // machines)]
+            yield f"{of} and is not divisible by it; use {' or '.join(str(one) for one in fitting if one)}"
+        elif total is not None and ids is not None and not self.use_cpu and total // machines > len(ids):
+            yield f"{of}, and gpu_ids: {','.join(map(str, ids))} has {len(ids)} for each; one process needs one GPU"
+        stage = self.deepspeed_config.get("zero_stage", 2)
+        if self.distributed_type == "DEEPSPEED" and (isinstance(stage, bool) or stage not in (0, 1, 2, 3)):
+            yield f"deepspeed_config.zero_stage: {show(stage)} is not 0, 1, 2 or 3"
+
+
+_AXES = {"dp_replicate": "dp", "dp_shard": "fsdp", "tp": "tp", "cp": "cp", "sp": "cp"}
+"""Axes of accelerate's parallelism_config, and ours; sp is DeepSpeed's sequence parallelism."""
+
+
+def mesh_in(block: Mapping[str, Any]) -> Mesh | None:
+    """The mesh of a `parallelism_config` block, or of the variables that accelerate makes of it; None where it only has
+    the axes of FSDP and of copies, which are layouts themselves.
+
+    Raises:
+        ConfigError: a size is not a whole number from 1 on.
+    """
+    sizes = dict.fromkeys(_AXES.values(), 1)
+    for theirs, ours in _AXES.items():
+        key = f"parallelism_config_{theirs}_size"
+        given = str(block.get(key, 1)).strip()
+        if not (given.isascii() and given.isdigit() and int(given) > 0):
+            raise ConfigError(f"{key}: {one_line(given)} is not a whole number from 1 on")
+        sizes[ours] *= int(given)
+    mesh = Mesh(**sizes)
+    return mesh if mesh.tp * mesh.cp > 1 else None
+
+
+def read_accelerate_file(path: Path) -> AccelerateConfig:
+    """A file written by `accelerate config`, `setup-accelerate` or a person (YAML or accelerate's older JSON).
+
+    Raises:
+        ConfigError: the file is missing, not YAML or not a mapping, its engine is not supported, or its numbers
+            contradict each other. All problems inside it at once.
+    """
+    text = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    name = one_line(str(path))
+    data = parse_value(text, name=name)
+    if not isinstance(data, dict) or "distributed_type" not in data:
+        raise ConfigError(f"{name} has no distributed_type; is this {WANTED}?")
+    # accelerate's marker for "given at launch" is -1, and null is a key that is not there
+    given: dict[str, Any] = {key: one for key, one in data.items() if one is not None}
+    given |= {"mixed_precision": "fp16"} if given.pop("fp16", None) is True else {}  # its key before accelerate 0.5
+    if given.get("num_processes") == -1:
+        del given["num_processes"]
+    try:
+        config = AccelerateConfig.model_validate({**given, "path": path})
+        if config.distributed_type == "NO" and config.num_processes is None:
+            config = config.model_copy(update={"num_processes": 1})
+        problems = list(config.contradictions())
+        config = config.model_copy(update={"mesh": mesh_in(config.parallelism_config)})
+    except ValidationError as error:
+        problems = _in_words(error, data)
+    except ConfigError as error:
+        problems.append(str(error))
+    if problems:
+        raise ConfigError("\n".join(f"{name}: {problem}" for problem in problems))
+    return config
+
+
+def _in_words(error: ValidationError, data: Mapping[str, Any]) -> list[str]:
+    problems = {}  # a union reports one error for each of its members
+    for one in error.errors(include_url=False):
+        key, field = str(one["loc"][0]), AccelerateConfig.model_fields[str(one["loc"][0])]
+        is_ours = one["type"] == "value_error"
+        wanted = str(one["ctx"]["error"]) if is_ours else expects(field.annotation, tuple(field.metadata))
+        problems[key] = f"{key}: {show(data[key])} is not valid; expected {wanted}"
+    return list(problems.values())
+
+
+# --- accelerate launch ------------------------------------------------------------------------------------------------
+
+_SET_BY_ACCELERATE = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND")
+"""Set by every start of `accelerate launch`, whichever launcher it uses."""
+_RUNS_INSTEAD = (
+    "make train-distributed NPROC=2 (ACCELERATE_CONFIG=FILE reads the same file), or torchrun --standalone "
+    "--nproc-per-node 2 scripts/train.py with the same arguments"
+)
+_ACTED_ON = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")
+"""Variables by which accelerate turns on an engine inside a process, whatever its Trainer's arguments are."""
+_DEEPSPEED_KEYS = {
+    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "zero_stage",
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "gradient_accumulation_steps",
+    "ACCELERATE_GRADIENT_CLIPPING": "gradient_clipping",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "offload_optimizer_device",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "offload_param_device",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE": "deepspeed_config_file",
+}
+
+
+def is_of_accelerate(environment: Mapping[str, str]) -> bool:
+    """Whether `accelerate launch` started this process."""
+    return all(name in environment for name in _SET_BY_ACCELERATE)
+
+
+def accelerate_choices(environment: Mapping[str, str]) -> AccelerateConfig | None:
+    """The choices of `accelerate launch`, as a configuration of one machine; None where it did not start this process.
+
+    Its flags and its file look the same here: both reach a rank as variables.
+    """
+    if not is_of_accelerate(environment):
+        return None
+    kind: DistributedType = "MULTI_GPU"  # what is left where no engine's variable is set
+    if environment.get("ACCELERATE_USE_FSDP") == "true":
+        kind = "FSDP"
+    if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
+        kind = "DEEPSPEED"
+    of_deepspeed = {key: environment.get(name, "none") for name, key in _DEEPSPEED_KEYS.items()}
+    given = {
+        "path": Path("accelerate launch"),
+        "distributed_type": kind,
+        "mixed_precision": environment["ACCELERATE_MIXED_PRECISION"],
+        "fsdp_config": {name.lower(): text for name, text in environment.items() if name.startswith("FSDP_")},
+        "deepspeed_config": {key: text for key, text in of_deepspeed.items() if text != "none"},
+        "mesh": mesh_in({name.lower(): text for name, text in environment.items() if name.startswith("PARALLELISM_")}),
+    }
+    return AccelerateConfig.model_validate(given)
+
+
+def drop_accelerate(environment: MutableMapping[str, str]) -> None:
+    """Remove what accelerate would act on besides the Trainer's arguments, which configure every engine."""
+    # ACCELERATE_CONFIG is make's variable; accelerate does not read it
+    for name in [name for name in environment if name.startswith(_ACTED_ON) and name != "ACCELERATE_CONFIG"]:
+        del environment[name]
+
+
+def refuse_too_few_processes(environment: Mapping[str, str], *, instead: str = _RUNS_INSTEAD) -> None:
+    """Raises ConfigError where `accelerate launch` was asked for several processes but started one.
+
+    On a CPU it starts several only through MPI, silently one otherwise; it sets MASTER_ADDR for several only.
+
+    Args:
+        instead: what starts them.
+    """
+    if is_of_accelerate(environment) and "MASTER_ADDR" in environment and not rank_variables(environment):
+        raise ConfigError(
+            "accelerate launch was asked for several processes (MASTER_ADDR is set) and started 1: without a GPU it "
+            f"starts several only through MPI. Use {instead}"
+        )
+
+
+# --- written ----------------------------------------------------------------------------------------------------------
+
+
+Precision = Literal["no", "fp16", "bf16"]
+_MARK = "# Written by sft-play setup-accelerate; sha256 of the lines below: "
+_TOTAL = "# num_processes is the total over all machines, as accelerate counts; each machine starts its share.\n"
+
+
+ALONE = Nodes()
+
+
+@dataclass(frozen=True)
+class WrittenConfig:
+    """The file and its text. `how`: a `new` file, one of ours `renewed`, the `same` as before, or a file that a person
+    edited, `replaced` on request."""
+
+    path: Path
+    text: str
+    how: Literal["new", "renewed", "same", "replaced"]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What to report: where, how, and the file's content."""
+        return (f"{self.path} ({self.how}):", *(f"  {line}" for line in self.text.splitlines()))
+
+
+def write_accelerate_file(
+    path: Path,
+    hardware: Hardware,
+    *,
+    mixed_precision: Precision,
+    machines: Nodes = ALONE,
+    gpu_ids: Sequence[int] | None = None,
+    processes: int | None = None,
+    overwrite: bool = False,
+) -> WrittenConfig:
+    """Write a configuration for machines like this one.
+
+    `processes` is per machine (default: one per GPU; two ranks on a machine without GPUs); `gpu_ids` chooses GPUs by
+    their index (default: all). The engine is left to the plan.
+
+    Raises:
+        ConfigError: the file is not ours or was edited and `overwrite` is False; GPUs or processes that do not
+            exist; the file cannot be written. Nothing is written then.
+    """
+    ids = _chosen_gpus(hardware, gpu_ids)
+    per_machine = _processes(hardware, ids, processes)
+    total = per_machine * machines.count  # accelerate counts over all machines, torchrun on each
+    kind: DistributedType = "NO" if total == 1 else "MULTI_GPU" if hardware.gpus else "MULTI_CPU"
+    fields = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": kind,
+        "gpu_ids": ("all" if gpu_ids is None else ",".join(map(str, ids))) if hardware.gpus else None,
+        "machine_rank": machines.rank,
+        "main_process_ip": machines.address,
+        "main_process_port": machines.port,
+        "mixed_precision": mixed_precision,
+        "num_machines": machines.count,
+        "num_processes": total,
+        "same_network": True,
+        "use_cpu": not hardware.gpus,
+    }
+    body = _TOTAL + yaml.safe_dump({name: value for name, value in fields.items() if value is not None})
+    text = f"{_MARK}{_digest(body)}\n{body}"
+    how = _may_write(path, text, overwrite=overwrite)
+    if how != "same":
+        try:
+            write_text(path, text)
+        except OSError as error:
+            raise ConfigError(f"ACCELERATE_CONFIG={path} cannot be written: {error.strerror}") from None
+    return WrittenConfig(path, text, how)
+
+
+def _chosen_gpus(hardware: Hardware, gpu_ids: Sequence[int] | None) -> tuple[int, ...]:
+    indices = tuple(gpu.index for gpu in hardware.gpus[: hardware.gpus_per_node if hardware.gpus else 0])
+    if gpu_ids is None:
+        return indices
+    if not gpu_ids or len(set(gpu_ids)) != len(gpu_ids) or not set(gpu_ids) <= set(indices):
+        has = ", ".join(map(str, indices)) or "no GPU"
+        raise ConfigError(f"GPUS={','.join(map(str, gpu_ids))} cannot be used: this machine has {has}; name each once")
+    return tuple(gpu_ids)
+
+
+def _processes(hardware: Hardware, ids: tuple[int, ...], processes: int | None) -> int:
+    if processes is None:
+        return len(ids) if hardware.gpus else 2  # on a CPU the fewest that are several
+    if hardware.gpus and processes > len(ids):
+        raise ConfigError(f"NPROC={processes} cannot be used; give a number up to {len(ids)}, one for each GPU")
+    return processes
+
+
+def _digest(body: str) -> str:
+    return hashlib.sha256(body.encode("utf-8")).hexdigest()
+
+
+def _may_write(path: Path, text: str, *, overwrite: bool) -> Literal["new", "renewed", "same", "replaced"]:
+    if not path.exists():
+        return "new"
+    present = read_text(path, variable="ACCELERATE_CONFIG", wanted=WANTED)
+    first, _, body = present.partition("\n")
+    if present == text:
+        return "same"
+    if first == f"{_MARK}{_digest(body)}":
+        return "renewed"
+    if overwrite:
+        return "replaced"
+    why = "was edited since it was written" if present.startswith(_MARK) else "was not written by this command"
+    raise ConfigError(
+        f"{path} {why}, so it is not overwritten; FORCE=1 replaces it, ACCELERATE_CONFIG=other.yaml writes another file"
+    )
+
+
+def machines_of(environment: Mapping[str, str]) -> Nodes:
+    """`NUM_MACHINES`, `MACHINE_RANK` (0 where it is not given), `MAIN_IP` and `MAIN_PORT` from the command line.
+
+    Raises:
+        ConfigError: as `nodes_of`, or the address is none.
+    """
+    given = {**environment, "MACHINE_RANK": environment.get("MACHINE_RANK", "").strip() or "0"}
+    nodes = nodes_of(given, ("NUM_MACHINES", "MACHINE_RANK", "MAIN_IP", "MAIN_PORT"))
+    if nodes.address is not None and not is_address(nodes.address):
+        raise ConfigError(f"MAIN_IP={one_line(nodes.address)} is not a host name or an IP address")
+    return nodes
