@@ -16,12 +16,10 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft_play import errors
-from sft_play._version import __version__
 from sft_play.config.load import resolved
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
@@ -34,7 +32,7 @@ from sft_play.training.measure.evaluate import EvalSet
 from sft_play.training.measure.exact_match import stop_ids
 from sft_play.training.measure.summary import describe
 from sft_play.training.prepare.backend import answer_here
-from sft_play.training.prepare.model_spec import ModelSpec, empty_model
+from sft_play.training.prepare.model_spec import empty_model
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.unsloth import handover
 from sft_play.training.unsloth.unsloth_environment import WORKER, worker_environment
@@ -99,10 +97,8 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = local_folder(config.model.name)
     peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
-    shapes = adapter_shapes(prepared.model_spec, trust_remote_code=config.model.trust_remote_code)
+    shapes = whole_shapes(empty_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
     return handover.Document(
-        schema_version=handover.SCHEMA,
-        sft_play=__version__,
         folder=str(job.folder.path.absolute()),
         config_path=str(job.loaded.path),
         overrides=list(job.loaded.overrides),
@@ -126,11 +122,6 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
         target_modules=sorted(peft.target_modules),
         tensors={name: list(shape) for name, shape in shapes.items()},
     )
-
-
-def adapter_shapes(model_spec: ModelSpec, *, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the adapter's file will hold, from a model without weights."""
-    return whole_shapes(empty_model(model_spec, trust_remote_code=trust_remote_code))
 
 
 def read_back(path: Path, lora: LoraConfig, document: handover.Document, *, tokenizer: Any, steps: int) -> None:
@@ -160,8 +151,7 @@ def read_back(path: Path, lora: LoraConfig, document: handover.Document, *, toke
 # --- the processes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Worker:
+class _Worker(NamedTuple):
     process: subprocess.Popen[bytes]
     error_file: Path
 
@@ -244,11 +234,8 @@ def _raise_first(workers: Sequence[_Worker], *, stopped: int) -> None:
     if stopped > 1 or (stopped and own is None):
         raise Interrupted("ended at once; what was saved until then is kept")
     if own is None:
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} and no message"
-        )
-        more = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
-        raise BackendError(f"Unsloth's process {how}{more}; what was saved until then is kept")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise BackendError(f"Unsloth's process {how} (out of memory? see dmesg); what was saved until then is kept")
     if own.kind == "stopped":
         raise Interrupted(own.message or "stopped by the user; what was saved until then is kept")
     kind = getattr(errors, own.name, None)
