@@ -136,10 +136,7 @@ def summary_lines(job: RunJob, result: Result) -> list[str]:
 def detail_lines(job: RunJob, result: Result, summary: dict[str, Any]) -> list[str]:
     """What a run's log has beside those."""
     peak = result.trained.peak_bytes
-    lines = [result.trained.compiled.line] if result.trained.compiled else []
-    lines += [_peak_line(peak), _moments_line(result.by_moment)]
-    others = result.kernels.words(job.plan)
-    lines += [others] if others else []
+    lines = [_peak_line(peak), _moments_line(result.by_moment)]
     if result.status != "finished":
         return lines
     lines.append(f"Trained weights: {summary['model_path']}")

@@ -55,11 +55,8 @@ class Attention:
         """The same with keys and values repeated, and the reason for it, where it is sdpa."""
         if self.name not in ("sdpa", context_parallel.ATTENTION):
             return self
-        why = (
-            "; keys and values are repeated to all heads, since flash attention does not run on this GPU in this "
-            "precision and PyTorch's math kernel would hold S x S scores"
-        )
-        return replace(self, reason=self.reason + why, repeats_kv=True)
+        why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
+        return replace(self, reason=f"{self.reason}; {why}", repeats_kv=True)
 
 
 @dataclass(frozen=True)
@@ -132,10 +129,8 @@ def build_model_spec(
     fit_ties(whole, hf_config, lambda: _names_of(config))
     model_class = _model_class(hf_config, config)
     if is_dequantised and model_class is nn.Module:
-        raise ModelError(
-            f"the weights of {config.model.name} are stored quantised, and its class is code of its own, which is not "
-            "given dequantised ones; take the 16-bit model"
-        )
+        raise ModelError(f"the weights of {config.model.name} are stored quantised, and its class is code of its own; "
+                         "take the 16-bit model")  # fmt: skip
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
     experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
@@ -242,9 +237,9 @@ def _skeleton(hf_config: Any, config: RunConfig) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # each model class checks its config in its own way
+        kind, said = type(hf_config).__name__, one_line(str(error), limit=300)
         raise ModelError(
-            f"{config.model.name}: transformers cannot build a {type(hf_config).__name__} from its config.json: "
-            f"{one_line(str(error), limit=300)}"
+            f"{config.model.name}: transformers cannot build a {kind} from its config.json: {said}"
         ) from error
 
 
@@ -317,10 +312,8 @@ def _model_class(hf_config: Any, config: RunConfig) -> Any:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
         return nn.Module
-    raise ModelError(
-        f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a causal language "
-        "model; this toolkit trains causal language models"
-    )
+    raise ModelError(f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a "
+                     "causal language model; this toolkit trains causal language models")  # fmt: skip
 
 
 def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
@@ -355,39 +348,25 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
     """
     if shares_rows:
         if not getattr(model_class, "_supports_attention_backend", False):
-            raise ModelError(
-                f"{model_class.__name__} cannot share rows over context-parallel ranks: its class does not call its "
-                "attention through transformers; use a layout without cp (model.mesh_shape=null lets the plan choose)"
-            )
+            raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
+                             "its attention through transformers; use a layout without cp")  # fmt: skip
         return Attention(
             context_parallel.ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)"
         )
     wanted = config.model.attn_implementation
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
     if wanted == "auto":
-        reasons = {
-            "sdpa": "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask",
-            "eager": f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared",
-        }
-        name = attention_of(wanted, has_sdpa=has_sdpa)
-        return Attention(name, reasons[name])
+        if attention_of(wanted, has_sdpa=has_sdpa) == "sdpa":
+            return Attention("sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask")
+        return Attention("eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared")
     if wanted == "sdpa" and not has_sdpa:
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
-    if is_hub_kernel(wanted):
-        repository = wanted.partition("@")[0]
-        if importlib.util.find_spec("kernels") is None:
-            raise ModelError(
-                f"model.attn_implementation={wanted} needs the package kernels, which is not installed; pip install "
-                "kernels, or use auto"
-            )
-        _require_flash(model_class, repository)
-    if wanted == "flash_attention_2":
-        if importlib.util.find_spec("flash_attn") is None:
-            raise ModelError(
-                "model.attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed; "
-                "use sdpa, which is as fast for unpacked rows"
-            )
-        _require_flash(model_class, wanted)
+    if is_hub_kernel(wanted) or wanted == "flash_attention_2":
+        package = "kernels" if is_hub_kernel(wanted) else "flash-attn"
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise ModelError(f"model.attn_implementation={wanted} needs the package {package}, which is not installed; "
+                             f"pip install {package}, or use auto")  # fmt: skip
+        _require_flash(model_class, wanted.partition("@")[0])
     return Attention(wanted, f"{wanted}, as model.attn_implementation says")
 
 
@@ -398,7 +377,4 @@ def _require_flash(model_class: Any, wanted: str) -> None:
         raise ModelError(f"{setting} has none; use sdpa")
     compatible = getattr(model_class, "_compatible_flash_implementations", None)
     if compatible and wanted not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
-        raise ModelError(
-            f"{setting} runs only with other kernels ({', '.join(compatible)}), and transformers would use one of "
-            "those instead; use auto"
-        )
+        raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")

@@ -98,9 +98,9 @@ def prepare(job: RunJob) -> Prepared:
             logger.warning("Backend: %s", backend.reason)
             check_trackers(config)
             check_kernels(config, job.plan)
-        origin = origin_of(config, model_spec, tokenizer_sha256=tokenizer.sha256)
+        origin = origin_of(config, model_spec)
         if origin is not None:
-            model_spec = replace(model_spec, notes=(*model_spec.notes, *origin.notes))
+            model_spec = replace(model_spec, notes=(*model_spec.notes, origin.note))
         splits = _splits(job, tokenizer, model_spec)
         _log(model_spec.notes)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
