@@ -280,8 +280,8 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
 def document(folder: Path, **changes: Any) -> handover.Document:
     told = {
         "folder": str(folder), "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}},
-        "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None, "splits": {},
-        "held_out": "val",
+        "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None,
+        "splits": {}, "held_out": "val",
         "asked": [Question(prompt_ids=[1], shown="é", answer="a")], "asked_while_training": [], "stop_ids": [2],
         "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
     }  # fmt: skip

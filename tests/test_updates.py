@@ -26,7 +26,7 @@ from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import resumed
 from sft_play.training.checkpoints import gathered_weights
 from sft_play.training.checkpoints.checkpoints import path_of
-from sft_play.training.loop.rounding import round_stochastically, rounding
+from sft_play.training.loop.optimizers import round_stochastically, rounding
 from sft_play.training.measure.updates import UpdateFacts
 from tests.models import make_llama
 

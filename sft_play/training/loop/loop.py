@@ -35,8 +35,8 @@ from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
-from sft_play.training.loop.loraplus import faster_by_name, split_by_rate
 from sft_play.training.loop.memory import TRAINING, StepMemory
+from sft_play.training.loop.optimizers import faster_by_name, split_by_rate
 from sft_play.training.loop.rows import (
     EpochOrder,
     StepBatches,

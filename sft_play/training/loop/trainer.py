@@ -30,8 +30,7 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.collate import COUNTS, SOURCE
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.muon import MuonWithAdamW, matrices_of
-from sft_play.training.loop.rounding import rounding
+from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of, rounding
 from sft_play.training.loop.rows import lengths_of, to_dataset
 from sft_play.training.measure.board import Board, hparams_of
 from sft_play.training.measure.monitor import Monitor, head_sums, source_sums

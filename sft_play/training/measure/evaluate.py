@@ -16,7 +16,7 @@ from sft_play.training.measure.exact_match import Answer, Question, questions
 from sft_play.training.measure.peaks import LoadMemory, LoadMeter
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed
-from sft_play.training.ranks.engine_check import EngineCheck, check_engine, engine_check_of_one
+from sft_play.training.ranks.engines import EngineCheck, check_engine, engine_check_of_one
 
 logger = logging.getLogger(__name__)
 

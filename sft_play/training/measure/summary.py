@@ -29,7 +29,7 @@ from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.proofs.compiling import CompileFacts
 from sft_play.training.proofs.kernels import Taken
 from sft_play.training.ranks import distributed, engines
-from sft_play.training.ranks.engine_check import EngineCheck
+from sft_play.training.ranks.engines import EngineCheck
 from sft_play.units import GIB, duration_of
 
 logger = logging.getLogger(__name__)
