@@ -85,8 +85,6 @@ def evaluate_before(job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, *, res
     assert before is not None
     if distributed.is_first():
         job.folder.update_manifest(before=before.as_json())
-        match = "" if before.exact_match is None else f", exact match {before.exact_match:.1%}"
-        logger.debug("Before training: held-out loss %.4f%s", before.loss, match)
     return before
 
 

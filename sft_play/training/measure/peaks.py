@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
 import resource
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +25,6 @@ from sft_play.planner.plan import Plan
 from sft_play.process.heap import give_back_free_memory
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.heartbeat import Heartbeat
-from sft_play.units import GIB
-
-logger = logging.getLogger(__name__)
 
 RunMoment = Literal["training", "evaluation", "generation", "saving"]
 
@@ -44,10 +40,6 @@ class Highest:
 
     allocated: int = 0
     reserved: int = 0
-
-    def or_more(self, other: Highest) -> Highest:
-        """The larger of each."""
-        return Highest(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
 
 
 @dataclass
@@ -108,9 +100,9 @@ class Peaks:
     def _keep(self) -> None:
         if self._moment is None:
             return
-        peak = self._now()
+        peak, before = self._now(), self._kept.get(self._moment, Highest())
         if peak is not None:
-            self._kept[self._moment] = peak.or_more(self._kept.get(self._moment, Highest()))
+            self._kept[self._moment] = Highest(*map(max, astuple(peak), astuple(before)))
 
     def _now(self) -> Highest | None:
         if self.on_gpu:
@@ -217,18 +209,6 @@ class LoadMemory:
         """`loading` of the summary."""
         return asdict(self)
 
-    @property
-    def line(self) -> str:
-        """The log line."""
-        line = (
-            f"Loading took {max(self.device_by_rank) / GIB:.2f} GiB at its peak ({self.predicted_device / GIB:.2f} "
-            "predicted)"
-        )
-        if self.ram_by_rank != self.device_by_rank:
-            ram, predicted = max(self.ram_by_rank), self.predicted_ram
-            line += f", and {ram / GIB:.2f} GiB of RAM (at most {predicted / GIB:.2f} predicted)"
-        return line
-
 
 class LoadMeter:
     """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready."""
@@ -257,7 +237,7 @@ class LoadMeter:
             self._highest = max(self._highest, own_bytes())
 
     def stop(self) -> LoadMemory:
-        """What was measured on all ranks, gathered and logged once. On a GPU it also frees what loading left in the
+        """What was measured on all ranks, gathered once. On a GPU it also frees what loading left in the
         allocator and resets the peak: a run's figures are those of its steps."""
         if self._measured is not None:
             return self._measured
@@ -267,13 +247,8 @@ class LoadMeter:
         device = torch.cuda.max_memory_allocated() if self._on_gpu else ram
         figures = distributed.of_all((device, ram))
         memory = self._plan.memory
-        self._measured = LoadMemory(
-            memory.load_bytes,
-            tuple(one for one, _ in figures),
-            memory.host_load_bytes,
-            tuple(ram for _, ram in figures),
-        )
-        logger.debug("%s", self._measured.line)
+        devices, rams = zip(*figures, strict=True)
+        self._measured = LoadMemory(memory.load_bytes, devices, memory.host_load_bytes, rams)
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

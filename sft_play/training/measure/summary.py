@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -122,7 +122,7 @@ def summary_lines(job: RunJob, result: Result) -> list[str]:
     lines = [
         f"Steps: {now} in {duration_of(result.wall_s)}; {speed:,.0f} tokens/s in training{predicted}",
         *_figure_lines(result),
-        *_answer_lines(result.before, result.after),
+        *_answer_lines(samples(result.before, result.after, most=SAMPLE_ANSWERS)),
         _memory_line(result.trained.peak_bytes),
         f"Written to: {job.folder.path}",
     ]
@@ -130,23 +130,18 @@ def summary_lines(job: RunJob, result: Result) -> list[str]:
         return lines
     if result.status == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
-    return lines if job.folder.run is not None else [*lines, _next_lines(job)[0], *_try_next(job)]
-
-
-def detail_lines(job: RunJob, result: Result, summary: dict[str, Any]) -> list[str]:
-    """What a run's log has beside those."""
-    peak = result.trained.peak_bytes
-    lines = [_peak_line(peak), _moments_line(result.by_moment)]
-    if result.status != "finished":
-        return lines
-    lines.append(f"Trained weights: {summary['model_path']}")
-    return lines if job.folder.run is not None else [*lines, *_next_lines(job)[1:]]
+    return (
+        lines
+        if job.folder.run is not None
+        else [*lines, f"Talk to it: make chat RUN={job.folder.quoted}", *_try_next(job)]
+    )
 
 
 def _figure_lines(result: Result) -> list[str]:
     lines = []
-    for name, attribute, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
-        values = [getattr(figures, attribute) if figures else None for figures in (result.before, result.after)]
+    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
+        key = name.replace(" ", "_")
+        values = [getattr(figures, key) if figures else None for figures in (result.before, result.after)]
         if any(value is not None for value in values):
             shown = [form.format(value) if value is not None else "not measured" for value in values]
             rows = (result.after or result.before or Figures()).rows
@@ -154,34 +149,31 @@ def _figure_lines(result: Result) -> list[str]:
     return lines
 
 
-def _answer_lines(before: Figures | None, after: Figures | None) -> list[str]:
+def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
-    old = {answer.question.shown: answer.text for answer in before.answers} if before else {}
-    for answer in (after.answers if after else ())[:SAMPLE_ANSWERS]:
-        lines.append(f"Asked: {one_line(answer.question.shown)}")
-        if answer.question.shown in old:
-            lines.append(f"  before: {one_line(old[answer.question.shown])}")
-        mark = "right" if answer.right else f"expected: {one_line(answer.question.answer)}"
-        lines.append(f"  after:  {one_line(answer.text)}  ({mark})")
+    for one in shown:
+        mark = "right" if one["right"] else f"expected: {one_line(one['expected'])}"
+        lines.append(f"Asked: {one_line(one['asked'])}")
+        lines += [f"  before: {one_line(one['before'])}"] if one["before"] is not None else []
+        lines.append(f"  after:  {one_line(one['after'])}  ({mark})")
     return lines
 
 
-def samples(before: Figures | None, after: Figures | None) -> list[dict[str, Any]]:
+def samples(before: Figures | None, after: Figures | None, *, most: int = KEPT_SAMPLES) -> list[dict[str, Any]]:
     """Some questions with the answers of the untrained and the trained model (`before` is None where it was not asked),
     evenly spaced over those that were asked; long texts are cut."""
     answers = after.answers if after else ()
-    old = {answer.question.shown: answer.text for answer in before.answers} if before else {}
-    count = min(KEPT_SAMPLES, len(answers))
-    chosen = [answers[index * len(answers) // count] for index in range(count)]
+    old = {answer.question.shown: _cut(answer.text) for answer in before.answers} if before else {}
+    count = min(most, len(answers))
     return [
         {
             "asked": _cut(answer.question.shown),
             "expected": _cut(answer.question.answer),
-            "before": _cut(old[answer.question.shown]) if answer.question.shown in old else None,
+            "before": old.get(answer.question.shown),
             "after": _cut(answer.text),
             "right": answer.right,
         }
-        for answer in chosen
+        for answer in (answers[index * len(answers) // count] for index in range(count))
     ]
 
 
@@ -189,47 +181,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SAMPLE_CHARACTERS else text[: _SAMPLE_CHARACTERS - 1] + "…"
 
 
-def _show(size: int | None) -> str:
-    return f"{size / GIB:.2f} GiB" if size is not None else "not measured"
-
-
 def _memory_line(peak: dict[str, int | None]) -> str:
     """One figure predicted and one measured, both of what plans are made and corrected by."""
     on_cpu = "measured_rss" in peak
-    measured = peak["measured_rss"] if on_cpu else peak["measured_reserved"]
-    what = "above the libraries' own" if on_cpu else "reserved on a GPU"
-    return f"Peak memory {what}: {_show(peak['predicted_reserved'])} predicted, {_show(measured)} measured"
-
-
-def _peak_line(peak: dict[str, int | None]) -> str:
-    """The figures that are not in `_memory_line`."""
-    if "measured_rss" in peak:
-        level, measured = peak["level_rss"] or 0, peak["measured_rss"]
-        whole = None if measured is None else level + measured
-        return f"Resident memory: {_show(level)} of Python and its libraries before the run, {_show(whole)} at its peak"
-    allocated = _show(peak["predicted_allocated"]), _show(peak["measured_allocated"])
-    return "Peak memory allocated on a GPU: {} predicted, {} measured".format(*allocated)
-
-
-def _moments_line(peaks: Mapping[str, Mapping[str, int | None]]) -> str:
-    """The measured peak of each moment, with its prediction where both are of allocated bytes."""
-    shown = []
-    for moment, peak in peaks.items():
-        measured, predicted = peak.get("measured_allocated"), peak["predicted_allocated"]
-        beside = f" ({predicted / GIB:.2f} predicted)" if measured is not None and predicted is not None else ""
-        measured = peak.get("measured_rss") if measured is None else measured
-        shown.append(f"{moment} " + (f"{measured / GIB:.2f} GiB{beside}" if measured is not None else "not measured"))
-    return f"Peak memory by moment: {', '.join(shown)}"
-
-
-def _next_lines(job: RunJob) -> list[str]:
-    run = job.folder.quoted
-    lines = [f"Talk to it: make chat RUN={run}", f"Is it better than its base: make ship RUN={run}"]
-    if job.loaded.config.tuning.mode != "full":
-        lines.append(f"As one model, without its base: make merge RUN={run}")
-    if "tensorboard" in job.loaded.config.train.report_to:
-        lines.append(f"See the curves: make tensorboard RUN={run}")
-    return lines
+    what, predicted = "above the libraries' own" if on_cpu else "reserved on a GPU", peak["predicted_reserved"] or 0
+    measured = peak["measured_rss" if on_cpu else "measured_reserved"]
+    shown = "not measured" if measured is None else f"{measured / GIB:.2f} GiB measured"
+    return f"Peak memory {what}: {predicted / GIB:.2f} GiB predicted, {shown}"
 
 
 def _try_next(job: RunJob) -> list[str]:
@@ -260,8 +218,6 @@ def finish(
     job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
     if result.status == "finished" and prepared.backend.name != "unsloth":  # its process knows no template
         describe(job, prepared, summary)
-    for line in detail_lines(job, result, summary):
-        logger.debug("%s", line)
     for line in summary_lines(job, result):
         logger.info("%s", line)
     distributed.barrier()
@@ -288,14 +244,6 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
         logger.warning("The model card could not be written: %s", error)
 
 
-def _base(job: RunJob, prepared: Prepared) -> Path | None:
-    """The base's files, of which a whole model keeps those that were not trained."""
-    if prepared.is_adapter or prepared.model_spec.tower is None:
-        return None
-    model = job.loaded.config.model
-    return base_files(model.name, revision=model.revision)
-
-
 def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
     """Save the adapter or the whole model on the first rank; the others help to gather it, then wait for the disk."""
     path, tokenizer = job.folder.model_path(adapter=prepared.is_adapter), prepared.tokenizer.tokenizer
@@ -310,8 +258,11 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
             if prepared.tokenizer.own_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.own_template
             learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
+            base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
+            keeps = prepared.model_spec.tower is not None and not prepared.is_adapter
+            base = base_files(base_model.name, revision=base_model.revision) if keeps else None
             save_model(
-                model, tokenizer, path, base=_base(job, prepared), state_dict=state, tensors=tensors, dtype=dtype,
+                model, tokenizer, path, base=base, state_dict=state, tensors=tensors, dtype=dtype,
                 steps=steps if learns else 0, moved=trainer.beat.moved,
             )  # fmt: skip
             if not prepared.is_adapter:  # whoever loads it ends answers where training did
