@@ -352,14 +352,14 @@ def test_the_mask_of_packs_is_a_square_a_row_of_bytes_for_sdpa_and_of_numbers_fo
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("falcon", "it sees the first"),  # makes its mask without position ids
-        ("gpt_oss", "it sees the first"),
-        ("opt", "it sees the first"),
-        ("bloom", "it sees the first"),
-        ("mamba", "it sees the first"),  # a state that goes on from chat to chat
-        ("recurrent_gemma", "it sees the first"),
-        ("jamba", "it sees the first"),
-        ("qwen3_next", "it sees the first"),
+        ("falcon", "where the one before is changed"),  # makes its mask without position ids
+        ("gpt_oss", "where the one before is changed"),
+        ("opt", "where the one before is changed"),
+        ("bloom", "where the one before is changed"),
+        ("mamba", "where the one before is changed"),  # a state that goes on from chat to chat
+        ("recurrent_gemma", "where the one before is changed"),
+        ("jamba", "where the one before is changed"),
+        ("qwen3_next", "where the one before is changed"),
     ],
 )
 def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):

@@ -23,8 +23,9 @@ from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.planner.plan import Plan
+from sft_play.training.model import varlen
 from sft_play.training.prepare.model_spec import blocks_of
-from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, has_boundaries, in_dtype, numbers
+from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, in_dtype, numbers
 from sft_play.training.proofs.small_model import small_config, small_model
 
 logger = logging.getLogger(__name__)
@@ -137,8 +138,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
     Raises:
         ValueError: the class has no blocks that transformers knows, or none that compiles.
     """
-    in_half = dtype != torch.float32
-    is_apart = has_boundaries(attention) and in_half
+    is_apart = attention == varlen.ATTENTION and dtype != torch.float32
     with torch.random.fork_rng(devices=[]):
         small = small_config(hf_config)
         exact = small_model(small, "sdpa" if is_apart else attention, trust_remote_code=False).to(device)

@@ -79,7 +79,9 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
     dtype = getattr(torch, plan.precision.compute)
 
     def tried() -> tuple[Proof | None, str | None]:
-        problem = _problem(plan) or _unknown(model)
+        problem, kind = _problem(plan), getattr(model.config, "model_type", None)
+        if problem is None and not (kind in _functions() and type(model).__module__.startswith("transformers.models.")):
+            problem = f"it has no kernels for {one_line(str(kind))}"
         if problem is not None:
             return None, problem
         found = prove(model.config, attention=attention_of(model), device=device, dtype=dtype)
@@ -139,18 +141,9 @@ def _problem(plan: Plan) -> str | None:
     return None
 
 
-def _unknown(model: Any) -> str | None:
-    kind = getattr(model.config, "model_type", None)
-    if kind not in _functions() or not type(model).__module__.startswith("transformers.models."):
-        return f"it has no kernels for {one_line(str(kind))}"
-    return None
-
-
 def _functions() -> dict[str, Any]:
-    functions: dict[str, Any] = importlib.import_module(
-        f"{PACKAGE}.transformers.monkey_patch"
-    ).MODEL_TYPE_TO_APPLY_LIGER_FN
-    return functions
+    patches: Any = importlib.import_module(f"{PACKAGE}.transformers.monkey_patch")
+    return dict(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
 def _swap(model: Any) -> tuple[str, ...]:

@@ -120,7 +120,7 @@ def numbers(model: Any, *, boundaries: bool = False) -> Numbers:
 
 
 def in_dtype(model: Any, dtype: torch.dtype) -> Any:
-    """The model in a dtype: a copy, or itself where it has that one already."""
+    """The model in a dtype: a copy, or itself in fp32."""
     return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
 
 
@@ -135,11 +135,6 @@ def attention_of(model: Any) -> str:
     """The attention of small models: the model's, but on whole rows where ranks share them."""
     name = str(model.config._attn_implementation)
     return "sdpa" if name == context_parallel.ATTENTION else name
-
-
-def has_boundaries(attention: str) -> bool:
-    """Whether rows of the run come with boundaries under this attention."""
-    return attention == varlen.ATTENTION
 
 
 def _largest(figures: Iterable[float]) -> float:
@@ -203,14 +198,8 @@ def relative_error(
     found = kernel(*given, ends, max(LENGTHS), scale=scale, window=window)
     query, key, value = exact
     wanted = varlen.one_by_one(query, key, value, LENGTHS, scale=scale, window=window)
-    pairs = [
-        (found, wanted),
-        *zip(
-            torch.autograd.grad(found, given, weight.to(device, dtype)),
-            torch.autograd.grad(wanted, exact, weight),
-            strict=True,
-        ),
-    ]
+    gradients = torch.autograd.grad(found, given, weight.to(device, dtype)), torch.autograd.grad(wanted, exact, weight)
+    pairs = [(found, wanted), *zip(*gradients, strict=True)]
     return float(torch.stack([_apart(one.detach().cpu().float(), other.detach()) for one, other in pairs]).amax())
 
 
