@@ -111,10 +111,8 @@ def allow_fsdp_on_cpu(plan: Plan) -> None:
 
     state = PartialState._shared_state
     if state.get("distributed_type") is not DistributedType.MULTI_CPU:
-        raise TrainingError(
-            f"FSDP on CPU ranks: accelerate's state has the type {state.get('distributed_type')}, not MULTI_CPU as "
-            "expected; this version of accelerate is not supported: use another layout (STRATEGY=ddp)"
-        )
+        raise TrainingError("FSDP on CPU ranks: accelerate's state is not MULTI_CPU as expected; this version of it is "
+                            "not supported: use another layout (STRATEGY=ddp)")  # fmt: skip
     state["distributed_type"] = DistributedType.MULTI_GPU
 
 
@@ -206,10 +204,8 @@ def masters(engine: Any) -> list[torch.Tensor]:
         groups = getattr(optimizer, name, None)
         if groups is not None:
             return list(groups)
-    raise TrainingError(
-        f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under unknown names; the engine cannot be "
-        "checked, and nothing was trained"
-    )
+    raise TrainingError(f"DeepSpeed's {type(optimizer).__name__} keeps its partitions under unknown names; the engine "
+                        "cannot be checked, and nothing was trained")  # fmt: skip
 
 
 def release(trainer: Any) -> None:
@@ -270,11 +266,8 @@ class Held:
 
 @dataclass(frozen=True)
 class EngineCheck:
-    """What an engine did with the model, read from live objects; bytes are what each rank holds.
-
-    `frozen_*` are the weights that do not train, as they are stored (NF4's packed bytes, without its constants);
-    `frozen_device_bytes_by_rank` leaves out what is offloaded to RAM.
-    """
+    """What an engine did with the model; bytes are what each rank holds. `frozen_*` are the weights that do not train,
+    as they are stored (NF4's packed bytes, without its constants); `frozen_device_*` without what is offloaded."""
 
     layout: str
     wrapped_class: str
