@@ -139,21 +139,20 @@ def base_of(config: RunConfig) -> Base:
         return Base(name, False, {})
     folder = local_folder(name)
     if folder is None:
-        return Base(name, True, _license_on_hub(name, config.model.revision))
+        return Base(name, True, _license_of(name))
     settings = read_json(folder / "config.json")
     cached, recorded = _HUB_CACHE.search(str(folder.resolve())), str(settings.get("_name_or_path") or "")
     hub_id = "/".join(cached.groups()) if cached else recorded
     is_on_hub = _HUB_ID.fullmatch(hub_id) is not None and not Path(hub_id).exists()
-    return Base(
-        hub_id if is_on_hub else folder.resolve().name, is_on_hub, _license_of(folder / CARD) or _named(settings)
-    )
+    license_ = _license_of(str(folder / CARD)) if (folder / CARD).is_file() else {}
+    return Base(hub_id if is_on_hub else folder.resolve().name, is_on_hub, license_ or _named(settings))
 
 
-def _license_of(card: Path) -> dict[str, str]:
-    """The licence that a card's front matter names; empty where there is no card, or one that cannot be read."""
+def _license_of(place: str) -> dict[str, str]:
+    """The licence that the front matter of a card (a file, or a hub id) names; empty where it cannot be read."""
     try:
-        return _named(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
-    except Exception:  # other people's YAML
+        return _named(ModelCard.load(place, ignore_metadata_errors=True).data.to_dict())
+    except Exception:  # no network, no card, not allowed, or other people's YAML: the licence is left out
         return {}
 
 
@@ -161,16 +160,6 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
     keys = ("license", "license_name", "license_link")
     kept = {key: settings[key] for key in keys if isinstance(settings.get(key), str) and settings[key]}
     return kept if "license" in kept else {}
-
-
-def _license_on_hub(name: str, revision: str | None) -> dict[str, str]:
-    """The same of a base on the hub; empty where the hub cannot be asked."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return _license_of(Path(hf_hub_download(name, CARD, revision=revision, etag_timeout=5)))
-    except Exception:  # no network, no card, not allowed: the licence is left out
-        return {}
 
 
 def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[str], list[str]]:

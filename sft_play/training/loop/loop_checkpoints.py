@@ -65,9 +65,9 @@ class RestoreSums(TrainerCallback):
         state = json.loads(self._path.read_text(encoding="utf-8"))
         self._trainer._tr_loss += state["loss_sum"]
         self._trainer._globalstep_last_logged = state["last_logged"]
-        self._trainer._total_loss_scalar = state.get("total_loss", 0.0)
-        self._trainer.finite.left_out = state.get("left_out", 0)
-        self._trainer._monitor.continue_from(state.get("seen", {}))
+        self._trainer._total_loss_scalar = state["total_loss"]
+        self._trainer.finite.left_out = state["left_out"]
+        self._trainer._monitor.continue_from(state["seen"])
 
 
 class Writing:

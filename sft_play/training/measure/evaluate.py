@@ -80,7 +80,7 @@ def evaluate_before(job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, *, res
         return None
     if resumed:
         recorded = distributed.of_first(job.folder.manifest().get("before") if distributed.is_first() else None)
-        return Figures(recorded["loss"], recorded["exact_match"], recorded["rows"]) if recorded else None
+        return Figures(**recorded) if recorded else None
     before = evaluate(trainer, eval_set)
     assert before is not None
     if distributed.is_first():

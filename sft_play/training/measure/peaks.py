@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -48,12 +46,10 @@ class Peaks:
 
     on_gpu: bool = False
     level_bytes: int = 0
-    clear: Callable[[], bool] = field(default_factory=lambda: _cleared)
-    """Resets the peak of resident memory; whether it could."""
     _kept: dict[RunMoment, Highest] = field(default_factory=dict)
     _moment: RunMoment | None = None
-    _earlier: int = 0
-    """Peak resident bytes of earlier moments, where it could not be reset."""
+    _is_counted: bool = True
+    """Whether the peak could be reset when the moment began."""
 
     def start(self, moment: RunMoment) -> None:
         """Begin a moment, and keep the peak of the one before."""
@@ -63,7 +59,7 @@ class Peaks:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
-            self._earlier = 0 if self.clear() else highest_resident()
+            self._is_counted = cleared()
 
     def end(self) -> None:
         """End the moment without beginning another."""
@@ -87,8 +83,7 @@ class Peaks:
                 self.start(before)
 
     def highest(self, moment: RunMoment) -> Highest | None:
-        """The peak of a moment until now; None if there was none, or if an earlier one was higher and could not be
-        reset."""
+        """The peak of a moment until now; None if there was none, or if it could not be counted anew."""
         self._keep()
         return self._kept.get(moment)
 
@@ -107,20 +102,9 @@ class Peaks:
     def _now(self) -> Highest | None:
         if self.on_gpu:
             return Highest(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        resident = highest_resident()
-        if resident <= self._earlier:
-            return None
-        own = max(0, resident - self.level_bytes)
-        return Highest(own, own)
-
-
-def highest_resident() -> int:
-    """The peak of this process's resident bytes since it was last reset."""
-    peak = status_bytes("VmHWM")
-    if peak is not None:
-        return peak
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        resident = status_bytes("VmHWM") if self._is_counted else None
+        own = None if resident is None else max(0, resident - self.level_bytes)
+        return None if own is None else Highest(own, own)
 
 
 def status_bytes(field: str) -> int | None:
@@ -132,7 +116,8 @@ def status_bytes(field: str) -> int | None:
     return None
 
 
-def _cleared() -> bool:
+def cleared() -> bool:
+    """Reset the peak of resident memory; whether that could be done (not outside Linux)."""
     try:
         _CLEAR.write_text("5", encoding="utf-8")
     except OSError:

@@ -141,8 +141,7 @@ def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     from accelerate.utils import is_peft_model
 
     has_adapters = is_peft_model(trainer.model)
-    base: list[str] = []
-    adapters: list[str] = []
+    base, adapters = list[str](), list[str]()
     for module in trainer.model.modules():
         packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED, ())
         for name, parameter in module.named_parameters(recurse=False):
