@@ -42,11 +42,7 @@ _READ_BYTES = GIB
 
 
 def consolidate(
-    run: RunFolder,
-    *,
-    checkpoint: Path | None = None,
-    out: Path | None = None,
-    trusts: Trust = trust_none,
+    run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, trusts: Trust = trust_none
 ) -> Path:
     """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
 
@@ -78,12 +74,14 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
-    size, new_rows, precision = len(tokenizer), added_rows(tokenizer, config), Precision("float32", "float32", "")
-    model_spec = build_model_spec(config, precision, tokenizer_size=size, new_rows=new_rows)
+    model_spec = build_model_spec(
+        config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer),
+        new_rows=added_rows(tokenizer, config),
+    )  # fmt: skip
+    is_adapter = model_spec.peft_config is not None
     if model_spec.peft_config is not None:
         model_spec.peft_config.base_model_name_or_path = location(config)
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
-    is_adapter = model_spec.peft_config is not None
     in_parts = sharded_checkpoints.is_sharded(source)
     logger.info("Checkpoint: %s", source)
     base = None
@@ -110,12 +108,12 @@ def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
             raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {found}")
         return checkpoint
     source, bad = checkpoints.last_sound(run.checkpoints)
-    lines = [checkpoints.skipped(path, found) for path, found in bad.items()]
+    skipped = "; ".join(map(checkpoints.skipped, bad, bad.values()))
     if source is None:
-        reasons = "; ".join(lines) or f"{run.checkpoints} holds none"
-        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reasons}")
-    for line in lines:
-        logger.warning("%s", line)
+        why = skipped or f"{run.checkpoints} holds none"
+        raise RunFolderError(f"there is no complete checkpoint to consolidate: {why}")
+    if skipped:
+        logger.warning("%s", skipped)
     return source
 
 

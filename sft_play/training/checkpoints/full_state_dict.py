@@ -7,6 +7,7 @@ FSDP's own files hold the optimizer's states by name; here they are written as o
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -52,14 +53,9 @@ def names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 def numbered(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
     """Optimizer states keyed by name, keyed by number as in `Optimizer.state_dict`."""
-    flat = [name for group in names for name in group]
-    number_of = {name: number for number, name in enumerate(flat)}
-    return {
-        "state": {number_of[name]: state for name, state in states["state"].items()},
-        "param_groups": [
-            {**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]
-        ],
-    }
+    number_of = {name: number for number, name in enumerate(itertools.chain(*names))}
+    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]]
+    return {"state": {number_of[name]: state for name, state in states["state"].items()}, "param_groups": groups}
 
 
 def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
@@ -68,19 +64,13 @@ def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
     Raises:
         TrainingError: they belong to another set of parameters.
     """
-    flat = [name for group in names for name in group]
+    flat = list(itertools.chain(*names))
     sizes = [len(group["params"]) for group in states["param_groups"]]
     if sizes != [len(group) for group in names]:
-        raise TrainingError(
-            f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
-            f"{[len(group) for group in names]}: it was written for other trained weights"
-        )
-    return {
-        "state": {flat[number]: state for number, state in states["state"].items()},
-        "param_groups": [
-            {**group, "params": list(of_group)} for group, of_group in zip(states["param_groups"], names, strict=True)
-        ],
-    }
+        raise TrainingError(f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
+                            f"{list(map(len, names))}: it was written for other trained weights")  # fmt: skip
+    groups = [{**group, "params": list(own)} for group, own in zip(states["param_groups"], names, strict=True)]
+    return {"state": {flat[number]: state for number, state in states["state"].items()}, "param_groups": groups}
 
 
 def whole_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -128,9 +118,7 @@ def fill_adapter(model: Any, folder: Path) -> None:
     wanted = set(adapter_names(model).values())
     unmatched = sorted((set(weights) - set(parameters)) | (wanted - set(weights)))
     if unmatched:
-        raise TrainingError(
-            f"{folder / ADAPTER_FILE} is not the adapter of this model: {unmatched[0]} is in one of them only"
-        )
+        raise TrainingError(f"{folder / ADAPTER_FILE} is not this model's: {unmatched[0]} is in one of them only")
     for name, tensor in weights.items():
         # ZeRO-3 divides parameters as soon as they are created, before there is an engine
         with gathered_by_zero3(parameters[name], writer=0), torch.no_grad():

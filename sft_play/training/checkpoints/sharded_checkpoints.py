@@ -135,10 +135,8 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group:
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
     saved_names, names = ([sorted(group["params"]) for group in one["param_groups"]] for one in (saved, states))
     if saved_names != names:
-        raise TrainingError(
-            f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this one has "
-            f"{list(map(len, names))}: it was written for other trained weights"
-        )
+        raise TrainingError(f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this "
+                            f"one has {list(map(len, names))}: it was written for other trained weights")  # fmt: skip
     _fill(_states(states), checkpoint, group=group, moved=moved)
     for name, values in saved["values"].items():
         states["state"][name].update(values)
@@ -295,9 +293,7 @@ class _Reader(dcp.FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
         entries = metadata.state_dict_metadata.items()
-        metadata.state_dict_metadata = {
-            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
-        }
+        metadata.state_dict_metadata = {name: one for name, one in entries if isinstance(one, TensorStorageMetadata)}
         return metadata
 
 

@@ -125,8 +125,7 @@ class PlannedLoop(CheckpointedLoop):
         self._logged_step = 0
         self._layout, self._evaluates_blocks = layout, evaluates_blocks
         self._loraplus_lr_ratio = loraplus_lr_ratio
-        self._eval_head: torch.Tensor | None = None
-        self._eval_sources: torch.Tensor | None = None
+        self._eval_head = self._eval_sources = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
         require_known(self.upstream)
@@ -430,15 +429,10 @@ class PlannedLoop(CheckpointedLoop):
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with context_parallel.whole_rows(self.model), self._monitor.generating():
             self.last_answers = answers(
-                self.model,
-                self.processing_class,
-                asked,
-                stop=self._stop_ids,
-                max_new_tokens=self._max_new_tokens,
-                most_tokens=self._answer_tokens,
+                self.model, self.processing_class, asked, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
+                most_tokens=self._answer_tokens, tried=self.step_memory.tried,
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
-                tried=self.step_memory.tried,
-            )
+            )  # fmt: skip
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
         metrics = {f"{prefix}_exact_match": share}
         self.log(metrics)

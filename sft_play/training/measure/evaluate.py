@@ -13,7 +13,7 @@ from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import Answer, Question, questions
-from sft_play.training.measure.peaks import LoadMemory, LoadMeter
+from sft_play.training.measure.peaks import LoadMeter
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.engines import EngineCheck, check_engine, engine_check_of_one
@@ -117,11 +117,11 @@ class BeforeTraining(TrainerCallback):
     def __init__(
         self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
     ) -> None:
-        self._job, self._trainer, self._eval_set, self._loading = job, trainer, eval_set, loading
+        self._job, self._trainer, self.eval_set, self._loading = job, trainer, eval_set, loading
         self._is_resumed = is_resumed
         self._engine_check: EngineCheck | None = None
         self.figures: Figures | None = None
-        self.loading: LoadMemory | None = None
+        self.loading: dict[str, Any] | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
@@ -132,7 +132,7 @@ class BeforeTraining(TrainerCallback):
     def measure(self) -> None:
         """Measure what loading took, and the figures of the held-out rows."""
         self.loading = self._loading.stop()
-        self.figures = evaluate_before(self._job, self._trainer, self._eval_set, resumed=self._is_resumed)
+        self.figures = evaluate_before(self._job, self._trainer, self.eval_set, resumed=self._is_resumed)
 
     @property
     def engine_check(self) -> EngineCheck:

@@ -12,7 +12,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, astuple, dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -177,33 +177,20 @@ class Watch:
     started: float
 
 
-@dataclass(frozen=True)
-class LoadMemory:
-    """Bytes at the peak of loading: predicted for one rank, and measured on each.
-
-    `device` is the GPU's allocator, or on a CPU run the rank's own memory; `ram` is that memory beside a GPU. Mapped
-    pages of the weights' files do not count as a rank's own: they can be dropped, and ranks share them.
-    """
-
-    predicted_device: int
-    device_by_rank: tuple[int, ...]
-    predicted_ram: int
-    ram_by_rank: tuple[int, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """`loading` of the summary."""
-        return asdict(self)
-
-
 class LoadMeter:
-    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready."""
+    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready.
+
+    Bytes at the peak of loading are those of the GPU's allocator, or on a CPU run the rank's own memory; `ram` is that
+    memory beside a GPU. Mapped pages of the weights' files do not count as a rank's own: they can be dropped, and ranks
+    share them.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._on_gpu = plan, plan.hardware.device == "cuda"
         self._done = threading.Event()
         self._level = self._highest = 0
         self._thread = threading.Thread(target=self._watch, name="load-memory", daemon=True)
-        self._measured: LoadMemory | None = None
+        self._measured: dict[str, Any] | None = None
 
     def __enter__(self) -> LoadMeter:
         """Start measuring."""
@@ -221,9 +208,9 @@ class LoadMeter:
         while not self._done.wait(_EVERY_S):
             self._highest = max(self._highest, own_bytes())
 
-    def stop(self) -> LoadMemory:
-        """What was measured on all ranks, gathered once. On a GPU it also frees what loading left in the
-        allocator and resets the peak: a run's figures are those of its steps."""
+    def stop(self) -> dict[str, Any]:
+        """`loading` of the summary: what was predicted for one rank, and measured on all, gathered once. On a GPU it
+        also frees what loading left in the allocator and resets the peak: a run's figures are those of its steps."""
         if self._measured is not None:
             return self._measured
         self._done.set()
@@ -233,7 +220,10 @@ class LoadMeter:
         figures = distributed.of_all((device, ram))
         memory = self._plan.memory
         devices, rams = zip(*figures, strict=True)
-        self._measured = LoadMemory(memory.load_bytes, devices, memory.host_load_bytes, rams)
+        self._measured = {
+            "predicted_device": memory.load_bytes, "device_by_rank": devices,
+            "predicted_ram": memory.host_load_bytes, "ram_by_rank": rams,
+        }  # fmt: skip
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
