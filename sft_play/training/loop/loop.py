@@ -125,7 +125,8 @@ class PlannedLoop(CheckpointedLoop):
         self._logged_step = 0
         self._layout, self._evaluates_blocks = layout, evaluates_blocks
         self._loraplus_lr_ratio = loraplus_lr_ratio
-        self._eval_head = self._eval_sources = None
+        self._eval_head: torch.Tensor | None = None
+        self._eval_sources: torch.Tensor | None = None
         self.last_metrics: tuple[int, dict[str, float]] = (-1, {})
         self.last_answers: list[Answer] = []
         require_known(self.upstream)

@@ -210,7 +210,7 @@ class _Filling:
     def __init__(self, model: nn.Module, source: Source, device: torch.device, *, in_fp32: bool) -> None:
         self._source, self._device, self._in_fp32 = source, device, in_fp32
         packed = (parameter for parameter in model.parameters() if _is_4bit(parameter))
-        self._storage = next((parameter.quant_storage for parameter in packed), torch.uint8)  # type: ignore[attr-defined]
+        self._storage = next((parameter.quant_storage for parameter in packed), torch.uint8)
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():

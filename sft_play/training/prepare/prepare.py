@@ -100,7 +100,7 @@ def prepare(job: RunJob) -> Prepared:
             check_kernels(config, job.plan)
         origin = origin_of(config, model_spec)
         if origin is not None:
-            model_spec = replace(model_spec, notes=(*model_spec.notes, origin.note))
+            model_spec = replace(model_spec, notes=(*model_spec.notes, *origin.notes))
         splits = _splits(job, tokenizer, model_spec)
         _log(model_spec.notes)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)

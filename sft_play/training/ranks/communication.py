@@ -112,7 +112,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     ]
     ranks = report["ranks"]
     if all(one["waiting_s"] is not None for one in ranks):
-        last, first = (find(ranks, key=lambda one: one["waiting_s"]) for find in (min, max))
+        last, first = (sorted(ranks, key=lambda one: float(one["waiting_s"]))[place] for place in (0, -1))
         lines.append(
             f"Communication: ranks wait {last['waiting_s']:.4f} to {first['waiting_s']:.4f} s a step for others; rank "
             f"{last['rank']} on {last['host']} the least: the others wait for it"

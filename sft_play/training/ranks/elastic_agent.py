@@ -132,8 +132,8 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_r
         words = "stopped by the user before the training could save; what was saved until then is kept"
         return f"[{COMMAND}] {words}", Interrupted.exit_code
     if own is not None and own.kind == "user":
-        others = (one.own for one in ended if one is not root)
-        said_by_all = root.rank == 0 or any(one is not None and one.message == own.message for one in others)
+        theirs = (one.own for one in ended if one is not root)
+        said_by_all = root.rank == 0 or any(one is not None and one.message == own.message for one in theirs)
         prefix = "" if said_by_all or own.message.startswith("rank ") else f"rank {root.rank} (host {own.host}): "
         return f"[{COMMAND}] error: {prefix}{own.message}", own.exit_code
     stack = root.stack  # of a crash, else the traceback of a fault
