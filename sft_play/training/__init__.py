@@ -17,7 +17,7 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
   they run), `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
   `full_state_dict`, `sharded_checkpoints`, `universal` (ZeRO's over other ranks),
-  `gathered_weights`, `model_saving`, `tensor_files`, `consolidate`, `card`.
+  `model_saving`, `tensor_files`, `consolidate`, `card`.
 - `measure/`: `monitor`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
   `recorded` (for later plans), `summary`.
 - `unsloth/`, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`; `unsloth_worker`

@@ -28,7 +28,6 @@ from sft_play.runs.files import flush, free_bytes, room
 from sft_play.training.checkpoints import (
     checkpoints,
     full_state_dict,
-    gathered_weights,
     sharded_checkpoints,
     universal,
 )
@@ -298,7 +297,7 @@ class CheckpointedLoop(Trainer):
             if self.in_parts and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
             elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-                self._save(output_dir, state_dict=gathered_weights.whole_state(self))
+                self._save(output_dir, state_dict=full_state_dict.whole_state(self))
             else:
                 super().save_model(output_dir, _internal_call)
         self.wait_for_disk()

@@ -15,7 +15,7 @@ from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter import CONFIG
-from sft_play.training.checkpoints import gathered_weights
+from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
 from sft_play.training.checkpoints.tensor_files import base_files
@@ -209,8 +209,8 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
     needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
     with room(path.parent, needed, "the trained weights", free=free), trainer.writing(path.parent):
         one_by_one = trainer.is_fsdp_enabled and not prepared.is_adapter
-        tensors = gathered_weights.whole_tensors(trainer.model) if one_by_one else None
-        state = None if one_by_one else gathered_weights.whole_state(trainer, in_fp32=dtype is torch.float32)
+        tensors = full_state_dict.whole_tensors(trainer.model) if one_by_one else None
+        state = None if one_by_one else full_state_dict.whole_state(trainer, in_fp32=dtype is torch.float32)
         if distributed.is_first():
             if prepared.tokenizer.own_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.own_template

@@ -79,9 +79,7 @@ def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.dev
     dtype = getattr(torch, plan.precision.compute)
 
     def tried() -> tuple[Proof | None, str | None]:
-        problem, kind = _problem(plan), getattr(model.config, "model_type", None)
-        if problem is None and not (kind in _functions() and type(model).__module__.startswith("transformers.models.")):
-            problem = f"it has no kernels for {one_line(str(kind))}"
+        problem = _problem(plan) or _unknown(model)
         if problem is not None:
             return None, problem
         found = prove(model.config, attention=attention_of(model), device=device, dtype=dtype)
@@ -139,6 +137,12 @@ def _problem(plan: Plan) -> str | None:
     if plan.choice.layout.tensor_parallel > 1:
         return "tensor-parallel ranks replace the same forwards (model.mesh_shape)"
     return None
+
+
+def _unknown(model: Any) -> str | None:
+    kind = getattr(model.config, "model_type", None)
+    is_known = kind in _functions() and type(model).__module__.startswith("transformers.models.")
+    return None if is_known else f"it has no kernels for {one_line(str(kind))}"
 
 
 def _functions() -> dict[str, Any]:

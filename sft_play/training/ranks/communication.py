@@ -81,7 +81,7 @@ def communication_report(
         one["seconds"] = sum(time for rank in counted for name, time in rank.timed if name == kind)
         one["seconds"] /= len(counted) * steps
     waits = waiting([one.timed for one in counted])
-    ranks = [
+    ranks: list[dict[str, Any]] = [
         {
             "rank": one.rank, "host": one.host, "step_s": one.window_s / steps,
             "communication_s": one.busy_s / steps, "exposed_s": one.exposed_s / steps,
@@ -112,7 +112,7 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
     ]
     ranks = report["ranks"]
     if all(one["waiting_s"] is not None for one in ranks):
-        last, first = (sorted(ranks, key=lambda one: float(one["waiting_s"]))[place] for place in (0, -1))
+        last, first = (sorted(ranks, key=lambda one: one["waiting_s"])[place] for place in (0, -1))
         lines.append(
             f"Communication: ranks wait {last['waiting_s']:.4f} to {first['waiting_s']:.4f} s a step for others; rank "
             f"{last['rank']} on {last['host']} the least: the others wait for it"
