@@ -21,7 +21,7 @@ from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
 from sft_play.own_loop.one_process import NoOpAccelerator
-from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, ComputeDevice, DistConfig, asked
+from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks.distributed import init_deepspeed, of_all
 
@@ -45,12 +45,12 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         return _without_accelerate(config)
     starts = "torchrun --standalone --nproc-per-node {count}, or accelerate launch --multi_gpu, to start your script"
     refuse_too_few_processes(os.environ, instead=starts)
-    device = _device()
-    if not device.is_gpu:
+    best = _best_precision()
+    if best == "no":
         deepspeed_on_cpu()
     elif torch.version.hip is None:
         without_bad_p2p(detect(), os.environ)
-    wanted = asked(config, device=device, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
+    wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
     for note in wanted.notes:
         logger.info("%s", note)
     if wanted.fallback is not None:
@@ -58,7 +58,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         _warn(f"backend: deepspeed falls back to accelerate{lost}: {wanted.fallback}")
     _drop_launcher_settings(wanted)
     _forget_earlier()
-    accelerator = _new_accelerator(wanted, on_cpu=not device.is_gpu)
+    accelerator = _new_accelerator(wanted, on_cpu=best == "no")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.distributed_type != "FSDP":
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
@@ -68,7 +68,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
 
 
 def _without_accelerate(config: Any) -> Any:
-    wanted = asked(config, device=_device(), has_deepspeed=False)
+    wanted = asked(config, best=_best_precision(), has_deepspeed=False)
     ranks = rank_variables(os.environ).get("WORLD_SIZE", "1")
     if ranks != "1":
         raise BackendError(
@@ -84,12 +84,12 @@ def _without_accelerate(config: Any) -> Any:
     return accelerator
 
 
-def _device() -> ComputeDevice:
+def _best_precision() -> Precision:
+    """bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
-        return ComputeDevice(is_gpu=False)
-    if torch.cuda.is_available():
-        return ComputeDevice(is_gpu=True, has_bf16=torch.cuda.is_bf16_supported(including_emulation=False))
-    return ComputeDevice(is_gpu=True, has_bf16=True)
+        return "no"
+    is_old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "fp16" if is_old else "bf16"
 
 
 def _drop_launcher_settings(wanted: CheckedSettings) -> None:

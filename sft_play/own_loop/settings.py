@@ -74,14 +74,6 @@ class CheckedSettings:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class ComputeDevice:
-    """What decides the precision: whether there is a GPU, and whether it supports bfloat16."""
-
-    is_gpu: bool
-    has_bf16: bool = False
-
-
 @dataclass
 class _Reading:
     """A configuration while it is read: its source, the valid values, and the problems."""
@@ -102,9 +94,10 @@ class _Reading:
 
 
 def asked(
-    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, device: ComputeDevice, has_deepspeed: bool
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best: Precision, has_deepspeed: bool
 ) -> CheckedSettings:
-    """The settings of a file or a mapping, checked together with the DeepSpeed file that they name.
+    """The settings of a file or a mapping, checked together with the DeepSpeed file that they name. `best`: the dtype
+    that suits this machine's device; "no" is a CPU.
 
     Raises:
         ConfigError: the file is missing or not a YAML mapping; or keys are unknown, values wrong, or values contradict
@@ -117,7 +110,7 @@ def asked(
     deepspeed, fallback = None, None
     if reading.get("backend") == "deepspeed":
         deepspeed, fallback = _deepspeed(reading, has_deepspeed=has_deepspeed)
-    precision = _precision(reading, deepspeed, device)
+    precision = _precision(reading, deepspeed, best)
     if reading.problems:
         lines = list(dict.fromkeys(reading.problems))
         raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n  " + "\n  ".join(lines))
@@ -188,18 +181,15 @@ def _shown(value: Any, raw: str | None = None) -> str:
         return one_line(repr(value), limit=80)
 
 
-def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: ComputeDevice) -> Precision:
+def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, best: Precision) -> Precision:
     """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
     wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
-    best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
     # A file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported.
     chosen: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
     if wish not in (None, "auto"):
         chosen = wish
-    if chosen == "fp16" and not device.is_gpu:
-        reading.add(
-            "mixed_precision", "fp16 needs a GPU, but there is none: accelerate would compute in fp32; set bf16 or no"
-        )
+    if chosen == "fp16" and best == "no":
+        reading.add("mixed_precision", "fp16 needs a GPU, but there is none; set bf16 or no")
     return chosen
 
 
