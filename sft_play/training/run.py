@@ -157,19 +157,14 @@ def _train(
     if not has_engine:  # none will wrap the model when training begins
         before.measure()
     compiling = contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
-    with stopping(stop), compiling, progress.beginning(_first_step(job)):
+    builds = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
+    first = f"Preparing the first step{builds if job.plan.layout.endswith('_offload') else ''}"
+    with stopping(stop), compiling, progress.beginning(first):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
     watch.memory.peaks.end()
     return Trained(stop, progress, updates, tokens / progress.training_s)
-
-
-def _first_step(job: RunJob) -> str:
-    """What is waited for until the first step has ended."""
-    compiles = job.plan.layout.endswith("_offload")
-    how = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)" if compiles else ""
-    return f"Preparing the first step{how}"
 
 
 def _remember(job: RunJob, event: ran_out.RanOut) -> None:

@@ -286,7 +286,6 @@ def build_trainer(
         cast_outside_autocast(trainer.model)
         name_backbone(trainer.model.get_base_model())
     trainer.step_memory.plan = plan
-    engines.tell_accumulation(trainer, plan)
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer

@@ -135,7 +135,10 @@ def build_model_spec(
     attention = attention.repeating if repeats_kv else attention
     experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _skeleton(hf_config, config)
-    chosen = _experts(config, hf_config, skeleton, precision)
+    chosen = experts.choose_experts(config, skeleton, precision)
+    if chosen is not None:  # the config says it to whatever builds or loads the model
+        experts.register()
+        hf_config._experts_implementation = experts.name_in_transformers(chosen)
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
     resize_to = _resize(config, vocab_size, tokenizer_size, added=set(new_rows))
@@ -170,7 +173,9 @@ def _dequantised(whole: Any, config: RunConfig) -> list[str]:
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if quantisation_of(fields)[0] is None:
         return []
-    _forget_quantisation(whole)
+    for part in {id(one): one for one in (whole, whole.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return [f"Model: {stored_words(fields, config.tuning.mode)}"]
 
 
@@ -222,15 +227,6 @@ def _layer_class(skeleton: Any) -> str:
     return max(layers, key=lambda name: layers[name], default="")
 
 
-def _experts(config: RunConfig, hf_config: Any, skeleton: Any, precision: Precision) -> Experts | None:
-    """How experts are multiplied; the model's config says it to whatever builds or loads the model."""
-    chosen = experts.choose_experts(config, skeleton, precision)
-    if chosen is not None:
-        experts.register()
-        hf_config._experts_implementation = experts.name_in_transformers(chosen)
-    return chosen
-
-
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:
     """The model on the meta device: names and shapes, no weights."""
     try:
@@ -275,13 +271,6 @@ def _whole_config(config: RunConfig) -> Any:
         return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # each config class checks its fields in its own way
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
-
-
-def _forget_quantisation(whole: Any) -> None:
-    """Take a way of storing weights out of a model's config, of its parts too: in memory they are not stored so."""
-    for part in {id(one): one for one in (whole, whole.get_text_config())}.values():
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
 
 
 def _names_of(config: RunConfig) -> set[str]:

@@ -116,17 +116,6 @@ def allow_fsdp_on_cpu(plan: Plan) -> None:
     state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-def tell_accumulation(trainer: Any, plan: Plan) -> None:
-    """Tell accelerate how many passes make a step, where DeepSpeed counts them.
-
-    transformers tells it 1, since its own loop accumulates; at the first step accelerate would switch to DeepSpeed's
-    number, with a warning that the two differ. Without DeepSpeed accelerate would divide every loss by the number, so
-    it stays at 1.
-    """
-    if trainer.is_deepspeed_enabled:
-        trainer.accelerator.gradient_accumulation_steps = plan.counted_batch.grad_accum
-
-
 def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
     """Tell the loop after how many passes ranks reduce gradients, and accelerate the dtypes of gathered weights and of
     reduced gradients, before it wraps the model.
@@ -134,6 +123,9 @@ def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
     transformers' arguments cannot express them; accelerate's own objects can: DDP's communication hook and FSDP2's
     mixed-precision policy. DeepSpeed reads them from its own configuration.
     """
+    if trainer.is_deepspeed_enabled:
+        # how many passes make a step: transformers says 1, since its own loop accumulates, and accelerate would warn
+        trainer.accelerator.gradient_accumulation_steps = plan.counted_batch.grad_accum
     if plan.layout == "single":
         return
     chosen = gradients_of(config, plan.precision, plan.layout)
