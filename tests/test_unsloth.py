@@ -189,8 +189,7 @@ def test_all_that_is_not_supported_is_named_at_once(standin):
 
 def test_every_option_is_carried_or_made_here_or_refused_when_it_is_set(monkeypatch):
     """Whoever adds an option that only training looks at has it refused on Unsloth, not lost."""
-    everything = dict.fromkeys(leaves(), ("set", False))
-    monkeypatch.setattr(backend, "_values", lambda _: everything)
+    monkeypatch.setattr(backend, "_changed", lambda _: dict.fromkeys(leaves(), "set"))
     refused = {item.partition("=")[0] for item in backend.unsupported(config())}
     told = {path for path in leaves() if path not in refused}
     owners = (*backend._MADE_HERE, *backend._RUN_THERE)

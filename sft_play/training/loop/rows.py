@@ -292,6 +292,4 @@ class TellEpoch(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the epoch of the step counter."""
-        order = self._trainer.order
-        if order is not None:
-            order.set_epoch(int(state.epoch or 0))
+        self._trainer.order.set_epoch(int(state.epoch or 0))

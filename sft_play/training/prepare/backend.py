@@ -5,6 +5,7 @@ The one seam for tuning backends: only `choose_backend` decides.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from sft_play.config.leaves import leaves
+from sft_play.config.leaves import leaves, plain
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError
 from sft_play.log import one_line
@@ -128,25 +129,20 @@ def unsupported(config: RunConfig) -> list[str]:
         refused.append("task_mode=cpt_mixed")
     if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
         refused.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
-    for path, (value, is_default) in _values(config).items():
+    for path, value in _changed(config).items():
         owner = leaves()[path].owner  # the module that reads the option: where it takes effect
-        takes_effect = path in _SUPPORTED or (path not in _UNSUPPORTED and owner.startswith((*_MADE_HERE, *_RUN_THERE)))
-        if not is_default and not takes_effect:
+        if path not in _SUPPORTED and (path in _UNSUPPORTED or not owner.startswith((*_MADE_HERE, *_RUN_THERE))):
             refused.append(f"{path}={one_line(json.dumps(value))}")
     return refused
 
 
-def _values(config: RunConfig) -> dict[str, tuple[Any, bool]]:
-    """Every option's value as plain data, and whether it is the default."""
-    data = config.model_dump(mode="json")
-    values = {}
-    for path, leaf in leaves().items():
-        value: Any = data
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        default = list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default  # as JSON has it
-        values[path] = (value, value == default)
-    return values
+def _changed(config: RunConfig) -> dict[str, Any]:
+    """The options that are not at their defaults, as plain data."""
+
+    def value(path: str) -> Any:
+        return plain(functools.reduce(lambda section, name: getattr(section, name, None), path.split("."), config))
+
+    return {path: found for path, leaf in leaves().items() if (found := value(path)) != leaf.default}
 
 
 def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:

@@ -118,8 +118,8 @@ def build_model_spec(
         by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
 
     Raises:
-        ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
-            cannot be divided as the layout divides it.
+        ModelError: the class is unknown, a target, module or pattern matches nothing, the vocabulary does not fit, or
+            the class cannot be divided as the layout divides it.
         ConfigError: packing is on, and the class does not keep the chats of a row apart.
     """
     whole = _whole_config(config)
@@ -127,10 +127,7 @@ def build_model_spec(
     is_dequantised = bool(notes)
     hf_config = language_config(whole)
     fit_ties(whole, hf_config, lambda: _names_of(config))
-    model_class = _model_class(hf_config, config)
-    if is_dequantised and model_class is nn.Module:
-        raise ModelError(f"the weights of {config.model.name} are stored quantised, and its class is code of its own; "
-                         "take the 16-bit model")  # fmt: skip
+    model_class = _model_class(hf_config, config, is_dequantised=is_dequantised)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
     experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
@@ -139,6 +136,7 @@ def build_model_spec(
     if chosen is not None:  # the config says it to whatever builds or loads the model
         experts.register()
         hf_config._experts_implementation = experts.name_in_transformers(chosen)
+        notes.append(f"Experts: {chosen.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
     resize_to = _resize(config, vocab_size, tokenizer_size, added=set(new_rows))
@@ -147,11 +145,9 @@ def build_model_spec(
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
-    if chosen is not None:
-        notes.append(f"Experts: {chosen.reason}")
     attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
     notes += measured
-    return ModelSpec(
+    model_spec = ModelSpec(
         hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to, _layer_class(skeleton),
         tuple(notes), masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
@@ -161,6 +157,10 @@ def build_model_spec(
         new_rows,
         is_dequantised,
     )  # fmt: skip
+    if config.tuning.trainable == "all":
+        return model_spec
+    chosen_of = chosen_note(config, empty_model(model_spec, trust_remote_code=config.model.trust_remote_code))
+    return replace(model_spec, notes=(*notes, chosen_of))
 
 
 def _dequantised(whole: Any, config: RunConfig) -> list[str]:
@@ -248,17 +248,6 @@ def empty_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
         return model if adapter is None else get_peft_model(model, copy.deepcopy(adapter))
 
 
-def trainable_note(config: RunConfig, model_spec: ModelSpec) -> str | None:
-    """A line on what is trained, found without loading weights; None where it is all that the mode trains.
-
-    Raises:
-        ModelError: a pattern of `tuning.trainable` matches nothing that the mode trains.
-    """
-    if config.tuning.trainable == "all":
-        return None
-    return chosen_note(config, empty_model(model_spec, trust_remote_code=config.model.trust_remote_code))
-
-
 def location(config: RunConfig) -> str:
     """The model's folder, or its name on the hub."""
     return str(local_folder(config.model.name) or config.model.name)
@@ -287,11 +276,11 @@ def _names_of(config: RunConfig) -> set[str]:
         return set()
 
 
-def _model_class(hf_config: Any, config: RunConfig) -> Any:
+def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
     """The class that the model is built from; `nn.Module` for code that comes with the model.
 
     Raises:
-        ModelError: it is an encoder or a classifier, or the class is unknown.
+        ModelError: it is an encoder or a classifier, the class is unknown, or reads no quantised weights.
     """
     others = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     other = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(others)), None)
@@ -300,6 +289,9 @@ def _model_class(hf_config: Any, config: RunConfig) -> Any:
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
+        if is_dequantised:
+            raise ModelError(f"the weights of {config.model.name} are stored quantised, and its class is code of its "
+                             "own; take the 16-bit model")  # fmt: skip
         return nn.Module
     raise ModelError(f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a "
                      "causal language model; this toolkit trains causal language models")  # fmt: skip

@@ -32,7 +32,7 @@ class Origin:
     """Digest of its weights' file."""
     run: str | None
     """Name of the run that trained it; None where there is no run of this toolkit beside it."""
-    notes: tuple[str, ...]
+    note: str
 
     def facts(self) -> dict[str, Any]:
         """For `data` of the manifest."""
@@ -55,7 +55,7 @@ def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
     tensors = _require_tensors(folder / WEIGHTS_FILE, config, model_spec)
     digest = digest_of(folder / WEIGHTS_FILE)
     note = f"Adapter: continues {folder} ({tensors} tensors, digest {digest[:12]}), with a new optimizer and schedule"
-    return Origin(folder, digest, run[0].name if run else None, (note,))
+    return Origin(folder, digest, run[0].name if run else None, note)
 
 
 def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> int:
