@@ -38,7 +38,7 @@ from sft_play.training.checkpoints.model_saving import whole_shapes
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare import backend
 from sft_play.training.prepare.model_spec import build_model_spec, empty_model
-from sft_play.training.unsloth import bridge, handover, unsloth_environment, unsloth_worker
+from sft_play.training.unsloth import bridge, unsloth_environment, unsloth_worker
 from sft_play.training.unsloth.unsloth_environment import UnslothAnswer
 from tests import warm
 from tests.conftest import ROOT
@@ -276,7 +276,7 @@ def test_the_worker_gets_no_packages_and_no_place_of_this_process():
 # --- what is handed over ----------------------------------------------------------------------------------------------
 
 
-def document(folder: Path, **changes: Any) -> handover.Document:
+def document(folder: Path, **changes: Any) -> bridge.Document:
     told = {
         "folder": str(folder), "config_path": "run.yaml", "overrides": ["a=b"], "config": {"model": {"name": "x"}},
         "plan": {}, "resume": False, "started": 1.5, "timeout_s": 60.0, "tokenizer": "t", "own_template": None,
@@ -284,13 +284,12 @@ def document(folder: Path, **changes: Any) -> handover.Document:
         "asked": [Question(prompt_ids=[1], shown="é", answer="a")], "asked_while_training": [], "stop_ids": [2],
         "model_path": "m", "target_modules": ["q"], "tensors": {"a": [2, 3]},
     }  # fmt: skip
-    return handover.Document(**{**told, **changes})
+    return bridge.Document(**{**told, **changes})
 
 
 def test_a_document_is_read_as_it_was_written(tmp_path):
     made = document(tmp_path)
-    made.write(tmp_path / "handover.json")
-    assert handover.read(tmp_path / "handover.json") == made
+    assert bridge.Document.model_validate_json(made.model_dump_json(indent=1)) == made
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -302,7 +301,7 @@ def test_rows_are_read_token_for_token_as_they_were_written(tmp_path, seed):
         ids = torch.randint(0, 2**31 - 1, (length,), generator=draw).tolist()
         labels = [token if int(torch.randint(0, 2, (1,), generator=draw)) else -100 for token in ids]
         rows.append({"input_ids": ids, "labels": labels} | ({"source": 1} if seed % 2 else {}))
-    made = handover.write_rows(Dataset.from_list(rows), tmp_path / "rows.arrow")
+    made = bridge.write_rows(Dataset.from_list(rows), tmp_path / "rows.arrow")
     read = Dataset.from_file(made)
     assert [row["input_ids"] for row in read] == [row["input_ids"] for row in rows]
     assert [row["labels"] for row in read] == [row["labels"] for row in rows]

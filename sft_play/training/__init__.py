@@ -20,6 +20,6 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
   `model_saving`, `tensor_files`, `consolidate`, `card`.
 - `measure/`: `monitor`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
   `recorded` (for later plans), `summary`.
-- `unsloth/`, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`; `unsloth_worker`
+- `unsloth/`, in processes of its own: `bridge` on this side, `unsloth_environment`; `unsloth_worker`
   and `unsloth_run` on that side.
 """

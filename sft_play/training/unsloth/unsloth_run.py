@@ -43,7 +43,7 @@ from sft_play.training.prepare.tokenizer import LoadedTokenizer
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.training.run import train as train_model
-from sft_play.training.unsloth import handover
+from sft_play.training.unsloth.bridge import Document
 
 _NOT_HANDED_OVER: Any = None
 """Stands for what only `prepare` needs: data files, reports, attention, renderer."""
@@ -56,7 +56,7 @@ def train(path: Path) -> None:
         BackendError: Unsloth would train something else.
         SftPlayError: as any run.
     """
-    document = handover.read(path)
+    document = Document.model_validate_json(path.read_text(encoding="utf-8"))
     quiet_libraries()
     job = _job(document)
     check_device(job.plan, job.loaded.config)
@@ -79,7 +79,7 @@ def train(path: Path) -> None:
                 log_file.close()
 
 
-def _job(document: handover.Document) -> RunJob:
+def _job(document: Document) -> RunJob:
     config = RunConfig.model_validate_json(json.dumps(document.config))
     loaded = LoadedConfig(config, Path(document.config_path), "", tuple(document.overrides))
     folder = RunFolder(Path(document.folder))
@@ -89,7 +89,7 @@ def _job(document: handover.Document) -> RunJob:
     )
 
 
-def _prepared(document: handover.Document, config: RunConfig) -> Prepared:
+def _prepared(document: Document, config: RunConfig) -> Prepared:
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -106,7 +106,7 @@ def _prepared(document: handover.Document, config: RunConfig) -> Prepared:
     )
 
 
-def _eval_set(document: handover.Document, _: RunJob, prepared: Prepared) -> EvalSet:
+def _eval_set(document: Document, _: RunJob, prepared: Prepared) -> EvalSet:
     splits = prepared.splits
     split = {"train": splits.train, "val": splits.val, "test": splits.test}.get(document.held_out)
     return EvalSet(split, document.held_out, document.asked, document.asked_while_training)
@@ -134,7 +134,7 @@ class UnslothLoop(PlannedLoop):
 
 
 def _trainer(
-    document: handover.Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
+    document: Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
 ) -> PlannedLoop:
     """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
     config, plan = job.loaded.config, job.plan
@@ -178,7 +178,7 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
     return arguments
 
 
-def load(document: handover.Document, config: RunConfig, plan: Plan) -> Any:
+def load(document: Document, config: RunConfig, plan: Plan) -> Any:
     """Unsloth's model with the adapters of the document.
 
     Raises:
