@@ -5,7 +5,6 @@ The one seam for tuning backends: only `choose_backend` decides.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 from dataclasses import dataclass
@@ -140,7 +139,10 @@ def _changed(config: RunConfig) -> dict[str, Any]:
     """The options that are not at their defaults, as plain data."""
 
     def value(path: str) -> Any:
-        return plain(functools.reduce(lambda section, name: getattr(section, name, None), path.split("."), config))
+        found: Any = config
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return plain(found)
 
     return {path: found for path, leaf in leaves().items() if (found := value(path)) != leaf.default}
 
