@@ -121,11 +121,17 @@ def measured(name: str, folder: Path, rows: Path) -> dict[str, Any]:
         [sys.executable, "-m", "sft_play", "train", "--config", str(config), *words], capture_output=True, text=True,
         env=environment, check=False,
     )  # fmt: skip
-    lines = [line for line in ended.stdout.splitlines() if "Peak memory" in line or "Loading took" in line]
     if ended.returncode:
         return {"status": "failed", "reason": (ended.stdout + ended.stderr)[-600:]}
-    plan = json.loads((folder / "runs" / name / "plan.json").read_text(encoding="utf-8"))
-    return {"status": "measured", "said": lines, "predicted": plan["peak_bytes"], "tokens_per_s": plan["tokens_per_s"]}
+    run = folder / "runs" / name
+    plan, found = (json.loads((run / f"{file}.json").read_text("utf-8")) for file in ("plan", "summary"))
+    return {
+        "status": "measured",
+        "said": [line for line in ended.stdout.splitlines() if "Peak memory" in line],
+        "measured": {key: found[key] for key in ("peak_bytes_by_moment", "loading", "tokens_per_s")},
+        "predicted": plan["peak_bytes"],
+        "tokens_per_s": plan["tokens_per_s"],
+    }
 
 
 def main() -> int:

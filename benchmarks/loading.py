@@ -54,7 +54,7 @@ if "RANK" in os.environ:
     stop, folder = LoadMeter.stop, Path(__file__).parent
 
     def stop_and_leave(meter):
-        found = json.dumps(stop(meter).as_json())
+        found = json.dumps(stop(meter))
         aside = folder / f"{os.environ['RANK']}.part"
         aside.write_text(found)
         aside.rename(folder / f"{os.environ['RANK']}.json")

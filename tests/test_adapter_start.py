@@ -245,7 +245,7 @@ def assert_halves_stayed(folder) -> None:
         ("init=loftq use_dora=true", "loftq changes what DoRA's magnitudes were taken from"),
         ("init=loftq target_parameters=auto", "target_parameters adapts experts"),
         ("init=pissa use_rslora=true", "set tuning.lora.alpha instead"),
-        ("init=pissa r=65", "has 64 singular directions, and tuning.lora.r is 65"),
+        ("init=pissa r=65", "has 32 singular directions, and tuning.lora.r is 65"),
     ],
 )
 def test_what_cannot_be_is_refused(command, run_yaml, words, said):  # noqa: F811

@@ -22,8 +22,8 @@ from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
 from sft_play.runs.folder import RESTARTS
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.checkpoints.beside import Writing
 from sft_play.training.loop.callbacks import StopAfter
+from sft_play.training.loop.loop_checkpoints import Writing
 from tests import warm
 from tests.bundled import model_config
 from tests.conftest import ROOT, clean_environment

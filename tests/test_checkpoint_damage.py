@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from sft_play.errors import RunFolderError
 from sft_play.training.checkpoints import checkpoints
@@ -184,45 +181,6 @@ def test_a_resume_without_a_sound_checkpoint_changes_nothing(train):  # noqa: F8
         assert "no checkpoint can be resumed" in printed
         assert (folder / "metrics.jsonl").read_bytes() == metrics
         assert {path: path.read_bytes() for path in before} == before
-
-
-def as_before(checkpoint: Path) -> None:
-    """Rewrite the record as earlier versions did: sizes only."""
-    path = checkpoint / checkpoints.COMPLETE
-    sizes = {
-        str(item.relative_to(checkpoint)): item.stat().st_size
-        for item in sorted(checkpoint.rglob("*")) if item.is_file() and item != path
-    }  # fmt: skip
-    path.write_text(json.dumps({"files": sizes}, indent=1), encoding="utf-8")
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("where", ["weight", "state", "nowhere", "unreadable"])
-def test_checkpoints_without_digests_are_read_and_their_values_looked_at(train, where, dtype):  # noqa: F811
-    _, _, folder = train("one", *SAME, "train.stop_after_steps=3")
-    newest = folder / "checkpoints" / "checkpoint-3"
-    if where == "weight":
-        path = newest / "adapter_model.safetensors"
-        tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
-        next(reversed(tensors.values())).view(-1)[-1] = float("nan")
-        save_file(tensors, path, metadata={"format": "pt"})
-    elif where == "state":
-        states = torch.load(newest / "optimizer.pt", weights_only=True)
-        states["state"][0]["exp_avg"] = states["state"][0]["exp_avg"].to(dtype)
-        states["state"][0]["exp_avg"].view(-1)[3] = float("inf")
-        torch.save(states, newest / "optimizer.pt")
-    elif where == "unreadable":
-        damage(newest / "optimizer.pt", "zeros", random.Random(0))
-    for number in (1, 2, 3):
-        as_before(folder / "checkpoints" / f"checkpoint-{number}")
-    code, printed, _ = train("one", *SAME, verb="resume")
-    assert code == 0, printed
-    said = {
-        "weight": "has values that are not finite", "state": "the optimizer's exp_avg has values that are not finite",
-        "unreadable": "it cannot be read", "nowhere": "",
-    }[where]  # fmt: skip
-    assert said in printed
-    assert f"Resuming bnb run from step {3 if where == 'nowhere' else 2}" in printed
 
 
 def test_a_best_checkpoint_that_was_damaged_is_not_loaded(train, monkeypatch):  # noqa: F811

@@ -277,7 +277,7 @@ def watched():
 
     def watch(model: Any) -> compiling.Compiler:
         compiling.compile_in_place(model)
-        compiler = compiling.Compiler(proof_s=2.0)
+        compiler = compiling.Compiler()
         open_ones.append(compiler)
         return compiler
 
@@ -299,10 +299,10 @@ def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch)
         passed(model, length=length)
         compiler.on_step_end()
     facts = compiler.facts
-    assert (facts.graphs, facts.breaks, facts.gave_up, facts.proof_s) == (1, 0, False, 2.0)
+    assert (facts.graphs, facts.breaks) == (1, 0)
     assert facts.seconds == pytest.approx(sum(waited)) and facts.seconds > 0  # noqa: PT018
     compiler.on_train_end()
-    assert caplog.text.count("Compiled blocks: 1 graph in ") == 1
+    assert caplog.text.count("Compiled blocks: 1 graphs in ") == 1
     assert "WARNING" not in caplog.text
     passed(model, length=9, rows=1)  # one row is a graph of its own
     compiler.on_train_end()
@@ -313,9 +313,8 @@ def test_seconds_and_graphs_are_told_and_said_once(watched, caplog, monkeypatch)
     )  # fmt: skip
 
 
-def test_breaks_and_functions_that_are_given_up_are_said_once(watched, caplog, monkeypatch):
+def test_what_is_not_compiled_is_said_once(watched, caplog, monkeypatch):
     monkeypatch.setattr(compiling, "BACKEND", "eager")
-    monkeypatch.setattr(compiling, "GRAPHS_OF_A_BLOCK", 2)
     model = AutoModelForCausalLM.from_config(llama(num_hidden_layers=4))
     forward = type(model.model.layers[0].mlp).forward
 
@@ -325,23 +324,15 @@ def test_breaks_and_functions_that_are_given_up_are_said_once(watched, caplog, m
 
     monkeypatch.setattr(type(model.model.layers[0].mlp), "forward", broken)
     compiler = watched(model)
-    passed(model, length=9)
-    compiler.on_step_end()
-    assert compiler.facts.breaks > 0
-    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
-    for rows in (1, 2):
-        for block in model.model.layers:
-            block.self_attn.scaling *= 1.0 + rows / 10 + float(torch.rand(())) / 100  # a constant of each graph
-        passed(model, length=9, rows=rows)
+    for length in (9, 12):
+        passed(model, length=length)
         compiler.on_step_end()
-    assert compiler.facts.gave_up
-    assert caplog.text.count("plain code runs between compiled parts, at ") == 1
-    assert caplog.text.count("passes of more than 2 kinds were seen, and the others run the plain code") == 1
+    assert compiler.facts.breaks > 0
+    assert caplog.text.count("plain code runs at ") == 1
 
 
 def test_blocks_of_which_nothing_compiles_are_said_to_run_the_plain_code(watched, caplog):
     """As checkpointed ones do that break: a graph that recomputes has to be whole."""
-    caplog.set_level(logging.DEBUG)
     model = AutoModelForCausalLM.from_config(llama()).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for block in model.model.layers:
@@ -351,8 +342,7 @@ def test_blocks_of_which_nothing_compiles_are_said_to_run_the_plain_code(watched
         passed(model, length=length)
         compiler.on_step_end()
     assert compiler.facts.graphs == 0
-    assert caplog.text.count("nothing of them could be compiled, and the plain code runs") == 1
-    assert caplog.text.count("Compiled blocks: 0 graphs") == 1
+    assert caplog.text.count("Compiled blocks: 0 graphs, and plain code runs at ") == 1
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -387,8 +377,7 @@ def test_a_run_trains_what_the_plain_one_trains_and_says_what_it_cost(command, r
     summary = json.loads((folders["compiled"] / "summary.json").read_text())
     assert json.loads((folders["plain"] / "summary.json").read_text())["compile"] is None
     assert summary["compile"]["graphs"] == 1  # evaluations and answers in between compiled nothing
-    assert (summary["compile"]["breaks"], summary["compile"]["gave_up"]) == (0, False)
-    assert "Compiled blocks: 1 graph in " in printed
+    assert summary["compile"]["breaks"] == 0
     for key in ("loss", "eval_loss"):
         assert losses(folders["compiled"], key) == pytest.approx(losses(folders["plain"], key), rel=1e-5)
     plain, compiled = (load_file(folder / "model/model.safetensors") for folder in folders.values())

@@ -115,7 +115,7 @@ def test_raw_files_become_a_run_whose_first_lines_say_what_is_trained(story):
     assert "BOS: none, as the tokenizer has it" in before
     assert "end of turn: every trained answer ends with <|im_end|>" in before
     assert "padding token: <|endoftext|>" in before
-    assert "Trained weights: " in said
+    assert "Written to: " in said
 
 
 def test_a_second_time_everything_is_the_same_and_the_tokens_are_there(story, monkeypatch):

@@ -242,7 +242,7 @@ def test_an_engine_that_was_left_out_is_found_out(world, tiny_llama):
     import torch
 
     from sft_play.config.load import load_config
-    from sft_play.training.ranks.engine_check import check_engine
+    from sft_play.training.ranks.engines import check_engine
 
     config = load_config(world / "run.yaml", overrides=["tuning.mode=lora"]).config
     machine = Hardware((), "CPU", 2, 8 * GIB, 8 * GIB, cpu_ranks=2)

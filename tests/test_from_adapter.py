@@ -321,10 +321,10 @@ def spoiled(folder: Path, world: Path, change: str) -> Path:
     [
         ("cut", "cannot be read"),
         ("empty file", "cannot be read"),
-        ("removed", "it lacks base_model.model"),
-        ("renamed", "it lacks base_model.model"),
-        ("empty tensor", "is empty (shape [0,"),
-        ("shape", "and this model's has ["),
+        ("removed", "has the shape None there and ("),
+        ("renamed", "has the shape None there and ("),
+        ("empty tensor", "has the shape (0, "),
+        ("shape", "has the shape ("),
         ("nan", "has values that are not finite"),
     ],
 )  # fmt: skip
@@ -483,5 +483,5 @@ def test_a_launch_refuses_an_adapter_that_does_not_fit_before_ranks_are_started(
     path = write(tmp_path, world, adapter=str(spoiled(tmp_path, world, "shape")), tuning="{mode: lora}")
     code, said = command("train-distributed", "--config", str(path), "--nproc", "2", f"output.dir={tmp_path}/runs",
                          "train.batch_size=4")  # fmt: skip
-    assert (code, "and this model's has [" in said) == (2, True), said
+    assert (code, "has the shape (" in said) == (2, True), said
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").iterdir())

@@ -361,7 +361,7 @@ def test_gloo_reduces_and_scatters_by_an_all_reduce_that_is_called_so():
 
 
 def test_a_report_of_four_ranks_by_hand():
-    from sft_play.training.ranks.communication import TOLERANCE, Counted, communication_report
+    from sft_play.training.ranks.communication import TOLERANCE, Counted, communication_report, lines_of
 
     def counted(rank: int, seconds: float) -> Counted:
         collectives = (("all_reduce", 100, True), ("all_gather", 10, False), ("barrier", 0, True))
@@ -371,25 +371,25 @@ def test_a_report_of_four_ranks_by_hand():
     ranks = [counted(rank, 0.2 + 0.2 * (rank != 2)) for rank in range(4)]
     planned = {"all_reduce": 50, "all_gather": 20}
     found = communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=90)
-    assert found.kinds["all_reduce"].count == 0.5
-    assert found.kinds["all_reduce"].bytes == 50
-    assert found.kinds["all_reduce"].sent_bytes == 75  # 2 * 3/4
-    assert found.kinds["all_reduce"].seconds == pytest.approx((3 * 0.4 + 0.2) / 4 / 2)
-    assert found.kinds["all_gather"].bytes == 20  # 10 of each of four ranks, in two steps
-    assert found.sent_bytes == 90
-    assert found.agrees
-    assert [rank.waiting_s for rank in found.ranks] == pytest.approx([0.1, 0.1, 0.0, 0.1])
-    assert "rank 2 on here the least: the others wait for it" in found.lines()[1]
-    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=80).agrees
-    assert communication_report(ranks, Layout("ddp", 4), steps=2, planned={}, moved=0).difference is None
+    assert found["kinds"]["all_reduce"]["count"] == 0.5
+    assert found["kinds"]["all_reduce"]["bytes"] == 50
+    assert found["kinds"]["all_reduce"]["sent_bytes"] == 75  # 2 * 3/4
+    assert found["kinds"]["all_reduce"]["seconds"] == pytest.approx((3 * 0.4 + 0.2) / 4 / 2)
+    assert found["kinds"]["all_gather"]["bytes"] == 20  # 10 of each of four ranks, in two steps
+    assert found["sent_bytes"] == 90
+    assert found["agrees"]
+    assert [rank["waiting_s"] for rank in found["ranks"]] == pytest.approx([0.1, 0.1, 0.0, 0.1])
+    assert "rank 2 on here the least: the others wait for it" in lines_of(found)[1]
+    assert not communication_report(ranks, Layout("ddp", 4), steps=2, planned=planned, moved=80)["agrees"]
+    assert communication_report(ranks, Layout("ddp", 4), steps=2, planned={}, moved=0)["difference"] is None
     assert TOLERANCE == 0.05
     hybrid = communication_report(ranks, Layout("fsdp_hybrid", 4, 2), steps=1, planned=planned, moved=90)
-    assert hybrid.kinds["all_gather"].bytes == 20  # two ranks of a shard
-    assert hybrid.kinds["all_reduce"].sent_bytes == 100  # over two copies
+    assert hybrid["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
+    assert hybrid["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two copies
     mesh = communication_report(ranks, Layout("fsdp_tp", 2, 2, tensor_parallel=2), steps=1, planned=planned, moved=90)
-    assert mesh.kinds["all_gather"].bytes == 20  # two ranks of a shard
-    assert mesh.kinds["all_gather"].sent_bytes == 10
-    assert mesh.kinds["all_reduce"].sent_bytes == 100  # over two tensor-parallel ranks
+    assert mesh["kinds"]["all_gather"]["bytes"] == 20  # two ranks of a shard
+    assert mesh["kinds"]["all_gather"]["sent_bytes"] == 10
+    assert mesh["kinds"]["all_reduce"]["sent_bytes"] == 100  # over two tensor-parallel ranks
 
 
 # --- on real ranks ----------------------------------------------------------------------------------------------------

@@ -381,7 +381,7 @@ def test_a_prediction_of_other_kernels_is_not_learned_from(
 
 
 @pytest.mark.build
-def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_differ(caplog: Any) -> None:
+def test_a_run_that_falls_back_says_what_the_plain_kernels_need(caplog: Any) -> None:
     from sft_play.training.proofs.kernels import Taken, _require_room
 
     caplog.set_level(logging.WARNING)
@@ -397,15 +397,7 @@ def test_a_run_that_falls_back_says_what_the_plain_kernels_need_and_why_figures_
     _require_room(config("auto"), plan_of("auto"), "they differ")
     assert not caplog.text
 
-    fell, took = Taken(reason="they differ"), Taken(("rms_norm",))
-    assert took.words(plan) is None
-    assert "the plain ones ran (they differ); the predicted memory and speed are those of Liger's" in fell.words(plan)
-    assert "the predicted speed is that of Liger's" in fell.words(plan_of("auto"))
-    assert "the predicted memory is that of the plain ones" in took.words(plan_of("auto"))
-    nowhere = plan_of("auto", without=frozenset({LIGER}))
-    assert fell.words(nowhere) is None
-    assert Taken().words(plan_of("none")) is None
-    assert fell.as_json(plan) == {
+    assert Taken(reason="they differ").as_json(plan) == {
         "used": [], "counted": plan.as_json()["kernels"], "reason": "they differ",
     }  # fmt: skip
 

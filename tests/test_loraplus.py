@@ -20,7 +20,7 @@ def test_the_groups_are_those_of_pefts_optimizer(tiny_llama, dora):
     from peft.optimizers import create_loraplus_optimizer
     from transformers import AutoModelForCausalLM
 
-    from sft_play.training.loop.loraplus import faster_by_name, split_by_rate
+    from sft_play.training.loop.optimizers import faster_by_name, split_by_rate
 
     base = AutoModelForCausalLM.from_pretrained(tiny_llama)
     model = get_peft_model(base, LoraConfig(target_modules=["q_proj"], modules_to_save=["norm"], use_dora=dora))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from types import SimpleNamespace
 
@@ -132,7 +131,7 @@ def test_a_run_shows_itself(tmp_path, tiny_llama, command):
     assert not (run / "tb" / "test").exists()
     assert [event.value for event in events.Scalars("train/samples_seen")] == [4, 8, 12, 16, 20, 24]
     texts = {tag.removesuffix("/text_summary") for tag in tags["tensors"]}
-    assert {"config", "plan", "manifest", "args", "model_config"} == texts - {"custom_scalars__config__"}
+    assert {"config", "plan", "manifest"} == texts - {"custom_scalars__config__"}
     answered = [event.step for event in held_out.Tensors("answers/text_summary")]
     assert answered == [event.step for event in held_out.Scalars("eval/exact_match")] == [0, 3, 6]
     logged = [event.value for event in held_out.Scalars("eval/loss")]
@@ -140,8 +139,6 @@ def test_a_run_shows_itself(tmp_path, tiny_llama, command):
     assert [entry["step"] for entry in told] == [0, 3, 6]
     assert [entry["loss"] for entry in told] == pytest.approx(logged, rel=1e-5)
     log = (run / "train.log").read_text()
-    first = told[0]
-    assert f"Before training: held-out loss {first['loss']:.4f}, exact match {first['exact_match']:.1%}\n" in printed
     best = told[1]
     for entry in told[1:]:
         best = entry if entry["loss"] < best["loss"] else best
@@ -266,20 +263,3 @@ def test_no_pass_waits_for_the_device_or_for_other_ranks(trainer, monkeypatch):
     of_trl = found(lambda batch: SFTTrainer.compute_loss(trainer, trainer.model.train(), dict(batch)))
     assert of_trl.count("gather_for_metrics") >= 4
     assert of_trl.count("item") >= 3
-
-
-@pytest.mark.build
-def test_the_operations_of_a_batch_are_the_trainers_own_and_the_model_is_walked_once(trainer, monkeypatch):
-    import torch
-    from transformers import Trainer
-
-    real, walked = type(trainer.model).num_parameters, []
-    monkeypatch.setattr(
-        type(trainer.model), "num_parameters", lambda *args, **named: walked.append(1) or real(*args, **named)
-    )
-    draw = random.Random(50)
-    batches = [{"input_ids": torch.zeros(draw.randint(1, 9), draw.randint(1, 40), dtype=torch.long)} for _ in range(20)]
-    found = [trainer.floating_point_ops(batch) for batch in batches]
-    assert len(walked) == 1
-    assert found == [Trainer.floating_point_ops(trainer, batch) for batch in batches]
-    assert trainer.floating_point_ops({}) == 0

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,15 +201,3 @@ def test_a_chat_in_a_terminal_does_too_and_one_over_a_pipe_says_answers_alone(
     monkeypatch.setattr(sys, "stdin", terminal)
     code, said = command("chat", "--run", str(folder))
     assert (code, said.rstrip().splitlines()[-1]) == (0, f"Next: make eval RUN={folder}")
-
-
-@pytest.mark.parametrize("mode", ["lora", "full"])
-def test_what_follows_a_training_run_is_words_of_a_shell_too(mode):
-    from sft_play.runs.folder import RunFolder
-    from sft_play.training.measure.summary import _next_lines
-
-    config = SimpleNamespace(tuning=SimpleNamespace(mode=mode), train=SimpleNamespace(report_to=("tensorboard",)))
-    job: Any = SimpleNamespace(folder=RunFolder(RUN), loaded=SimpleNamespace(config=config, path=Path("my.yaml")))
-    said = [shlex.split(line.partition(": ")[2]) for line in _next_lines(job)]
-    asked = ["chat", "ship", *(["merge"] if mode == "lora" else []), "tensorboard"]
-    assert said == [["make", command, f"RUN={RUN}"] for command in asked]

@@ -234,8 +234,9 @@ def alone(world) -> Path:
     answer = start(world, "train", "--config", f"{world}/run.yaml", "output.name=alone")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert "Adapters: one on down_proj and gate_up_proj of every expert" in answer.stdout
-    assert "nf4" in answer.stdout
-    return world / "outputs" / "alone"
+    run_ = world / "outputs" / "alone"
+    assert "nf4" in json.loads((run_ / "summary.json").read_text())["updates"]["weights"]
+    return run_
 
 
 @pytest.mark.build

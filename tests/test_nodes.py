@@ -433,24 +433,6 @@ def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
     assert "MASTER_ADDR= resolves to this machine itself" in str(answers[1])
 
 
-def test_the_first_ranks_of_nodes_as_nodes_are_said_at_once_and_before_firewalls(card, caplog):
-    caplog.set_level("WARNING")
-    port, card = free_port(), {**card, "alike": {**card["alike"], "number of ranks": 4}}
-    answers = together(
-        *(
-            lambda rank=rank: meet(Nodes(8, rank, "127.0.0.1", port), card, limit_s=3)  # type: ignore[misc]
-            for rank in (0, 4)
-        ),
-        lambda: meet(Nodes(8, 4, "127.0.0.1", free_port()), card, limit_s=1),
-    )
-    wanted = "if 8 (NNODES= or WORLD_SIZE=) is the number of all GPUs, 4 on each node"
-    for answer in answers:
-        assert isinstance(answer, HardwareError)
-        assert 0 < str(answer).index(wanted) < str(answer).index("MASTER_ADDR=")
-        assert "give NNODES=2 and NODE_RANK=0 to 1; else start" in str(answer)
-    assert f"only nodes 0, 4 of 8 are here: {wanted}" in caplog.text
-
-
 def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -8,8 +8,7 @@ from torch import nn
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError
-from sft_play.training.loop.muon import MuonWithAdamW, matrices_of
-from sft_play.training.loop.rounding import rounding
+from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of, rounding
 from tests.test_add_tokens import check_trace
 from tests.test_distributed import start
 from tests.test_train import assert_same_bits, losses, run_yaml, train, weights  # noqa: F401  (fixtures)

@@ -379,7 +379,7 @@ def model_spec(config: RunConfig) -> Facts:
     """The backend, the attention and the adapter that are taken."""
     from sft_play.planner.precision import Precision
     from sft_play.training.prepare.backend import choose_backend
-    from sft_play.training.prepare.model_spec import build_model_spec, trainable_note
+    from sft_play.training.prepare.model_spec import build_model_spec
 
     drawn = build_model_spec(config, Precision("float32", "float32", ""), tokenizer_size=100)
     adapter = drawn.peft_config.to_dict() if drawn.peft_config else {}
@@ -390,7 +390,7 @@ def model_spec(config: RunConfig) -> Facts:
         "fallback_from": backend.fallback_from,
         "attention": drawn.attention.name,
         "has_adapter": bool(adapter),
-        "trainable": trainable_note(config, drawn),
+        "trainable": config.tuning.trainable != "all" and drawn.notes[-1],
         "notes": " ".join(drawn.notes),
         **listed,
     }

@@ -352,14 +352,14 @@ def test_the_mask_of_packs_is_a_square_a_row_of_bytes_for_sdpa_and_of_numbers_fo
 @pytest.mark.parametrize(
     ("kind", "says"),
     [
-        ("falcon", "it sees the first"),  # makes its mask without position ids
-        ("gpt_oss", "it sees the first"),
-        ("opt", "it sees the first"),
-        ("bloom", "it sees the first"),
-        ("mamba", "it sees the first"),  # a state that goes on from chat to chat
-        ("recurrent_gemma", "it sees the first"),
-        ("jamba", "it sees the first"),
-        ("qwen3_next", "it sees the first"),
+        ("falcon", "where the one before is changed"),  # makes its mask without position ids
+        ("gpt_oss", "where the one before is changed"),
+        ("opt", "where the one before is changed"),
+        ("bloom", "where the one before is changed"),
+        ("mamba", "where the one before is changed"),  # a state that goes on from chat to chat
+        ("recurrent_gemma", "where the one before is changed"),
+        ("jamba", "where the one before is changed"),
+        ("qwen3_next", "where the one before is changed"),
     ],
 )
 def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
@@ -508,7 +508,7 @@ def test_a_run_on_packs_goes_on_as_if_it_had_not_stopped(tmp_path, tiny_llama, c
     assert parts == pytest.approx(whole, rel=1e-5)
 
 
-def test_full_blocks_leave_nothing_to_pack_and_it_is_said(tmp_path, tiny_llama, command):
+def test_full_blocks_leave_nothing_to_pack(tmp_path, tiny_llama, command):
     path = run_yaml(tmp_path, tiny_llama)
     (tmp_path / "text.txt").write_text("the light in the kitchen is on. " * 300)
     code, said = command(
@@ -516,7 +516,6 @@ def test_full_blocks_leave_nothing_to_pack_and_it_is_said(tmp_path, tiny_llama, 
         "data.packing=best_fit", "output.name=text", "train.max_steps=1", "train.effective_batch_size=4",
     )  # fmt: skip
     assert code == 0, said
-    assert "Packing: task_mode=cpt trains full blocks of text, which leave nothing to pack" in said
 
 
 def test_a_run_on_packs_is_refused_before_weights_are_read_where_the_class_cannot(tmp_path, tiny_llama, command):

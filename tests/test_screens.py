@@ -236,7 +236,6 @@ def messages(text: str) -> list[str]:
 
 ONLY_IN_THE_LOG = (
     *("Because: ", "Choice: ", "Predicted peak: ", "Data train: masks verified", "Trainable parameters: "),
-    *("Loading took ", "Before training: ", "Dtypes: ", "Trained weights: ", "Peak memory by moment: "),
 )
 
 

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import importlib
 import json
-import logging
 import random
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +36,7 @@ from sft_play.trace.step import trace_step
 from sft_play.trace.storages import StorageLog
 from sft_play.training.loop.collate import CHAT_LENGTHS, Collator
 from sft_play.training.loop.trainer import PlannedTrainer
-from sft_play.training.model import sdpa, varlen
+from sft_play.training.model import sdpa
 
 pytestmark = pytest.mark.build
 
@@ -317,76 +316,6 @@ def switched():
     before = torch.backends.cuda.cudnn_sdp_enabled()
     yield
     torch.backends.cuda.enable_cudnn_sdp(before)
-
-
-def spec_of(name: str = "sdpa", **config: Any) -> Any:
-    from transformers import LlamaConfig
-
-    return SimpleNamespace(hf_config=LlamaConfig(**{**MODEL, **config}), attention=SimpleNamespace(name=name))
-
-
-def began(monkeypatch, caplog, plan: Any, machine: Machine, spec: Any = None) -> str:
-    """What `sdpa.begin` logs on a GPU whose PyTorch chooses as the C++ source says."""
-    backends = {name: number for number, name in sdpa._NAMES.items()}
-
-    def choose(query, key, value, mask, dropout, is_causal, *, enable_gqa):
-        assert (dropout, is_causal, {one.device.type for one in (query, key, value)}) == (0.0, mask is None, {"cuda"})
-        call = SdpaCall(
-            query.shape[-1], value.shape[-1], masked=mask is not None,
-            half=query.dtype in (torch.bfloat16, torch.float16), trains=query.requires_grad,
-        )  # fmt: skip
-        asked = dataclasses.replace(machine, cudnn_enabled=torch.backends.cuda.cudnn_sdp_enabled())
-        assert enable_gqa == (query.shape[1] != key.shape[1])
-        return backends[asked.choose(call, heads=query.shape[1], kv_heads=key.shape[1], tokens=query.shape[2])]
-
-    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: machine.sm)
-    monkeypatch.setattr(torch.version, "cuda", ".".join(map(str, machine.wheel.cuda)))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: machine.wheel.cudnn)
-    caplog.clear()
-    with caplog.at_level(logging.DEBUG), FakeTensorMode():
-        chosen = spec or spec_of()
-        sdpa.begin(chosen.hf_config, plan, attention=chosen.attention.name, device=torch.device("cuda", 0))
-    return caplog.text
-
-
-@pytest.mark.parametrize(
-    ("words", "machine", "wheel", "said", "on"),
-    [
-        (BLOCKS, "1xH100", "cu130", "kernel: cudnn; cuDNN's is on because all batches have one shape", True),
-        (MASKED_PACKS, "1xB200", "cu130", "kernel: cudnn; cuDNN's is on", True),
-        (("model.attn_implementation=sdpa",), "1xH100", "cu130", "kernel: flash; cuDNN's, which", False),
-        (BLOCKS, "1xH100", "cu126", "kernel: flash, PyTorch's choice", False),
-        (MASKED_PACKS, "1xA100-80GB", "cu130", "kernel: efficient, PyTorch's choice", False),
-        ((*BLOCKS, "train.bf16=false"), "1xH100", "cu130", "kernel: efficient; cuDNN's, which", False),
-    ],
-)  # fmt: skip
-def test_a_run_switches_as_planned_and_logs_which_kernel_runs(
-    monkeypatch, caplog, switched, words, machine, wheel, said, on
-):
-    plan = plan_of(machine, *words, wheel=wheel)
-    with sdpa.repeating_keys(repeated=plan.repeats_kv):
-        text = began(monkeypatch, caplog, plan, Machine(named(machine).gpus[0].capability, WHEELS[wheel]))
-    assert said in text
-    assert "WARNING" not in text
-    assert torch.backends.cuda.cudnn_sdp_enabled() == on
-
-
-def test_a_run_whose_pytorch_takes_another_kernel_says_so(monkeypatch, caplog, switched):
-    """A system's older cuDNN on the library path: the packages say 9.20, the process has 9.10."""
-    text = began(monkeypatch, caplog, plan_of("1xH100", *MASKED_PACKS), Machine((9, 0), WHEELS["cu126"]))
-    assert "with cuDNN 91002 takes efficient here, and the plan counts on cudnn" in text
-    monkeypatch.setattr(Machine, "choose", lambda *_, **__: 1 / 0)
-    text = began(monkeypatch, caplog, plan_of("1xH100", *BLOCKS), Machine((9, 0)))
-    assert "cudnn is planned; PyTorch does not say which it takes (division by zero)" in text
-
-
-def test_what_a_run_does_not_give_to_sdpa_is_not_logged(monkeypatch, caplog, switched):
-    machine = Machine((9, 0))
-    assert began(monkeypatch, caplog, plan_of("1xH100"), machine, spec_of(varlen.ATTENTION)) == ""
-    assert not torch.backends.cuda.cudnn_sdp_enabled()
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert began(monkeypatch, caplog, plan_of("1xMI300X", *BLOCKS), machine) == ""
 
 
 def test_attention_by_boundaries_never_asks_cudnn():

@@ -508,7 +508,7 @@ REFUSALS = {
     "no targets": ("tuning.lora.target_modules=[]", "tuning.lora.target_modules: expected auto or a list"),
     "saved layers": ("tuning.lora.modules_to_save=[mlp]", "holds linear layers that get adapters"),
     "head": ("tuning.lora.target_modules=[lm_head]", "the output head, which takes no adapter"),
-    "both": ("tuning.lora.modules_to_save=[q_proj]", "both in target_modules and in modules_to_save"),
+    "both": ("tuning.lora.modules_to_save=[q_proj]", "holds linear layers that get adapters"),
     "D6 path": ("model.name=/no/such/model", "model path /no/such/model does not exist"),
     "mesh": ("model.mesh_shape=[1, 3]", "(tuning.mode=lora can); use [[3], [fsdp]]"),
     "batch": ("train.batch_size=3", "use 6 or 9"),

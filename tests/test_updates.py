@@ -24,9 +24,9 @@ from sft_play.planner.plan import Plan, PlanRequest, make_plan
 from sft_play.planner.precision import Precision, with_updates
 from sft_play.runs.folder import FORMAT, RunFolder
 from sft_play.starting import plan_run
-from sft_play.training.checkpoints import gathered_weights
+from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.checkpoints import path_of
-from sft_play.training.loop.rounding import round_stochastically, rounding
+from sft_play.training.loop.optimizers import round_stochastically, rounding
 from sft_play.training.measure.updates import UpdateFacts
 from tests.models import make_llama
 
@@ -310,7 +310,6 @@ def test_a_run_says_and_records_its_dtypes_and_what_a_step_moves(
     if lost is not None:
         assert found["lost"] is lost
     assert ("Most updates are lost" in printed) == found["lost"]
-    assert "Dtypes: weights" in printed
     run_folder = world / "outputs" / name
     assert saved_dtypes(run_folder) == {"bfloat16" if mode == "full" else trained}
     if mode == "full":
@@ -424,7 +423,7 @@ def test_of_a_base_that_is_divided_a_checkpoint_of_adapters_reads_no_layer(world
     model = get_peft_model(base, LoraConfig(target_modules="all-linear", modules_to_save=["norm"], use_dora=True))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("layers.1" in name and "lora_" in name)  # frozen adapters are saved too
-    found = dict(gathered_weights.saved_with_adapter(model))
+    found = dict(full_state_dict.saved_with_adapter(model))
     wanted = get_peft_model_state_dict(model)
     saved = get_peft_model_state_dict(model, state_dict=found)
     assert saved.keys() == wanted.keys()

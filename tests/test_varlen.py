@@ -183,16 +183,6 @@ def test_a_class_that_does_not_keeps_its_mask(monkeypatch):
         assert masking.boundaries_of(LlamaConfig()).needed, numbers
 
 
-def test_an_older_torch_says_what_it_lacks(monkeypatch):
-    from torch.nn.attention import varlen as torchs
-
-    from sft_play.training.model import varlen
-
-    assert varlen.why_not() is None
-    monkeypatch.setattr(torchs, "varlen_attn", lambda query, key, value, is_causal=False: None)
-    assert "has no scale, window_size" in str(varlen.why_not())
-
-
 def test_a_trace_of_packs_by_boundaries_is_that_of_flash_attention():
     """The same operator, and no square."""
     import dataclasses

@@ -48,7 +48,6 @@ from sft_play.launch.exported import (
 )
 from sft_play.launch.launch_options import LaunchOptions, launch_options_of, with_accelerate
 from sft_play.process.environment import for_another_run
-from sft_play.training.ranks.node_meeting import gpus_as_nodes
 from tests import warm
 from tests.conftest import ROOT, Command, clean_environment
 from tests.models import uneven_run
@@ -128,20 +127,6 @@ def test_a_world_size_of_all_gpus_is_read_by_the_schedulers_number_of_nodes(node
     else:
         assert found == {"NODE_RANK": str(rank), "NNODES": str(world)}
     assert node_variables({**environment, "NNODES": "1"}) == ({}, ())
-
-
-@QUICK
-@given(
-    nodes=st.integers(1, 9), per_node=st.integers(1, 9), ranks=st.sets(st.integers(0, 80), max_size=6),
-    misread=st.booleans(),
-)  # fmt: skip
-def test_only_first_ranks_of_nodes_are_called_a_misread_number_of_gpus(nodes, per_node, ranks, misread):
-    count = nodes * per_node
-    came = {rank * per_node if misread else rank for rank in ranks}
-    text = gpus_as_nodes(came, count, per_node)
-    assert bool(text) == (per_node > 1 and {rank % per_node for rank in came} <= {0})
-    assert not text or (f"NNODES={nodes}" in text and f"{per_node} on each node" in text)
-    assert gpus_as_nodes(came, count + 1, per_node) == ""
 
 
 @pytest.mark.parametrize(

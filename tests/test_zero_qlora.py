@@ -251,7 +251,7 @@ def engine_of(parts, *, device: str = "cpu"):
 
 @pytest.mark.build
 def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpose():
-    from sft_play.training.ranks.engine_check import Held, frozen_bytes
+    from sft_play.training.ranks.engines import Held, frozen_bytes
 
     assert frozen_bytes(engine_of([(500, False), (500, True)])) == (Held(2000, 1500, 1500), 1000)
     assert frozen_bytes(engine_of([(500, False), (500, True)], device="cuda")) == (Held(2000, 1500, 1000), 1000)
@@ -261,7 +261,7 @@ def test_frozen_bytes_are_counted_by_part_by_place_and_what_stays_whole_on_purpo
 @pytest.mark.parametrize(("sizes", "fine"), [([50_000, 50_000], True), ([50_000, 100_000], False)])
 def test_frozen_weights_that_were_not_divided_are_found_out(sizes, fine):
     from sft_play.errors import TrainingError
-    from sft_play.training.ranks.engine_check import _refuse_undivided
+    from sft_play.training.ranks.engines import _refuse_undivided
 
     if fine:
         _refuse_undivided(Layout("zero3", 2, 2), "frozen", 100_000, sizes, share=50_000)

@@ -296,7 +296,7 @@ class _Checks:
             yield skipped("model", "not without a tokenizer and a plan; see there")
             return
         from sft_play.training.prepare.backend import choose_backend
-        from sft_play.training.prepare.model_spec import build_model_spec, trainable_note
+        from sft_play.training.prepare.model_spec import build_model_spec
         from sft_play.training.prepare.origin import origin_of
         from sft_play.training.prepare.tokenizer import added_rows
 
@@ -310,14 +310,13 @@ class _Checks:
             size, new_rows = len(self._tokenizer), added_rows(self._tokenizer, self._config)
             precision = self._planned.plan.precision
             spec = build_model_spec(self._config, precision, tokenizer_size=size, new_rows=new_rows)
-            trained = trainable_note(self._config, spec)
             origin = origin_of(self._config, spec)
         except SftPlayError as error:
             yield failed("model", str(error), "fix the option that is named")
             return
         self._targets = frozenset(spec.peft_config.target_modules or ()) if spec.peft_config else frozenset()
         summary = f"{spec.vocab_size:,} embeddings for {len(self._tokenizer):,} tokens"
-        notes = [*spec.notes, *([trained] if trained else []), *(origin.notes if origin else ())]
+        notes = [*spec.notes, *([origin.note] if origin else [])]
         yield passed("model", "\n".join([summary, *(one_line(note, limit=300) for note in notes)]))
 
     def _serving(self) -> Iterator[Finding]:

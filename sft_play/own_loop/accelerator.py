@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import socket
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +21,7 @@ from sft_play.launch.exported import rank_variables
 from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
 from sft_play.own_loop.one_process import NoOpAccelerator
-from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, ComputeDevice, DistConfig, asked
+from sft_play.own_loop.settings import DEFAULT_CONFIG, CheckedSettings, DistConfig, Precision, asked
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks.distributed import init_deepspeed, of_all
 
@@ -46,12 +45,12 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         return _without_accelerate(config)
     starts = "torchrun --standalone --nproc-per-node 2, or accelerate launch --multi_gpu, to start your script"
     refuse_too_few_processes(os.environ, instead=starts)
-    device = _device()
-    if not device.is_gpu:
+    best = _best_precision()
+    if best == "no":
         deepspeed_on_cpu()
     elif torch.version.hip is None:
         without_bad_p2p(detect(), os.environ)
-    wanted = asked(config, device=device, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
+    wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
     for note in wanted.notes:
         logger.info("%s", note)
     if wanted.fallback is not None:
@@ -59,7 +58,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
         _warn(f"backend: deepspeed falls back to accelerate{lost}: {wanted.fallback}")
     _drop_launcher_settings(wanted)
     _forget_earlier()
-    accelerator = _new_accelerator(wanted, on_cpu=not device.is_gpu)
+    accelerator = _new_accelerator(wanted, on_cpu=best == "no")
     if os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true" and accelerator.distributed_type != "FSDP":
         _warn(f"accelerate launch asked for FSDP, which accelerate does not use here (type "
               f"{accelerator.distributed_type}): it shards over several GPUs only")  # fmt: skip
@@ -69,7 +68,7 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
 
 
 def _without_accelerate(config: Any) -> Any:
-    wanted = asked(config, device=_device(), has_deepspeed=False)
+    wanted = asked(config, best=_best_precision(), has_deepspeed=False)
     ranks = rank_variables(os.environ).get("WORLD_SIZE", "1")
     if ranks != "1":
         raise BackendError(
@@ -85,23 +84,19 @@ def _without_accelerate(config: Any) -> Any:
     return accelerator
 
 
-def _device() -> ComputeDevice:
+def _best_precision() -> Precision:
+    """bf16 where the GPU has it, fp16 on older GPUs, no on a CPU."""
     if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes") or not torch.accelerator.is_available():
-        return ComputeDevice(is_gpu=False)
-    if torch.cuda.is_available():
-        return ComputeDevice(is_gpu=True, has_bf16=torch.cuda.is_bf16_supported(including_emulation=False))
-    return ComputeDevice(is_gpu=True, has_bf16=True)
+        return "no"
+    is_old = torch.cuda.is_available() and not torch.cuda.is_bf16_supported(including_emulation=False)
+    return "fp16" if is_old else "bf16"
 
 
 def _drop_launcher_settings(wanted: CheckedSettings) -> None:
-    """Remove the variables of `accelerate launch` that contradict the settings, with a warning; FSDP's stay."""
+    """Remove the variables of `accelerate launch` that contradict the settings; FSDP's stay."""
     wants_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "").lower() == "true" and is_of_accelerate(os.environ)
     if wants_deepspeed and wanted.deepspeed is None and wanted.fallback is None:
         _warn("accelerate launch asked for DeepSpeed, but backend is accelerate; set backend: deepspeed")
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    if is_of_accelerate(os.environ) and precision not in ("no", wanted.mixed_precision):
-        _warn(f"accelerate launch asked for mixed_precision {one_line(precision)}; {wanted.name} says "
-              f"{wanted.mixed_precision}, which is used")  # fmt: skip
     if wanted.deepspeed is not None:
         drop_accelerate(os.environ)
         return
@@ -132,11 +127,8 @@ def _new_accelerator(wanted: CheckedSettings, *, on_cpu: bool) -> Any:
     options: dict[str, Any] = {"cpu": on_cpu}
     if wanted.deepspeed is not None:
         if not rank_variables(os.environ):  # DeepSpeed looks for MPI unless a launcher has set the ranks
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = str(probe.getsockname()[1])
-            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+            os.environ["MASTER_PORT"] = "0"  # rank 0 listens at any port that is free
         if on_cpu:
             PartialState(cpu=True)  # with `cpu=True` the Accelerator itself would silently leave out DeepSpeed
         options = {"deepspeed_plugin": _plugin(wanted.deepspeed)}
@@ -162,10 +154,7 @@ def _plugin(config: dict[str, Any]) -> Any:
     if not offloads or not config.get("zero_force_ds_cpu_optimizer", True):
         return DeepSpeedPlugin(hf_ds_config=config)
     if missing := adam_obstacles():
-        _warn(
-            f"DeepSpeed's CPU Adam cannot be built ({', '.join(missing)}): torch's AdamW steps on the CPU instead, "
-            "more slowly"
-        )
+        _warn(f"DeepSpeed's CPU Adam cannot be built ({', '.join(missing)}): torch's AdamW steps on the CPU, slower")
         config["zero_force_ds_cpu_optimizer"] = False
     elif words := compiling_words():
         _warn(f"DeepSpeed: {words}")
@@ -212,14 +201,13 @@ def wrap_model_optimizer(
     Raises:
         ConfigError: the model cannot recompute its activations; or the DeepSpeed file fixes another batch.
     """
-    if gradient_checkpointing is None:
-        settings = getattr(accelerator, "dist_config", None)
-        gradient_checkpointing = bool(getattr(settings, "gradient_checkpointing", False))
-    if gradient_checkpointing:
+    settings = getattr(accelerator, "dist_config", None)
+    if getattr(settings, "gradient_checkpointing", False) if gradient_checkpointing is None else gradient_checkpointing:
         _checkpoint_activations(model)
     plugin = getattr(accelerator, "deepspeed_plugin", None)
     if plugin is not None:
-        _fill_deepspeed(plugin.deepspeed_config, accelerator, model, (optimizer, *others), micro_batch_size)
+        _fill_batch(plugin.deepspeed_config, accelerator, (optimizer, *others), micro_batch_size)
+        _fill_deepspeed(plugin.deepspeed_config, model, (optimizer, *others))
     items = (model, optimizer, *others)
     given = [item for item in items if item is not None]
     prepared = accelerator.prepare(*given)
@@ -247,10 +235,7 @@ def _checkpoint_activations(model: Any) -> None:
         model.enable_input_require_grads()  # else the first layers' outputs need no gradient, and adapters get none
 
 
-def _fill_deepspeed(
-    config: dict[str, Any], accelerator: Any, model: Any, others: tuple[Any, ...], micro_batch_size: int | None
-) -> None:
-    _fill_batch(config, accelerator, others, micro_batch_size)
+def _fill_deepspeed(config: dict[str, Any], model: Any, others: tuple[Any, ...]) -> None:
     model_config: Any = getattr(model, "config", None)
     text = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     sizes = getattr(text, "hidden_sizes", None) or [getattr(text, "hidden_size", None)]
@@ -273,21 +258,17 @@ def _fill_batch(
     sizes = [size for size in rows if isinstance(size, int)]
     micro = config.get("train_micro_batch_size_per_gpu", "auto")
     if micro in ("auto", None):
-        # rows of the first data loader, which trains; DeepSpeed uses the number only for its own arithmetic
+        # of the first data loader, which trains
         micro = micro_batch_size or next(iter(sizes), 1)
     elif sizes and sizes[0] != micro:
-        raise ConfigError(
-            f"the DeepSpeed file's train_micro_batch_size_per_gpu: {micro} is not the data loader's batch of "
-            f'{sizes[0]}; set it to "auto"'
-        )
+        raise ConfigError(f"the DeepSpeed file's train_micro_batch_size_per_gpu: {micro} is not the loader's batch of "
+                          f'{sizes[0]}; set it to "auto"')  # fmt: skip
     steps = accelerator.gradient_accumulation_steps
     product = micro * steps * accelerator.num_processes
     total = config.get("train_batch_size", "auto")
     if total not in ("auto", None, product):
-        raise ConfigError(
-            f"the DeepSpeed file's train_batch_size: {total} is not {micro} (rows per rank) × {steps} (accumulation) × "
-            f'{accelerator.num_processes} (ranks) = {product}; set it to "auto"'
-        )
+        raise ConfigError(f"the DeepSpeed file's train_batch_size: {total} is not {micro} (rows per rank) × {steps} "
+                          f'(accumulation) × {accelerator.num_processes} (ranks); set it to "auto"')  # fmt: skip
     config |= {"train_micro_batch_size_per_gpu": micro, "train_batch_size": product}
 
 

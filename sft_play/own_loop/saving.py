@@ -125,7 +125,7 @@ def _told_to_stop() -> Iterator[None]:
 def _begin(path: Path, aside: Path) -> None:
     atomic.bring_back(path)
     if path.exists() and not path.is_dir():
-        raise RunFolderError(f"{path} is not a folder; name a new folder, or one that holds a saved model")
+        raise RunFolderError(f"{path} is not a folder")
     if path.is_dir() and any(path.iterdir()) and not any((path / mark).is_file() for mark in _MARKS):
         some = ", ".join(sorted(item.name for item in path.iterdir())[:3])
         raise RunFolderError(

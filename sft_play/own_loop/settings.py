@@ -20,7 +20,7 @@ from sft_play.config.yaml_io import Problem, YamlDocument, parse, read_text, sho
 from sft_play.errors import ConfigError
 from sft_play.launch.deepspeed.files import read_deepspeed_file, shipped_config, translate
 from sft_play.log import one_line
-from sft_play.spelling import nearest
+from sft_play.spelling import did_you_mean
 
 DEFAULT_CONFIG = "configs/train/common.yaml"
 PROJECT = Path(__file__).resolve().parents[2]
@@ -54,27 +54,6 @@ class DistConfig(Section):
     """DDP's search for parameters that got no gradient."""
 
 
-KNOWN_AS = {
-    "accumulation_steps": "gradient_accumulation_steps",
-    "grad_accum": "gradient_accumulation_steps",
-    "activation_checkpointing": "gradient_checkpointing",
-    "deepspeed": "deepspeed_config",
-    "ddp_find_unused_parameters": "find_unused_parameters",
-    "distributed_type": "backend",
-    "precision": "mixed_precision",
-    "dtype": "mixed_precision",
-    "torch_dtype": "mixed_precision",
-    "bf16": "mixed_precision: bf16",
-    "fp16": "mixed_precision: fp16",
-    "cpu_offload": "zero3_offload",
-    "offload": "zero3_offload",
-    "zero_stage": "zero_optimization.stage in the file that deepspeed_config names",
-    "gradient_clipping": "gradient_clipping in the file that deepspeed_config names, or accelerator.clip_grad_norm_",
-    "max_grad_norm": "accelerator.clip_grad_norm_(model.parameters(), …) in your script",
-    "train_micro_batch_size_per_gpu": "the batch_size of your DataLoader",
-    "batch_size": "the batch_size of your DataLoader",
-}
-"""Keys of other tools, and what they are called here."""
 _OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
 
 
@@ -92,14 +71,6 @@ class CheckedSettings:
     deepspeed: dict[str, Any] | None = None
     fallback: str | None = None
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class ComputeDevice:
-    """What decides the precision: whether there is a GPU, and whether it supports bfloat16."""
-
-    is_gpu: bool
-    has_bf16: bool = False
 
 
 @dataclass
@@ -122,9 +93,10 @@ class _Reading:
 
 
 def asked(
-    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, device: ComputeDevice, has_deepspeed: bool
+    config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best: Precision, has_deepspeed: bool
 ) -> CheckedSettings:
-    """The settings of a file or a mapping, checked together with the DeepSpeed file that they name.
+    """The settings of a file or a mapping, checked together with the DeepSpeed file that they name. `best`: the dtype
+    that suits this machine's device; "no" is a CPU.
 
     Raises:
         ConfigError: the file is missing or not a YAML mapping; or keys are unknown, values wrong, or values contradict
@@ -134,12 +106,10 @@ def asked(
     _check_keys(reading)
     if reading.get("backend") == "accelerate" and reading.get("zero3_offload"):
         reading.add("zero3_offload", "true is for DeepSpeed, but backend is accelerate; set backend: deepspeed")
-    if reading.get("backend") == "deepspeed" and reading.get("find_unused_parameters"):
-        reading.notes.append("find_unused_parameters is DDP's: ZeRO needs no such search")
     deepspeed, fallback = None, None
     if reading.get("backend") == "deepspeed":
         deepspeed, fallback = _deepspeed(reading, has_deepspeed=has_deepspeed)
-    precision = _precision(reading, deepspeed, device)
+    precision = _precision(reading, deepspeed, best)
     if reading.problems:
         lines = list(dict.fromkeys(reading.problems))
         raise ConfigError(lines[0] if len(lines) == 1 else f"{len(lines)} problems:\n  " + "\n  ".join(lines))
@@ -155,13 +125,11 @@ def _read(config: Any) -> _Reading:
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
-        data = {
-            str(key): os.fspath(value) if isinstance(value, os.PathLike) else value for key, value in config.items()
-        }
-        return _Reading(YamlDocument(name="config", data=data), None)
+        plain = ((key, os.fspath(one) if isinstance(one, os.PathLike) else one) for key, one in config.items())
+        return _Reading(YamlDocument(name="config", data={str(key): value for key, value in plain}), None)
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(f"config is {type(config).__name__}; give the path of a YAML file, or a mapping of its keys")
-    path = _existing(_places(Path(config)))
+    path = next(filter(Path.exists, _places(Path(config))), None)
     if path is None and os.fspath(config) == DEFAULT_CONFIG:
         reading = _Reading(YamlDocument(name="the defaults"), None)
         reading.notes.append(f"{DEFAULT_CONFIG} is neither in {Path.cwd()} nor in {PROJECT}: the defaults are used")
@@ -175,19 +143,12 @@ def _read(config: Any) -> _Reading:
     return reading
 
 
-def _existing(places: list[Path]) -> Path | None:
-    return next((place for place in places if place.exists()), None)
-
-
 def _places(path: Path, *folders: Path) -> list[Path]:
     """Where a file may be: as given, then below the folders, then in the project."""
     path = path.expanduser()
     if path.is_absolute():
         return [path]
     return [path, *(folder / path for folder in (*folders, PROJECT))]
-
-
-# --- keys and values --------------------------------------------------------------------------------------------------
 
 
 def _keys() -> str:
@@ -198,7 +159,8 @@ def _check_keys(reading: _Reading) -> None:
     data = reading.document.data
     for key in data:
         if key not in DistConfig.model_fields:
-            reading.add(key, f"unknown key (value {_shown(data[key])}); {_nearest(key)}")
+            hint = did_you_mean(key, DistConfig.model_fields) or f"the keys are {_keys()}"
+            reading.add(key, f"unknown key (value {_shown(data[key])}); {hint}")
     for key, option in DistConfig.model_fields.items():
         if key not in data:
             reading.values[key] = option.default
@@ -218,28 +180,15 @@ def _shown(value: Any, raw: str | None = None) -> str:
         return one_line(repr(value), limit=80)
 
 
-def _nearest(key: str) -> str:
-    plain = key.lower().replace("-", "_")
-    if plain in KNOWN_AS:
-        return f"here it is {KNOWN_AS[plain]}"
-    near = nearest(key, [*DistConfig.model_fields, *KNOWN_AS], alike=0.6)
-    if near:
-        return f"did you mean {KNOWN_AS.get(near, near)}?"
-    return f"the keys are {_keys()}"
-
-
-def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, device: ComputeDevice) -> Precision:
+def _precision(reading: _Reading, deepspeed: Mapping[str, Any] | None, best: Precision) -> Precision:
     """The compute dtype: auto follows the DeepSpeed file where that fixes it, else the device."""
     wish, allowed = reading.get("mixed_precision"), _allowed(deepspeed or {})
-    best: Precision = "no" if not device.is_gpu else "bf16" if device.has_bf16 else "fp16"
     # A file that enables neither bf16 nor fp16 allows "no"; one that enables both allows nothing, which is reported.
     chosen: Precision = best if best in allowed else "no" if "no" in allowed else next(iter(allowed), "no")
     if wish not in (None, "auto"):
         chosen = wish
-    if chosen == "fp16" and not device.is_gpu:
-        reading.add(
-            "mixed_precision", "fp16 needs a GPU, but there is none: accelerate would compute in fp32; set bf16 or no"
-        )
+    if chosen == "fp16" and best == "no":
+        reading.add("mixed_precision", "fp16 needs a GPU, but there is none; set bf16 or no")
     return chosen
 
 
@@ -253,7 +202,7 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
     if given is None:
         return _filled(shipped_config("zero3_offload" if offload else "zero2"), reading, "DeepSpeed"), None
     places = _places(Path(given), *([reading.folder] if reading.folder is not None else []))
-    path = _existing(places)
+    path = next(filter(Path.exists, places), None)
     if path is None:
         tried = ", ".join(dict.fromkeys(one_line(str(place.absolute())) for place in places))
         return None, f"deepspeed_config: {one_line(given)} does not exist (looked for {tried})"
@@ -288,28 +237,22 @@ def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, A
 
 
 def _contradictions(config: Mapping[str, Any], reading: _Reading) -> Iterator[str]:
+    here = reading.document.name
     steps, theirs = reading.get("gradient_accumulation_steps"), config.get("gradient_accumulation_steps", "auto")
     if steps is not None and theirs not in ("auto", None, steps):
-        yield (
-            f"gradient_accumulation_steps: {theirs} contradicts gradient_accumulation_steps: {steps} of "
-            f'{reading.document.name}; set one of them to the other, or the file\'s to "auto"'
-        )
+        yield f"gradient_accumulation_steps: {theirs} contradicts gradient_accumulation_steps: {steps} of {here}"
     wish, allowed = reading.get("mixed_precision"), _allowed(config)
     if not allowed:
         yield "bf16.enabled and fp16.enabled are both true; keep one of them"
     elif wish not in (None, "auto", *allowed):
         listed = ", ".join(f"{key}.enabled: {str(value).lower()}" for key, value in _enabled(config).items())
-        yield (
-            f"{listed} contradicts mixed_precision: {wish} of {reading.document.name}; "
-            f'set mixed_precision: {" or ".join(allowed)}, or enabled to "auto" in the file'
-        )
+        yield f"{listed} contradicts mixed_precision: {wish} of {here}; set mixed_precision: {' or '.join(allowed)}"
     zero = config.get("zero_optimization") or {}
     if reading.get("zero3_offload") and zero.get("stage", "auto") not in ("auto", None, 3):
-        stage_words = f"zero_optimization.stage: {zero['stage']}"
-        yield f"{stage_words} contradicts zero3_offload: true; set stage 3, or zero3_offload: false"
+        yield f"zero_optimization.stage: {zero['stage']} contradicts zero3_offload: true of {here}"
     param = zero.get("offload_param")
     if isinstance(param, dict) and param.get("device") in ("cpu", "nvme") and zero.get("stage") in (0, 1, 2):
-        yield f"offload_param needs stage 3 and the stage is {zero['stage']}; set stage 3, or remove it"
+        yield f"offload_param needs stage 3 and the stage is {zero['stage']}"
 
 
 def _allowed(config: Mapping[str, Any]) -> tuple[Precision, ...]:

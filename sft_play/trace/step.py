@@ -291,7 +291,7 @@ def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
         count = 0 if name.startswith("paged") else 1 if name.startswith("lion") else 2  # in the allocator
         return fakes.StateOptimizer(trained, states[name], log, wide={id(one): count for one in wide})
     if name == "muon":
-        from sft_play.training.loop.muon import MuonWithAdamW, matrices_of
+        from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of
 
         return MuonWithAdamW([{"params": trained}], matrices=matrices_of(model), lr=1e-4)
     if settings.optimizer == "adafactor":

@@ -11,15 +11,15 @@ Begin with `run`, the story of a run; `job` is what it was asked. A folder for e
   (FSDP2, unit by unit), `adapter_start` (PiSSA, LoftQ), `adapter_inputs`, `sdpa`, `varlen`, `context_parallel`,
   `tensor_parallel`, `fused_head`.
 - `loop/`: `load_trainer`, `trainer` (TRL's), `loop`, `loop_checkpoints`, `upstream` (private names of the libraries,
-  guarded), `rows` and `collate` (from rows to micro-batches), `muon`, `loraplus`, `rounding`, `callbacks`, `finite`
-  (steps that are not), `memory` (steps that run out of it), `curriculum` (stages).
-- `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed), `engine_check`,
-  `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
+  guarded), `rows` and `collate` (from rows to micro-batches), `optimizers`, `callbacks`, `finite` (steps that are not),
+  `memory` (steps that run out of it), `curriculum` (stages).
+- `ranks/`: `distributed` (process group, agreement), `engines` (DDP, FSDP2, DeepSpeed, and the proof that
+  they run), `node_meeting`, `heartbeat`, `elastic_agent` (torchrun's place), `communication`, `collective_check`.
 - `checkpoints/`, and the final weights: `checkpoints` (whole or absent), `last_checkpoint`,
-  `full_state_dict`, `sharded_checkpoints`, `beside` (the training), `universal` (ZeRO's over other ranks),
-  `gathered_weights`, `model_saving`, `tensor_files`, `consolidate`, `card`.
+  `full_state_dict`, `sharded_checkpoints`, `universal` (ZeRO's over other ranks),
+  `model_saving`, `tensor_files`, `consolidate`, `card`.
 - `measure/`: `monitor`, `peaks`, `updates`, `profile`, `board`, `evaluate`, `exact_match`,
   `recorded` (for later plans), `summary`.
-- `unsloth/`, in processes of its own: `bridge` and `handover` on this side, `unsloth_environment`; `unsloth_worker`
+- `unsloth/`, in processes of its own: `bridge` on this side, `unsloth_environment`; `unsloth_worker`
   and `unsloth_run` on that side.
 """

@@ -26,7 +26,7 @@ from sft_play.training.loop.trainer import plan_callbacks
 from sft_play.training.measure.evaluate import BeforeTraining, EvalSet, eval_set_of, evaluate
 from sft_play.training.measure.peaks import LoadMeter, MemoryMeter, Watch
 from sft_play.training.measure.recorded import recorded
-from sft_play.training.measure.summary import Result, TrainingResult, finish
+from sft_play.training.measure.summary import Trained, finish, summary_of
 from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.model import sdpa
 from sft_play.training.prepare.device_checks import check_device, check_gpu, out_of_memory_explained
@@ -116,12 +116,8 @@ def train(
             trained = _train(job, trainer, before, watch, checkpoint, metrics)
             after = None if trained.stop.stopped_early else evaluate(trainer, eval_set)
         watch.beat.note(trainer.state.global_step, "saving the trained weights")
-        result = Result(
-            trained, before.figures, after, split=eval_set.name, by_moment=watch.memory.by_moment(),
-            engine_check=before.engine_check, loading=before.loading, kernels=trainer.kernels,
-            wall_s=time.time() - watch.started,
-        )  # fmt: skip
-        summary = finish(job, prepared, trainer, result, watch.memory)
+        summary = summary_of(job, trainer, trained, before, after, watch)
+        finish(job, prepared, trainer, summary, watch.memory, earlier=trained.progress.first_step)
     if job.folder.stage is not None:  # another model is loaded into this process
         engines.release(trainer)
     return summary
@@ -134,7 +130,7 @@ def _train(
     watch: Watch,
     checkpoint: Path | None,
     metrics: Sequence[str],
-) -> TrainingResult:
+) -> Trained:
     """The optimizer steps, with the callbacks that watch them; `metrics` are those that the held-out rows will have."""
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
@@ -161,25 +157,14 @@ def _train(
     if not has_engine:  # none will wrap the model when training begins
         before.measure()
     compiling = contextlib.nullcontext() if compiler is None else contextlib.closing(compiler)
-    with stopping(stop), compiling, progress.beginning(_first_step(job)):
+    builds = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)"
+    first = f"Preparing the first step{builds if job.plan.layout.endswith('_offload') else ''}"
+    with stopping(stop), compiling, progress.beginning(first):
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     # ranks of a tensor-parallel group see the same tokens
     tokens = distributed.total(trainer.tokens_seen) / job.plan.choice.layout.tensor_parallel
-    peak = watch.memory.peak()
     watch.memory.peaks.end()
-    compiled = compiler.facts if compiler is not None else None
-    return TrainingResult(
-        trainer.state.global_step, tokens / progress.training_s, peak, stop, updates.facts, compiled,
-        steps_before=progress.first_step, skipped_steps=trainer.finite.skipped,
-        ran_out=trainer.step_memory.has_halved,
-    )  # fmt: skip
-
-
-def _first_step(job: RunJob) -> str:
-    """What is waited for until the first step has ended."""
-    compiles = job.plan.layout.endswith("_offload")
-    how = ", for which DeepSpeed compiles its optimizer for RAM (once on a machine, minutes)" if compiles else ""
-    return f"Preparing the first step{how}"
+    return Trained(stop, progress, updates, tokens / progress.training_s)
 
 
 def _remember(job: RunJob, event: ran_out.RanOut) -> None:

@@ -86,9 +86,10 @@ def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]
 def card_of(facts: CardFacts, base: Base) -> str:
     """The card's text, with its front matter."""
     config, is_adapter = facts.config, facts.kind == "adapter"
-    method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}[config.tuning.mode]
-    kwargs = settings_of(config.data.chat_template_kwargs)
-    classes, options = _loading(facts, base)
+    method = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]
+    kwargs, versions = settings_of(config.data.chat_template_kwargs), facts.manifest.get("versions") or {}
+    trust = ["trust_remote_code=True"] * config.model.trust_remote_code
+    classes, options = _loading(facts, base, trust)
     text = _template().render(
         front_matter=_front_matter(facts, base).to_yaml(),
         name=facts.name,
@@ -97,12 +98,12 @@ def card_of(facts: CardFacts, base: Base) -> str:
             "model": f"`{base.name}` after {method}, all weights.",
             "merged": f"`{base.name}` with a {method} adapter merged into its weights ({facts.dtype}).",
         }[facts.kind],
-        base=base, here=HERE, is_adapter=is_adapter, classes=classes, options=options, trust=_trust(config),
+        base=base, here=HERE, is_adapter=is_adapter, classes=classes, options=options, trust=trust,
         resize_to=facts.model_spec.resize_to, stop=list(facts.stop), plan=facts.plan, config=config,
         template_options=f", **{kwargs!r}" if kwargs else "",
-        scored=_scored(facts), results=_results(facts), data=_data(facts), settings=_settings(facts),
+        results=_results(facts), data=_data(facts), settings=[["method", method], *_settings(facts)],
         licence=base.license.get("license_name") or base.license.get("license"),
-        versions=_versions(facts),
+        versions=", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded",
     )  # fmt: skip
     return str(ModelCard(text))
 
@@ -131,9 +132,6 @@ def _front_matter(facts: CardFacts, base: Base) -> ModelCardData:
     )
 
 
-# --- the base ---------------------------------------------------------------------------------------------------------
-
-
 def base_of(config: RunConfig) -> Base:
     """What the base is called where others can find it, and its licence where its own card or config tells it."""
     name = config.model.name
@@ -141,21 +139,20 @@ def base_of(config: RunConfig) -> Base:
         return Base(name, False, {})
     folder = local_folder(name)
     if folder is None:
-        return Base(name, True, _license_on_hub(name, config.model.revision))
+        return Base(name, True, _license_of(name))
     settings = read_json(folder / "config.json")
     cached, recorded = _HUB_CACHE.search(str(folder.resolve())), str(settings.get("_name_or_path") or "")
     hub_id = "/".join(cached.groups()) if cached else recorded
     is_on_hub = _HUB_ID.fullmatch(hub_id) is not None and not Path(hub_id).exists()
-    return Base(
-        hub_id if is_on_hub else folder.resolve().name, is_on_hub, _license_of(folder / CARD) or _named(settings)
-    )
+    license_ = _license_of(str(folder / CARD)) if (folder / CARD).is_file() else {}
+    return Base(hub_id if is_on_hub else folder.resolve().name, is_on_hub, license_ or _named(settings))
 
 
-def _license_of(card: Path) -> dict[str, str]:
-    """The licence that a card's front matter names; empty where there is no card, or one that cannot be read."""
+def _license_of(place: str) -> dict[str, str]:
+    """The licence that the front matter of a card (a file, or a hub id) names; empty where it cannot be read."""
     try:
-        return _named(ModelCard.load(card, ignore_metadata_errors=True).data.to_dict())
-    except Exception:  # other people's YAML
+        return _named(ModelCard.load(place, ignore_metadata_errors=True).data.to_dict())
+    except Exception:  # no network, no card, not allowed, or other people's YAML: the licence is left out
         return {}
 
 
@@ -165,31 +162,14 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
     return kept if "license" in kept else {}
 
 
-def _license_on_hub(name: str, revision: str | None) -> dict[str, str]:
-    """The same of a base on the hub; empty where the hub cannot be asked."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return _license_of(Path(hf_hub_download(name, CARD, revision=revision, etag_timeout=5)))
-    except Exception:  # no network, no card, not allowed: the licence is left out
-        return {}
-
-
-# --- how to use it ----------------------------------------------------------------------------------------------------
-
-
-def _trust(config: RunConfig) -> list[str]:
-    return ["trust_remote_code=True"] if config.model.trust_remote_code else []
-
-
-def _loading(facts: CardFacts, base: Base) -> tuple[list[str], list[str]]:
+def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[str], list[str]]:
     """The classes of transformers that load the weights as they were trained, and the options of their model."""
     config = facts.config
     is_tower = facts.model_spec.tower is not None
     classes = ["AutoModelForImageTextToText" if is_tower else "AutoModelForCausalLM", "AutoTokenizer"]
     if facts.kind != "adapter":
-        return classes, ['dtype="auto"', 'device_map="auto"', *_trust(config)]
-    options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *_trust(config)]
+        return classes, ['dtype="auto"', 'device_map="auto"', *trust]
+    options = [f"dtype=torch.{facts.plan.precision.load}", 'device_map="auto"', *trust]
     if base.is_on_hub and config.model.revision:
         options.append(f"revision={json.dumps(config.model.revision)}")
     if config.tuning.mode == "qlora":
@@ -198,23 +178,16 @@ def _loading(facts: CardFacts, base: Base) -> tuple[list[str], list[str]]:
     return classes, options
 
 
-# --- what was done ----------------------------------------------------------------------------------------------------
-
-
 def _results(facts: CardFacts) -> list[list[str]]:
-    rows = []
-    before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
-    for name, key, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
-        values = [figures.get(key) for figures in (before, after)]
-        if any(value is not None for value in values):
-            rows.append([name, *("not measured" if value is None else form.format(value) for value in values)])
-    return rows
-
-
-def _scored(facts: CardFacts) -> str:
+    """The table of results, its head first; empty where nothing was measured."""
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
-    return f"{count:,} {'validation' if split == 'val' else split} rows" if count else ""
+    rows = [[f"{count:,} {'validation' if split == 'val' else split} rows" if count else "", "before", "after"]]
+    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
+        values = [figures.get(name.replace(" ", "_")) for figures in (before, after)]
+        if any(value is not None for value in values):
+            rows.append([name, *("not measured" if value is None else form.format(value) for value in values)])
+    return rows if len(rows) > 1 else []
 
 
 def _data(facts: CardFacts) -> list[list[str]]:
@@ -231,19 +204,16 @@ def _data(facts: CardFacts) -> list[list[str]]:
 def _settings(facts: CardFacts) -> list[list[str]]:
     config, spec = facts.config, facts.model_spec
     train, lora = config.train, config.tuning.lora
-    rows = [["method", {"full": "all weights", "lora": "LoRA", "qlora": "QLoRA (NF4 base)"}[config.tuning.mode]]]
-    if config.tuning.mode != "full":
-        targets = sorted(spec.peft_config.target_modules or ()) if spec.peft_config is not None else []
-        kinds = [name for name, is_on in (("rsLoRA", lora.use_rslora), ("DoRA", lora.use_dora)) if is_on]
-        kinds += [{"pissa": "PiSSA", "loftq": "LoftQ"}[lora.init]] if lora.init != "default" else []
-        scale = spec.peft_config.lora_alpha if spec.peft_config is not None else lora.alpha
-        rows.append(["adapter", ", ".join([f"r {lora.rank}", f"alpha {scale}", f"dropout {lora.dropout:g}", *kinds])])
-        rows.append(["adapted layers", ", ".join(targets)] if targets else ["adapted layers", "all linear ones"])
+    rows = []
+    if spec.peft_config is not None:
+        words = [f"r {lora.rank}", f"alpha {spec.peft_config.lora_alpha}", f"dropout {lora.dropout:g}"]
+        words += ["rsLoRA"] * lora.use_rslora + ["DoRA"] * lora.use_dora + [lora.init] * (lora.init != "default")
+        rows.append(["adapter", ", ".join(words)])
+        rows.append(["adapted layers", ", ".join(sorted(spec.peft_config.target_modules or ()))])
         rows += [["trained whole", ", ".join(lora.modules_to_save)]] if lora.modules_to_save else []
-    steps = facts.summary.get("steps")
     return [
         *rows,
-        ["steps", f"{steps:,}" if steps else str(train.max_steps or f"{train.epochs:g} epochs")],
+        ["steps", str(facts.summary.get("steps") or train.max_steps or f"{train.epochs:g} epochs")],
         ["effective batch", str(facts.plan.choice.batch.effective_batch)],
         ["learning rate", f"{config.learning_rate:g}, {train.lr_scheduler_type}, warm-up {train.warmup_steps:g}"],
         ["optimizer", f"{train.optim}, weight decay {train.weight_decay:g}, gradient norm {train.max_grad_norm:g}"],
@@ -252,8 +222,3 @@ def _settings(facts: CardFacts) -> list[list[str]]:
         ["precision", f"{facts.plan.precision.compute}, weights in {facts.plan.precision.load}"],
         ["seed", str(train.seed)],
     ]
-
-
-def _versions(facts: CardFacts) -> str:
-    versions = facts.manifest.get("versions") or {}
-    return ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name)) or "not recorded"

@@ -19,8 +19,7 @@ from sft_play.units import MIB
 
 PREFIX = "checkpoint-"
 COMPLETE = "complete.json"
-"""Written last: names, sizes and digests of all files. A checkpoint without it, or that differs from it, is not used.
-Those of earlier versions have no digests."""
+"""Written last: names, sizes and digests of all files. A checkpoint that lacks it, or differs from it, is not used."""
 PIECE_BYTES = 64 * MIB
 """What is hashed at once, several pieces at a time: one after the other, a large file would take as long as writing."""
 HASHING_THREADS = 8
@@ -118,12 +117,12 @@ def _text(record: Mapping[str, Any]) -> str:
 
 
 def _record(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """What was written down when the checkpoint was finished: `files`, and `digests` unless an earlier version wrote
-    it. Empty where it never was, or where this is not what was written."""
+    """What was written down when the checkpoint was finished: `files` and `digests`. Empty where it never was, or where
+    this is not what was written."""
     try:
         text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
         record = json.loads(text)
-        is_ours = set(record) in ({"files"}, {"files", "digests"}) and _text(record) == text
+        is_ours = set(record) == {"files", "digests"} and _text(record) == text
         return {key: dict(record[key]) for key in record} if is_ours else {}
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
@@ -138,7 +137,7 @@ def fault(checkpoint: Path, *, contents: bool = True, moved: Callable[[int], Non
     """How a checkpoint differs from what was written, in words; None where it does not.
 
     Args:
-        contents: read all files, as far as there are digests.
+        contents: read all files, and compare their digests.
         moved: called with the bytes that were read.
     """
     record = _record(checkpoint)
@@ -152,19 +151,12 @@ def fault(checkpoint: Path, *, contents: bool = True, moved: Callable[[int], Non
             wrong = [f"{name} has {sizes.get(name, 0)} of {size} bytes" for name, size in expected.items()
                      if sizes.get(name) != size]  # fmt: skip
             return ", ".join(wrong[:4]) or "it holds files that it was not written with"
-        digests = record.get("digests")
-        if not contents or digests is None:
-            return None
-        found = _digests(checkpoint, sizes, moved)
+        digests = record["digests"]
+        found = _digests(checkpoint, sizes, moved) if contents else digests
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
     changed = sorted(name for name in found.keys() | digests.keys() if found.get(name) != digests.get(name))
     return f"{', '.join(changed[:4])}: the contents are not those that were written" if changed else None
-
-
-def has_digests(checkpoint: Path) -> bool:
-    """Whether the contents of a checkpoint's files are on record; earlier versions wrote their sizes only."""
-    return "digests" in _record(checkpoint)
 
 
 def skipped(checkpoint: Path, found: str) -> str:
@@ -172,11 +164,11 @@ def skipped(checkpoint: Path, found: str) -> str:
     return f"{checkpoint} is skipped: {found}"
 
 
-def last_sound(folder: Path, *, faults: Callable[[Path], str | None] = fault) -> tuple[Path | None, dict[Path, str]]:
+def last_sound(folder: Path, *, moved: Callable[[int], None] | None = None) -> tuple[Path | None, dict[Path, str]]:
     """The last checkpoint without a fault, None where there is none; and those after it, each with its fault."""
     bad: dict[Path, str] = {}
     for path in sorted(_numbered(folder), key=step_of, reverse=True):
-        found = faults(path)
+        found = fault(path, moved=moved)
         if found is None:
             return path, bad
         bad[path] = found

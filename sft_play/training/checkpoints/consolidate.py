@@ -39,16 +39,10 @@ logger = logging.getLogger(__name__)
 
 _READ_BYTES = GIB
 """Weights that are read at once: fewer would read the table of contents too often."""
-_FOLDERS = {"parts, one of each rank": sharded_checkpoints.FOLDER, "FSDP's parts": "pytorch_model_fsdp_0"}
-"""Where a checkpoint in torch's distributed format has its parts: ours, and those that accelerate writes."""
 
 
 def consolidate(
-    run: RunFolder,
-    *,
-    checkpoint: Path | None = None,
-    out: Path | None = None,
-    trusts: Trust = trust_none,
+    run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, trusts: Trust = trust_none
 ) -> Path:
     """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
 
@@ -80,25 +74,24 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     if target.exists():
         raise RunFolderError(f"{target} exists; remove it, or name another place: OUT=FOLDER")
     tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
-    size, new_rows, precision = len(tokenizer), added_rows(tokenizer, config), Precision("float32", "float32", "")
-    model_spec = build_model_spec(config, precision, tokenizer_size=size, new_rows=new_rows)
+    model_spec = build_model_spec(
+        config, Precision("float32", "float32", ""), tokenizer_size=len(tokenizer),
+        new_rows=added_rows(tokenizer, config),
+    )  # fmt: skip
+    is_adapter = model_spec.peft_config is not None
     if model_spec.peft_config is not None:
         model_spec.peft_config.base_model_name_or_path = location(config)
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
-    is_adapter = model_spec.peft_config is not None
-    weights: dict[str, torch.Tensor] | None = None
-    tensors: Iterator[tuple[str, torch.Tensor]] | None = None
-    if _kind(source) in _FOLDERS:
-        tensors = _one_by_one(source, model)
-    else:
-        weights = _weights(source, model)
-    logger.info("Checkpoint: %s (%s)", source, _kind(source))
+    in_parts = sharded_checkpoints.is_sharded(source)
+    logger.info("Checkpoint: %s", source)
     base = None
     if model_spec.tower is not None and not is_adapter:
         base = base_files(config.model.name, revision=config.model.revision)
     try:
         size = save_model(
-            model, tokenizer, target, base=base, state_dict=weights, tensors=tensors,
+            model, tokenizer, target, base=base,
+            state_dict=None if in_parts else _weights(source, model),
+            tensors=_one_by_one(source, model) if in_parts else None,
             dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.step_of(source),
         )  # fmt: skip
     except OSError as error:
@@ -115,19 +108,18 @@ def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
             raise RunFolderError(f"the checkpoint {checkpoint} cannot be used: {found}")
         return checkpoint
     source, bad = checkpoints.last_sound(run.checkpoints)
-    lines = [checkpoints.skipped(path, found) for path, found in bad.items()]
+    skipped = "; ".join(map(checkpoints.skipped, bad, bad.values()))
     if source is None:
-        reasons = "; ".join(lines) or f"{run.checkpoints} holds none"
-        raise RunFolderError(f"there is no complete checkpoint to consolidate: {reasons}")
-    for line in lines:
-        logger.warning("%s", line)
+        why = skipped or f"{run.checkpoints} holds none"
+        raise RunFolderError(f"there is no complete checkpoint to consolidate: {why}")
+    if skipped:
+        logger.warning("%s", skipped)
     return source
 
 
 def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """The weights of a sharded checkpoint, read `_READ_BYTES` at a time."""
-    folder = _FOLDERS[_kind(source)]
-    stored = sharded_checkpoints.stored_weights(source, folder=folder)
+    stored = sharded_checkpoints.stored_weights(source)
     names: list[str] = []
     size = 0
     for name in _require(source, model, stored):
@@ -135,9 +127,9 @@ def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
         names.append(name)
         size += math.prod(shape) * dtype.itemsize
         if size >= _READ_BYTES:
-            yield from sharded_checkpoints.read_weights(source, names, folder=folder).items()
+            yield from sharded_checkpoints.read_weights(source, names).items()
             names, size = [], 0
-    yield from sharded_checkpoints.read_weights(source, names, folder=folder).items()
+    yield from sharded_checkpoints.read_weights(source, names).items()
 
 
 def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
@@ -149,15 +141,9 @@ def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
     return wanted
 
 
-def _kind(source: Path) -> str:
-    if (source / "latest").is_file():
-        return "DeepSpeed's parts"
-    return next((kind for kind, folder in _FOLDERS.items() if (source / folder).is_dir()), "whole files")
-
-
 def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
     """The trained weights of a checkpoint of DeepSpeed, or of one in whole files, by the names to save them under."""
-    if _kind(source) == "DeepSpeed's parts":
+    if (source / "latest").is_file():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         printed = io.StringIO()

@@ -7,7 +7,8 @@ FSDP's own files hold the optimizer's states by name; here they are written as o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp import FSDPModule
 
 from sft_play.errors import TrainingError
 from sft_play.training.model.language_model import PEFT_PREFIX, tower_in
+from sft_play.training.ranks.distributed import is_first
 
 ADAPTER_FILE = "adapter_model.safetensors"
 _WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -52,14 +55,9 @@ def names_by_group(model: nn.Module, optimizer: Any) -> list[list[str]]:
 
 def numbered(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
     """Optimizer states keyed by name, keyed by number as in `Optimizer.state_dict`."""
-    flat = [name for group in names for name in group]
-    number_of = {name: number for number, name in enumerate(flat)}
-    return {
-        "state": {number_of[name]: state for name, state in states["state"].items()},
-        "param_groups": [
-            {**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]
-        ],
-    }
+    number_of = {name: number for number, name in enumerate(itertools.chain(*names))}
+    groups = [{**group, "params": [number_of[name] for name in group["params"]]} for group in states["param_groups"]]
+    return {"state": {number_of[name]: state for name, state in states["state"].items()}, "param_groups": groups}
 
 
 def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
@@ -68,19 +66,13 @@ def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
     Raises:
         TrainingError: they belong to another set of parameters.
     """
-    flat = [name for group in names for name in group]
+    flat = list(itertools.chain(*names))
     sizes = [len(group["params"]) for group in states["param_groups"]]
     if sizes != [len(group) for group in names]:
-        raise TrainingError(
-            f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
-            f"{[len(group) for group in names]}: it was written for other trained weights"
-        )
-    return {
-        "state": {flat[number]: state for number, state in states["state"].items()},
-        "param_groups": [
-            {**group, "params": list(of_group)} for group, of_group in zip(states["param_groups"], names, strict=True)
-        ],
-    }
+        raise TrainingError(f"the checkpoint's optimizer has groups of {sizes} tensors, but this one has "
+                            f"{list(map(len, names))}: it was written for other trained weights")  # fmt: skip
+    groups = [{**group, "params": list(own)} for group, own in zip(states["param_groups"], names, strict=True)]
+    return {"state": {flat[number]: state for number, state in states["state"].items()}, "param_groups": groups}
 
 
 def whole_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -128,9 +120,7 @@ def fill_adapter(model: Any, folder: Path) -> None:
     wanted = set(adapter_names(model).values())
     unmatched = sorted((set(weights) - set(parameters)) | (wanted - set(weights)))
     if unmatched:
-        raise TrainingError(
-            f"{folder / ADAPTER_FILE} is not the adapter of this model: {unmatched[0]} is in one of them only"
-        )
+        raise TrainingError(f"{folder / ADAPTER_FILE} is not this model's: {unmatched[0]} is in one of them only")
     for name, tensor in weights.items():
         # ZeRO-3 divides parameters as soon as they are created, before there is an engine
         with gathered_by_zero3(parameters[name], writer=0), torch.no_grad():
@@ -228,3 +218,62 @@ def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     if unknown:
         raise TrainingError(f"the model has no {unknown[0]}, which the checkpoint holds: another version wrote it")
     set_model_state_dict(model, dict(weights), options=_FROM_FIRST)
+
+
+# --- gathered from all ranks to the first, to be saved whole ----------------------------------------------------------
+def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None:
+    """The state dict to save, gathered from all ranks; all ranks call it. None: every rank holds the whole model.
+
+    `in_fp32`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are.
+    """
+    of_adapter = is_adapter(trainer.model)
+    engine = getattr(trainer, "deepspeed", None)
+    if getattr(trainer, "is_fsdp_enabled", False):
+        gather = _gathered_adapter if of_adapter else trainer.accelerator.get_state_dict
+        state: dict[str, Any] = gather(trainer.model)
+    elif engine is not None:
+        is_divided = int(engine.zero_optimization_stage()) == 3
+        if of_adapter:
+            state = _gathered_adapter(engine.module) if is_divided else dict(saved_with_adapter(engine.module))
+        else:
+            # transformers' Trainer.save_model calls this private method of DeepSpeed's too (5.23)
+            state = engine._zero3_consolidated_16bit_state_dict() or {} if is_divided else engine.module.state_dict()
+        is_half = next(engine.module.parameters()).dtype != torch.float32
+        state |= _from_masters(engine.module) if is_half and (of_adapter or in_fp32) else {}
+    else:
+        return None
+    if of_adapter:
+        return state
+    tied = tied_names(trainer.model)
+    return {name: tensor for name, tensor in state.items() if name not in tied} if is_first() else {}
+
+
+def whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Names and whole tensors of an FSDP model, tied ones once, gathered one at a time: on the first rank in the host's
+    RAM, None on the others. All ranks iterate to the end."""
+    tied = tied_names(model)
+    for name, tensor in model.state_dict().items():  # its hooks reshard units that a forward pass left whole
+        if name not in tied:
+            whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+            yield name, whole.detach().cpu() if is_first() else None
+
+
+def _from_masters(model: Any) -> dict[str, Any]:
+    """DeepSpeed's fp32 copies of what trains, gathered tensor by tensor to rank 0, empty on the others."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    copies: dict[str, Any] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            whole = safe_get_full_fp32_param(parameter)
+            if is_first() and whole is not None:
+                copies[name] = whole.detach().cpu()
+    return copies
+
+
+def _gathered_adapter(model: Any) -> dict[str, Any]:
+    """What is saved of an adapter, gathered tensor by tensor to rank 0, empty on the others."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass may have left the unit whole
+    return gathered(saved_with_adapter(model), keep=is_first())

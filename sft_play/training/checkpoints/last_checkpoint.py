@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: the last one that is still as it was written, with all values finite.
+"""The checkpoint that a run continues from: the last one that is still as it was written.
 
 Pickles in it are read without running code, also by libraries that would run it: a folder may come from somebody else.
 `torch.load(weights_only=True)` builds tensors and plain values only; DeepSpeed asks for the opposite, which torch's own
@@ -14,17 +14,14 @@ import os
 import pickle
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from sft_play.errors import RunFolderError
-from sft_play.log import one_line
 from sft_play.training.checkpoints import checkpoints
-from sft_play.training.loop.finite import is_finite
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.heartbeat import Heartbeat
 
@@ -51,15 +48,14 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     Raises:
         RunFolderError: all of them are damaged, or another node does not have it.
     """
-    name: str | None = None
-    bad: dict[Path, str] = {}
+    found: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
-        last, bad = checkpoints.last_sound(folder, faults=lambda path: _fault(path, beat))
-        name = last.name if last else None
+        last, bad = checkpoints.last_sound(folder, moved=beat.moved)
+        found = last.name if last else None, bad
     with beat.waiting():
         distributed.barrier(distributed.patient())  # as long as reading takes
-    name, bad = distributed.of_first((name, bad))
+    name, bad = distributed.of_first(found)
     if bad and name is None:
         raise RunFolderError(
             f"no checkpoint can be resumed: {'; '.join(map(checkpoints.skipped, bad, bad.values()))}. Nothing was "
@@ -68,11 +64,11 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     if name is None:
         return None
     own: Path = folder / name
-    found = None if distributed.is_first() else checkpoints.fault(own, contents=distributed.is_first_of_node())
+    fault = None if distributed.is_first() else checkpoints.fault(own, contents=distributed.is_first_of_node())
     with beat.waiting():
         distributed.barrier(distributed.patient())
     distributed.require_all(
-        found is None,
+        fault is None,
         f"the checkpoint {own} is missing or damaged on this node; every node reads it: copy the run folder to this "
         "node, or write to a disk that all nodes share",
     )
@@ -83,39 +79,6 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
         if bad:
             logger.warning("The run falls back to the checkpoint of step %d", checkpoints.step_of(own))
     return own
-
-
-def _fault(checkpoint: Path, beat: Heartbeat) -> str | None:
-    """What is wrong with a checkpoint. Earlier versions wrote no digests, and values that are not finite as well."""
-    found = checkpoints.fault(checkpoint, moved=beat.moved)
-    if found is None and not checkpoints.has_digests(checkpoint):
-        try:
-            with without_code(checkpoint):
-                return next((f"{name} has values that are not finite" for name in _not_finite(checkpoint)), None)
-        except RunFolderError as error:
-            return str(error)
-        except Exception as error:  # a damaged file raises almost anything
-            return f"it cannot be read ({type(error).__name__}: {one_line(str(error), limit=200)})"
-    return found
-
-
-def _not_finite(checkpoint: Path) -> Iterator[str]:
-    """Tensors of a checkpoint in whole files that have values that are not finite."""
-    for path in sorted(checkpoint.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            yield from (name for name in file.keys() if not is_finite(file.get_tensor(name)))  # noqa: SIM118
-    states = checkpoint / "optimizer.pt"
-    if states.is_file():
-        yield from _named_in(torch.load(states, map_location="cpu", weights_only=True, mmap=True), "the optimizer's ")
-
-
-def _named_in(value: Any, name: str) -> Iterator[str]:
-    if isinstance(value, torch.Tensor):
-        if value.is_floating_point() and not is_finite(value):
-            yield name
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named_in(item, f"the optimizer's {key}")
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------

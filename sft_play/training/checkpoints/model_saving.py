@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -280,7 +279,8 @@ def check_saved_weights(
     """
     shapes: dict[str, tuple[int, ...]] = {}
     size, learned = 0, not must_have_learned
-    for name, tensor in _saved_tensors(folder):
+    for name, one in tensors_in(folder).items():
+        tensor = one.read()
         shapes[name] = tuple(tensor.shape)
         size += tensor.nbytes
         if moved is not None:
@@ -293,18 +293,8 @@ def check_saved_weights(
     if expected is not None:
         _compare_saved(folder, shapes, expected)
     if not learned and any("lora_B" in name for name in shapes):
-        raise ModelError(
-            f"{folder}: every lora_B of the adapter is zero, so that it changes nothing; what was trained did not "
-            "reach the file"
-        )
+        raise ModelError(f"{folder}: every lora_B of the adapter is zero: what was trained did not reach the file")
     return size
-
-
-def _saved_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (safe_open is not a mapping)
-                yield name, tensors.get_tensor(name)
 
 
 def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
@@ -313,17 +303,13 @@ def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: d
     transformers saves some models under the hub's names, with one tensor per expert: there only the total number of
     values is compared.
     """
-    problem = None
     missing = sorted(set(expected) - set(shapes))
-    if not missing:
-        wrong = [name for name, shape in expected.items() if shapes[name] != shape]
-        if wrong:
-            problem = f"{wrong[0]} has the shape {shapes[wrong[0]]} and not {expected[wrong[0]]} ({len(wrong)} such)"
-    else:
-        saved, wanted = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected))
-        if saved != wanted:
-            problem = f"it holds {saved:,} of {wanted:,} values; missing by name: {', '.join(missing[:3])}"
-    if problem:
+    wrong = [] if missing else [name for name, shape in expected.items() if shapes[name] != shape]
+    saved, wanted = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected))
+    problem = f"it holds {saved:,} of {wanted:,} values; missing by name: {', '.join(missing[:3])}"
+    if wrong:
+        problem = f"{wrong[0]} has the shape {shapes[wrong[0]]} and not {expected[wrong[0]]} ({len(wrong)} such)"
+    if wrong or (missing and saved != wanted):
         raise ModelError(
             f"{folder}: what was saved is not the model: {problem}. The last checkpoint is kept: continue from it with "
             "make resume, or write it out with make consolidate"

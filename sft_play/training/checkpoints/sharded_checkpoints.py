@@ -135,26 +135,21 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group:
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
     saved_names, names = ([sorted(group["params"]) for group in one["param_groups"]] for one in (saved, states))
     if saved_names != names:
-        raise TrainingError(
-            f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this one has "
-            f"{list(map(len, names))}: it was written for other trained weights"
-        )
+        raise TrainingError(f"the checkpoint's optimizer has groups of {list(map(len, saved_names))} tensors, but this "
+                            f"one has {list(map(len, names))}: it was written for other trained weights")  # fmt: skip
     _fill(_states(states), checkpoint, group=group, moved=moved)
     for name, values in saved["values"].items():
         states["state"][name].update(values)
     set_optimizer_state_dict(model, optimizer, {"state": states["state"], "param_groups": saved["param_groups"]})
 
 
-def stored_weights(checkpoint: Path, *, folder: str = FOLDER) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, whole shape and dtype of every weight in a checkpoint.
-
-    Args:
-        folder: where its parts are.
 
     Raises:
         TrainingError: the table of contents cannot be read.
     """
-    entries = _Reader(checkpoint / folder, _Counter(None)).read_metadata().state_dict_metadata
+    entries = _Reader(checkpoint / FOLDER, _Counter(None)).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
@@ -162,22 +157,19 @@ def stored_weights(checkpoint: Path, *, folder: str = FOLDER) -> dict[str, tuple
     }
 
 
-def read_weights(checkpoint: Path, names: Iterable[str], *, folder: str = FOLDER) -> dict[str, torch.Tensor]:
+def read_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
     """Some whole weights of a checkpoint, read in this process alone.
-
-    Args:
-        folder: where its parts are.
 
     Raises:
         TrainingError: one of them is missing, or cannot be read.
     """
-    stored = stored_weights(checkpoint, folder=folder)
+    stored = stored_weights(checkpoint)
     lacking = [name for name in names if name not in stored]
     if lacking:
         raise TrainingError(f"the checkpoint {checkpoint} lacks {lacking[0]}")
     weights = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _fill(named, checkpoint, group=None, moved=None, folder=folder)
+    _fill(named, checkpoint, group=None, moved=None)
     return weights
 
 
@@ -196,10 +188,8 @@ def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill(
-    tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved | None, folder: str = FOLDER
-) -> None:
-    reader = _Reader(checkpoint / folder, _Counter(moved))
+def _fill(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved | None) -> None:
+    reader = _Reader(checkpoint / FOLDER, _Counter(moved))
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _worded(f"the checkpoint {checkpoint} cannot be read"):
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -303,9 +293,7 @@ class _Reader(dcp.FileSystemReader):
         if not isinstance(metadata, Metadata):
             raise TrainingError(f"{path} is not what torch's distributed checkpoint writes")
         entries = metadata.state_dict_metadata.items()
-        metadata.state_dict_metadata = {
-            name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)
-        }
+        metadata.state_dict_metadata = {name: one for name, one in entries if isinstance(one, TensorStorageMetadata)}
         return metadata
 
 

@@ -22,6 +22,7 @@ from sft_play.facts.models.architecture import local_folder
 from sft_play.facts.models.config_fields import quantisation_of
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting
+from sft_play.runs.files import read_json
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,8 @@ def tensors_in(folder: Path) -> dict[str, FileTensor]:
             part = tensors.get_slice(name)  # reads the file's header, and none of the tensor
             read = partial(tensors.get_tensor, name)
             opened[name] = FileTensor(file, tuple(part.get_shape()), str(part.get_dtype()), read)
-    method, fields = _stored(folder)
+    config = read_json(folder / "config.json")
+    method, fields = quantisation_of(config)
     if method == "mxfp4":
         return dict(_mxfp4(opened))
     if method == "fp8":
@@ -63,14 +65,6 @@ def tensors_in(folder: Path) -> dict[str, FileTensor]:
 def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
     """File, shape and dtype (as safetensors writes it, such as BF16) of every tensor in a folder's weights."""
     return {name: (one.file, one.shape, one.dtype) for name, one in tensors_in(folder).items()}
-
-
-def _stored(folder: Path) -> tuple[str | None, Mapping[str, Any]]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None, {}
-    return quantisation_of(config) if isinstance(config, dict) else (None, {})
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -185,19 +179,16 @@ def _in_blocks(opened: Mapping[str, FileTensor], block: Any) -> Iterator[tuple[s
 
 def _from_blocks(tensor: FileTensor, scales: FileTensor, block: Any) -> torch.Tensor:
     """In bfloat16: each block times its scale, in fp32; the last blocks may be smaller than the others."""
-    stored, scale = tensor.read(), _exponents_or_numbers(scales.read())
+    stored, scale = tensor.read(), scales.read()
+    scale = _powers(scale) if scale.dtype is torch.uint8 else scale.float()
     values = stored.float() if tensor.dtype.startswith("F8") else _unpacked(stored.view(torch.uint8))
     if scale.numel() == 1:
         return (values * scale.reshape(())).bfloat16()
-    rows, columns = (_block(side, number, given) for side, number, given in _sides(values.shape, scale.shape, block))
+    sizes = block if isinstance(block, list | tuple) and len(block) == 2 else (0, 0)
+    rows, columns = map(_block, values.shape[-2:], scale.shape[-2:], sizes)
     grown = scale.repeat_interleave(rows, -2)[..., : values.shape[-2], :]
     grown = grown.repeat_interleave(columns, -1)[..., : values.shape[-1]]
     return (values * grown).bfloat16()
-
-
-def _sides(shape: torch.Size, scales: torch.Size, block: Any) -> Iterator[tuple[int, int, int]]:
-    given = block if isinstance(block, list | tuple) and len(block) == 2 else (0, 0)
-    yield from zip(shape[-2:], scales[-2:], given, strict=True)
 
 
 def _block(side: int, number: int, given: int) -> int:
@@ -214,7 +205,3 @@ def _unpacked(stored: torch.Tensor) -> torch.Tensor:
 
 def _powers(exponents: torch.Tensor) -> torch.Tensor:
     return torch.exp2(exponents.float() - _BIAS)
-
-
-def _exponents_or_numbers(scales: torch.Tensor) -> torch.Tensor:
-    return _powers(scales) if scales.dtype is torch.uint8 else scales.float()

@@ -73,7 +73,8 @@ class GradientCheck(TrainerCallback):
         if without:
             learnt = [named[name] for name in named if named[name].requires_grad and name not in self._waiting]
             if learnt and not any(_has_gradient(parameter) for parameter in learnt):
-                raise TrainingError(self._died_out(state.global_step + 1, optimizer))
+                raise TrainingError(f"step {state.global_step + 1}: every gradient is zero, though earlier steps had "
+                                    "some: start a new run with a lower train.learning_rate")  # fmt: skip
             shown = ", ".join(without[:6]) + (f" and {len(without) - 6} more" if len(without) > 6 else "")
             raise TrainingError(
                 f"step {state.global_step + 1}: {len(without)} of {len(ready)} trainable tensors have no gradient "
@@ -81,17 +82,6 @@ class GradientCheck(TrainerCallback):
             )
         for name in ready:
             del self._waiting[name]
-
-    @staticmethod
-    def _died_out(step: int, optimizer: Any) -> str:
-        """The message where tensors that had a gradient at an earlier step have none any more."""
-        groups = getattr(optimizer, "param_groups", None) or [{}]
-        rate = max(float(group.get("lr") or 0.0) for group in groups)
-        return (
-            f"step {step}: every gradient is zero, though earlier steps had some: the updates before drove the weights "
-            f"so far that no output depends on them any more (learning rate of this step: {rate:g}). Nothing more "
-            "would be learned, so the run stops; start a new run with a lower train.learning_rate"
-        )
 
     @staticmethod
     def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:
@@ -174,18 +164,11 @@ class MetricsFile(TrainerCallback):
 
     def __init__(self, path: Path, *, started: float, stage: str | None = None) -> None:
         """`started`: seconds since 1970; `stage`: written into every line, in a run that has stages."""
-        self._path = path
-        self._started = started
+        self._path, self._started = path, started
         self._stage = {"stage": stage} if stage is not None else {}
 
     def on_log(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: Any,
-        logs: dict[str, Any] | None = None,
-        model: Any = None,
-        **_: Any,
+        self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
     ) -> None:
         """Write one line; raises TrainingError when the loss is NaN or infinite (in fp16 that of the evaluation before
         training too)."""
@@ -206,8 +189,7 @@ class MetricsFile(TrainerCallback):
         watched = ("loss", "eval_loss", "test_loss") if in_fp16 and state.global_step == 0 else ("loss",)
         for loss in map(logs.get, watched):
             if isinstance(loss, float) and not math.isfinite(loss):
-                usual = "look at the data of this step (train.seed decides the order), or start a new run with a lower "
-                usual += "train.learning_rate"
+                usual = "look at the data of this step, or start a new run with a lower train.learning_rate"
                 advice = _fp16_fault(model) if in_fp16 else usual
                 raise TrainingError(f"step {state.global_step}: the loss is {loss}; {advice}")
 
@@ -268,9 +250,8 @@ class StopAfter(TrainerCallback):
             return
         is_up = self._time_is_up()
         if is_up:
-            logger.info(
-                "train.max_hours=%g: saving at the end of step %d, then stopping", self._hours, state.global_step
-            )
+            logger.info("train.max_hours=%g: saving at the end of step %d, then stopping", self._hours,
+                        state.global_step)  # fmt: skip
         is_over = is_up or (self._steps is not None and self._done >= self._steps)
         # a signal may reach one rank only, but all have to stop at the same step: -1 stops without one, -2 not at all
         wish = highest(self.signal or (-1 if is_over else -2))
@@ -305,9 +286,7 @@ class Progress(TrainerCallback):
 
     def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._now = tokens, now
-        self._loss: float | None = None
-        self._speed: float | None = None
-        self._memory: float | None = None
+        self._loss = self._speed = self._memory = None
         self.first_step = 0
         self._started = self._last_line = 0.0
         self._paused = self._pause_began = 0.0
@@ -339,7 +318,10 @@ class Progress(TrainerCallback):
         if logs and isinstance(logs.get("loss"), float):
             self._loss = logs["loss"]
             self._speed, self._memory = logs.get("tokens_per_s"), logs.get("memory_peak_gib")
-            self._show(state)
+            step, steps = state.global_step, state.max_steps
+            if step in (self.first_step + 1, steps) or self._now() - self._last_line >= PLAIN_LINE_EVERY_S:
+                self._last_line = self._now()
+                logger.info("step %d/%d  %s", step, steps, self.line(step, steps))
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock: evaluation and saving follow."""
@@ -355,13 +337,6 @@ class Progress(TrainerCallback):
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop the clock."""
         self.on_step_begin(args, state, control)
-
-    def _show(self, state: TrainerState) -> None:
-        first_or_last = state.global_step in (self.first_step + 1, state.max_steps)
-        if first_or_last or self._now() - self._last_line >= PLAIN_LINE_EVERY_S:
-            self._last_line = self._now()
-            text = self.line(state.global_step, state.max_steps)
-            logger.info("step %d/%d  %s", state.global_step, state.max_steps, text)
 
     def line(self, step: int, steps: int) -> str:
         """Loss, tokens per second of all ranks, the highest peak memory of a rank, and the time left after `step`."""

@@ -54,14 +54,12 @@ class Stages:
             RunFolderError: a node would not see the weights that the stage before has written.
             Interrupted: the user stopped the run, and its state was saved.
         """
-        is_adapter = self._prepared[0].is_adapter
-        if self._job.plan.hardware.nodes > 1:
-            manifest = self._job.folder.manifest_path
-            distributed.require_all(
-                manifest.is_file(),
-                f"{manifest} does not exist, and every rank reads the weights of the stage before: set output.dir to a "
-                "disk that all nodes share",
-            )
+        is_adapter, manifest = self._prepared[0].is_adapter, self._job.folder.manifest_path
+        distributed.require_all(
+            manifest.is_file(),
+            f"{manifest} does not exist, and every rank reads the weights of the stage before: set output.dir to a "
+            "disk that all nodes share",
+        )
         begins_from = self._prepared[0].begins_from
         status = "finished"
         for number, (stage, prepared) in enumerate(zip(self._job.stages, self._prepared, strict=True), start=1):
@@ -125,8 +123,6 @@ class Stages:
     def _finish(self, status: str) -> dict[str, Any]:
         summary = self._record(status, exit_code=0)
         if distributed.is_first():
-            for one in self._summaries:
-                logger.info("Stage %s: %s", one["name"], _in_words(one))
             logger.info("Written to: %s", self._job.folder.path)
             if status == STOPPED:
                 logger.info("Stopped early; resume with: %s", resume_command(self._job))
@@ -162,9 +158,7 @@ def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> di
         "samples": last.get("samples", []) if len(stages) == len(configs) else [],
         "peak_bytes": highest["peak_bytes"] if highest else None,
         "peak_bytes_by_moment": highest.get("peak_bytes_by_moment") if highest else None,
-        "tokens_per_s": round(sum(stage["tokens_per_s"] * stage["wall_s"] for stage in stages) / wall, 2)
-        if wall
-        else 0,
+        "tokens_per_s": round(sum(one["tokens_per_s"] * one["wall_s"] for one in stages) / wall, 2) if wall else 0,
         "steps": sum(stage["steps"] for stage in stages),
         "engine_proof": last.get("engine_proof"),
         "evaluations": [{"stage": stage["name"], **one} for stage in stages for one in stage.get("evaluations", ())],
@@ -183,10 +177,3 @@ def _evaluated_on(config: RunConfig) -> tuple[Any, ...]:
     data = config.data
     held = [(source.path, source.val_path) for source in data.sources]
     return data.test_path, data.val_path, data.val_fraction, data.train_path if data.val_fraction else "", held
-
-
-def _in_words(summary: dict[str, Any]) -> str:
-    losses = [summary[when] and summary[when]["loss"] for when in ("before", "after")]
-    shown = [f"{loss:.4f}" if loss is not None else "not measured" for loss in losses]
-    figures = f"; held-out loss {shown[0]} before, {shown[1]} after" if any(loss is not None for loss in losses) else ""
-    return f"{summary['steps']:,} steps in {summary['wall_s']:.0f} s{figures}"

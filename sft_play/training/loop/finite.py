@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 import math
 from collections.abc import Iterator
@@ -102,31 +101,24 @@ class FiniteSteps(TrainerCallback):
             self._real_step, optimizer.step = optimizer.step, lambda *_, **__: None
         optimizer._is_overflow = leave_out
         if self._trainer.accelerator.optimizer_step_was_skipped != leave_out:
-            raise BackendError(
-                f"accelerate {importlib.metadata.version('accelerate')} keeps elsewhere whether a step was skipped; "
-                "install the version of requirements.lock (make setup)"
-            )
+            raise BackendError("this version of accelerate keeps elsewhere whether a step was skipped; install that of "
+                               "requirements.lock (make setup)")  # fmt: skip
 
     def _decide(self, what: str, *, was_taken: bool) -> None:
         step = int(self._trainer.state.global_step) + 1
         kept = checkpoints.kept(Path(self._trainer.args.output_dir))
         new_run = "start a new run with a lower train.learning_rate"
         if was_taken:
-            raise TrainingError(
-                f"step {step}: {what}, and DeepSpeed has updated the weights with it, which its ZeRO leaves out unless "
-                f"its file has bf16.check_grad_overflow: false; {kept}. Take that setting out, or {new_run}"
-            )
+            raise TrainingError(f"step {step}: {what}, and DeepSpeed has updated the weights with it; {kept}. Take "
+                                f"bf16.check_grad_overflow: false out of its file, or {new_run}")  # fmt: skip
         if self._on_nan == "stop":
             raise TrainingError(
                 f"step {step}: {what}, so the step was not taken: nothing was changed; {kept}. A resumed run meets "
-                "the same rows again: resume with SET='train.on_nan=skip', which leaves such steps out, or look at "
-                f"the data of this step (train.seed decides the order), or {new_run}"
+                f"the same rows again: resume with SET='train.on_nan=skip', which leaves such steps out, or {new_run}"
             )
         if self._in_a_row >= SKIPS_IN_A_ROW:
-            raise TrainingError(
-                f"step {step}: {what}, and the {self._in_a_row - 1} steps before it were skipped for the same: leaving "
-                f"out more is no help; {kept}. Look at the data of these steps, or {new_run}"
-            )
+            raise TrainingError(f"step {step}: {what}, and the {self._in_a_row - 1} steps before it were skipped for "
+                                f"the same; {kept}. Look at the data of these steps, or {new_run}")  # fmt: skip
         if distributed.is_first():
             logger.warning("Step %d skipped: %s; weights, optimizer and learning rate stay as they were", step, what)
 

@@ -66,7 +66,7 @@ def load_trainer(
     taken = take_kernels(model, config, plan, device=arguments.device)
     # before the trainer: whether its collator tells the chats' lengths depends on it
     trust_kernel(model_spec, plan, device=arguments.device)
-    sdpa.begin(model_spec.hf_config, plan, attention=model_spec.attention.name, device=arguments.device)
+    sdpa.switch(cudnn=plan.choice.step.cudnn)
     stops: Sequence[int] = ()
     if eval_set.asked or eval_set.asked_while_training:
         stops = stop_ids(config.task_mode, prepared.tokenizer.tokenizer, prepared.renderer, configured_stops(model))

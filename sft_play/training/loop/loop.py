@@ -35,8 +35,8 @@ from sft_play.training.checkpoints import universal
 from sft_play.training.checkpoints.last_checkpoint import without_code
 from sft_play.training.loop.collate import COUNTS, Collator, parts_of
 from sft_play.training.loop.loop_checkpoints import CheckpointedLoop, RestoreSums
-from sft_play.training.loop.loraplus import faster_by_name, split_by_rate
 from sft_play.training.loop.memory import TRAINING, StepMemory
+from sft_play.training.loop.optimizers import faster_by_name, split_by_rate
 from sft_play.training.loop.rows import (
     EpochOrder,
     StepBatches,
@@ -123,7 +123,6 @@ class PlannedLoop(CheckpointedLoop):
         self._tokens_per_eval_row = 1.0
         self._tokens_seen: torch.Tensor | int = 0  # becomes a tensor of the device, which nothing waits for
         self._logged_step = 0
-        self._ops_of_a_place: int | None = None
         self._layout, self._evaluates_blocks = layout, evaluates_blocks
         self._loraplus_lr_ratio = loraplus_lr_ratio
         self._eval_head: torch.Tensor | None = None
@@ -207,16 +206,8 @@ class PlannedLoop(CheckpointedLoop):
         return batches, trained
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Those of a batch; none of an empty one. The Trainer walks all modules for each batch, which on a small model
-        is a tenth of a step: here once, for all batches have as many a place."""
-        if not inputs:
-            return 0
-        if isinstance(inputs, list):
-            return sum(map(self.floating_point_ops, inputs))
-        places = int(inputs["input_ids"].numel())
-        if self._ops_of_a_place is None:
-            self._ops_of_a_place = int(super().floating_point_ops(inputs)) // places
-        return places * self._ops_of_a_place
+        """None are counted: the Trainer would walk all modules for each batch."""
+        return 0
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -277,7 +268,6 @@ class PlannedLoop(CheckpointedLoop):
 
         def compute(is_again: bool) -> Any:
             batches = self.step_memory.batches() if is_again else inputs if isinstance(inputs, list) else [inputs]
-            self.current_flos += sum(map(self.floating_point_ops, batches)) if is_again else 0
             *before, last = batches
             for batch in before:
                 self._tr_loss += self._train_pass(model, batch, *args, **options)
@@ -440,15 +430,10 @@ class PlannedLoop(CheckpointedLoop):
     def _exact_match(self, asked: Sequence[Question], *, prefix: str) -> dict[str, float]:
         with context_parallel.whole_rows(self.model), self._monitor.generating():
             self.last_answers = answers(
-                self.model,
-                self.processing_class,
-                asked,
-                stop=self._stop_ids,
-                max_new_tokens=self._max_new_tokens,
-                most_tokens=self._answer_tokens,
+                self.model, self.processing_class, asked, stop=self._stop_ids, max_new_tokens=self._max_new_tokens,
+                most_tokens=self._answer_tokens, tried=self.step_memory.tried,
                 began=lambda: self.beat.note(self.state.global_step, "generating answers"),
-                tried=self.step_memory.tried,
-            )
+            )  # fmt: skip
         share = sum(answer.right for answer in self.last_answers) / len(self.last_answers)
         metrics = {f"{prefix}_exact_match": share}
         self.log(metrics)

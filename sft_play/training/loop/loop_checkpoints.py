@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,11 +28,9 @@ from sft_play.runs.files import flush, free_bytes, room
 from sft_play.training.checkpoints import (
     checkpoints,
     full_state_dict,
-    gathered_weights,
     sharded_checkpoints,
     universal,
 )
-from sft_play.training.checkpoints.beside import Writing
 from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
@@ -65,9 +64,47 @@ class RestoreSums(TrainerCallback):
         state = json.loads(self._path.read_text(encoding="utf-8"))
         self._trainer._tr_loss += state["loss_sum"]
         self._trainer._globalstep_last_logged = state["last_logged"]
-        self._trainer._total_loss_scalar = state.get("total_loss", 0.0)
-        self._trainer.finite.left_out = state.get("left_out", 0)
-        self._trainer._monitor.continue_from(state.get("seen", {}))
+        self._trainer._total_loss_scalar = state["total_loss"]
+        self._trainer.finite.left_out = state["left_out"]
+        self._trainer._monitor.continue_from(state["seen"])
+
+
+class Writing:
+    """A checkpoint that is written while training goes on: the work of a thread, begun at once.
+
+    torch's `async_save` does the same, but its thread is one that an exit waits for, however long, and what makes a
+    checkpoint whole (digests, the rename) would have to wait for the next step. Here one thread does both; only its end
+    is awaited by all ranks.
+    """
+
+    def __init__(self, work: Callable[[], None], *, step: int, needed: int) -> None:
+        """`step`, `needed`: of the checkpoint, and the bytes that it takes at least."""
+        self.step, self.needed = step, needed
+        self.awaited = False
+        """Whether training waits for it, so that its bytes are the rank's progress."""
+        self._work, self._began, self._took_s = work, time.monotonic(), 0.0
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="sft_play checkpoint")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:  # torch's distributed checkpoint raises one that is no Exception
+            self._error = error
+        self._took_s = time.monotonic() - self._began
+
+    def result(self) -> float:
+        """Wait for its end; the seconds that it took. Raises what the thread did."""
+        self.awaited = True
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._took_s
+
+    def give_time(self, seconds: float) -> None:
+        """Wait for its end, but no longer: where this rank fails, others may never write their parts."""
+        self._thread.join(seconds)
 
 
 class CheckpointedLoop(Trainer):
@@ -260,7 +297,7 @@ class CheckpointedLoop(Trainer):
             if self.in_parts and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only
             elif is_peft_model(self.model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-                self._save(output_dir, state_dict=gathered_weights.whole_state(self))
+                self._save(output_dir, state_dict=full_state_dict.whole_state(self))
             else:
                 super().save_model(output_dir, _internal_call)
         self.wait_for_disk()

@@ -68,7 +68,7 @@ class StepMemory(TrainerCallback):
         trainer = self._trainer
         self._start = {
             "random": [get() for get, _ in _random_states()], "loss": trainer._tr_loss.clone(),
-            "flos": trainer.current_flos, "tokens": trainer._tokens_seen, "counted": trainer._monitor.counted(),
+            "tokens": trainer._tokens_seen, "counted": trainer._monitor.counted(),
         }  # fmt: skip
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
@@ -112,7 +112,7 @@ class StepMemory(TrainerCallback):
         for (_, put), state in zip(_random_states(), start["random"], strict=True):
             put(state)
         trainer._tr_loss.copy_(start["loss"])
-        trainer.current_flos, trainer._tokens_seen = start["flos"], start["tokens"]
+        trainer._tokens_seen = start["tokens"]
         trainer._monitor.recount(start["counted"])
         for batch in trainer._slots:
             batch.clear()  # those that are left of this step: the Trainer passes empty ones over

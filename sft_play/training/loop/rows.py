@@ -193,14 +193,9 @@ class EpochOrder(torch.utils.data.Sampler[int]):
     """
 
     def __init__(
-        self,
-        count: int,
-        *,
-        seed: int,
-        lengths: npt.NDArray[np.int64] | None = None,
-        window: int = 1,
+        self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1,
         mix: Mix | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._count, self._seed = count, seed
         self._lengths, self._window, self._mix = lengths, window, mix
         self.epoch = 0
@@ -297,6 +292,4 @@ class TellEpoch(TrainerCallback):
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Set the epoch of the step counter."""
-        order = self._trainer.order
-        if order is not None:
-            order.set_epoch(int(state.epoch or 0))
+        self._trainer.order.set_epoch(int(state.epoch or 0))

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer
 
 from sft_play.config.leaves import training_options
 from sft_play.config.schema import RunConfig
-from sft_play.data.build.mixing import Sources, mix_table
+from sft_play.data.build.mixing import Sources
 from sft_play.data.build.packing import Packs, best_fit, joined, wants_packing
 from sft_play.data.build.splits import Split
 from sft_play.errors import ConfigError
@@ -30,8 +30,7 @@ from sft_play.planner.plan import Plan
 from sft_play.runs.folder import RunFolder
 from sft_play.training.loop.collate import COUNTS, SOURCE
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.loop.muon import MuonWithAdamW, matrices_of
-from sft_play.training.loop.rounding import rounding
+from sft_play.training.loop.optimizers import MuonWithAdamW, matrices_of, rounding
 from sft_play.training.loop.rows import lengths_of, to_dataset
 from sft_play.training.measure.board import Board, hparams_of
 from sft_play.training.measure.monitor import Monitor, head_sums, source_sums
@@ -257,8 +256,6 @@ def build_trainer(
     rows = to_dataset(train.rows)
     packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))
     mix = sources.mix(seed=config.train.seed, sizes=packed) if sources else None
-    for line in mix_table(mix, shown="packed") if mix is not None and packs is not None else ():
-        logger.debug("Packing: %s", line)
     trainer = (kind or PlannedTrainer)(
         model=model,
         args=arguments,
@@ -285,18 +282,13 @@ def build_trainer(
         **options,
     )
     if peft_config is not None:
-        _fit_adapters(trainer.model, config, plan)
+        set_adapter_dtype(trainer.model, config, plan)
+        cast_outside_autocast(trainer.model)
+        name_backbone(trainer.model.get_base_model())
     trainer.step_memory.plan = plan
-    engines.tell_accumulation(trainer, plan)
     engines.set_gradients(trainer, plan, config)
     trainer.remove_callback(PrinterCallback)  # `callbacks.Progress` shows the same
     return trainer
-
-
-def _fit_adapters(model: Any, config: RunConfig, plan: Plan) -> None:
-    set_adapter_dtype(model, config, plan)
-    cast_outside_autocast(model)
-    name_backbone(model.get_base_model())
 
 
 def _optimizer(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
@@ -350,10 +342,6 @@ def _packs_of(
     `sizes`: rows of each source, in order; no pack holds rows of two sources.
     """
     if not wants_packing(config):
-        if config.data.packing != "none":
-            logger.debug(
-                "Packing: task_mode=%s trains full blocks of text, which leave nothing to pack", config.task_mode
-            )
         return None, tuple(sizes)
     lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])
     parts = [best_fit(part, plan.max_seq_len) for part in lengths]

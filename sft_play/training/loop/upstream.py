@@ -1,8 +1,8 @@
-"""Which private names of transformers' and TRL's trainers the training loop builds on, why, and a guard for each.
+"""Which private names of transformers' and TRL's trainers the training loop builds on, and a guard for each.
 
 Every other override is of a public method. A private one may change with any release, so each is listed here with its
-reason, its parameters, and the library's methods that have to use it for the override to have any effect. A library
-that has changed is named in one error before training, instead of training or saving wrongly.
+parameters and the library's methods that have to use it for the override to have any effect; the override itself says
+why it is there. A library that has changed is named in one error before training.
 """
 
 from __future__ import annotations
@@ -10,125 +10,50 @@ from __future__ import annotations
 import importlib.metadata
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import Trainer
 
 from sft_play.errors import BackendError
 
 
-@dataclass(frozen=True)
-class Private:
+class Private(NamedTuple):
     """A private name of a library's trainer.
 
-    `parameters`: of a method, in their order; None for an attribute. `used_by`: methods of `transformers.Trainer` (of
-    `owner`, where it is another class) that use it.
+    `used_by`: methods of `transformers.Trainer` (of `owner`, where it is another class) that use it; `parameters`: of a
+    method, in their order; None for an attribute.
     """
 
     name: str
-    reason: str
-    parameters: tuple[str, ...] | None
     used_by: tuple[str, ...]
+    parameters: tuple[str, ...] | None = None
     owner: str = "Trainer"
 
 
 OVERRIDDEN = (
-    Private(
-        "_get_output_dir",
-        "checkpoints are written aside and renamed; the arguments that are saved with them keep the real folder",
-        ("self", "trial"),
-        ("_save_checkpoint",),
-    ),
-    Private(
-        "_save_checkpoint",
-        "a checkpoint is whole or absent: written aside, checked, renamed; no callback comes before the writing",
-        ("self", "model", "trial"),
-        ("_maybe_log_save_evaluate",),
-    ),
-    Private(
-        "_save_optimizer_and_scheduler",
-        "under FSDP the states are written whole, or every rank's part, so that other layouts read them",
-        ("self", "output_dir"),
-        ("_save_checkpoint",),
-    ),
-    Private(
-        "_load_optimizer_and_scheduler",
-        "what was written so is read back under another layout or number of ranks",
-        ("self", "checkpoint"),
-        ("_prepare_for_training",),
-    ),
-    Private(
-        "_load_from_checkpoint",
-        "weights in parts, and whole ones into an FSDP model",
-        ("self", "resume_from_checkpoint", "model"),
-        ("_prepare_for_training",),
-    ),
-    Private(
-        "_load_best_model",
-        "the same at the end of a run with load_best_model_at_end",
-        ("self",),
-        ("_finalize_training",),
-    ),
-    Private(
-        "_get_grad_norm",
-        "a step whose gradients are not finite changes nothing: only here is the norm known before the update",
-        ("self", "model", "grad_norm"),
-        ("_run_epoch",),
-    ),
-    Private(
-        "_save_rng_state",
-        "random states of all ranks are written by the first: other nodes may have another disk",
-        ("self", "output_dir"),
-        ("_save_checkpoint",),
-    ),
-    Private(
-        "_issue_warnings_after_load",
-        "a checkpoint that does not match the model is an error here, not a warning",
-        ("self", "load_result"),
-        ("_load_from_checkpoint", "_load_best_model"),
-    ),
+    Private("_get_output_dir", ("_save_checkpoint",), ("self", "trial")),
+    Private("_save_checkpoint", ("_maybe_log_save_evaluate",), ("self", "model", "trial")),
+    Private("_save_optimizer_and_scheduler", ("_save_checkpoint",), ("self", "output_dir")),
+    Private("_load_optimizer_and_scheduler", ("_prepare_for_training",), ("self", "checkpoint")),
+    Private("_load_from_checkpoint", ("_prepare_for_training",), ("self", "resume_from_checkpoint", "model")),
+    Private("_load_best_model", ("_finalize_training",), ("self",)),
+    Private("_get_grad_norm", ("_run_epoch",), ("self", "model", "grad_norm")),
+    Private("_save_rng_state", ("_save_checkpoint",), ("self", "output_dir")),
+    Private("_issue_warnings_after_load", ("_load_from_checkpoint", "_load_best_model"), ("self", "load_result")),
 )
 """Private methods that `PlannedLoop` overrides, or `CheckpointedLoop`, which it builds on."""
 
 USED = (
-    Private(
-        "_save",
-        "an adapter that was gathered from all ranks is written as the Trainer writes one",
-        ("self", "output_dir", "state_dict"),
-        ("save_model",),
-    ),
-    Private(
-        "_tr_loss",
-        "a resumed run logs the unbroken run's mean: the sum of losses since the last log is kept in checkpoints",
-        None,
-        ("_inner_training_loop", "_finalize_training"),
-    ),
-    Private(
-        "_total_loss_scalar",
-        "the mean loss of all steps: its last part is one rank's own, and is put right",
-        None,
-        ("_finalize_training",),
-    ),
-    Private(
-        "_globalstep_last_logged",
-        "the step that this sum begins at",
-        None,
-        ("_inner_training_loop", "_maybe_log_save_evaluate"),
-    ),
+    Private("_save", ("save_model",), ("self", "output_dir", "state_dict")),
+    Private("_tr_loss", ("_inner_training_loop", "_finalize_training")),
+    Private("_total_loss_scalar", ("_finalize_training",)),
+    Private("_globalstep_last_logged", ("_inner_training_loop", "_maybe_log_save_evaluate")),
     *(
-        Private(name, f"the loss is computed here as TRL computes it: {reason}", None, ("compute_loss",), "SFTTrainer")
-        for name, reason in {
-            "log_probs": "from its head's log-probabilities of trained tokens",
-            "label_mask": "over the tokens that its head scores",
-            "average_tokens_across_devices": "scaled up for DDP's mean over ranks",
-            "aux_loss": "with the balancing loss of routers",
-            "aux_loss_enabled": "where the config of a mixture of experts has one",
-            "router_aux_loss_coef": "weighted by the config's coefficient",
-            "current_gradient_accumulation_steps": "as a mean over the passes of a step",
-            "entropy": "with the figures that are logged beside it",
-            "is_top1": "with the figures that are logged beside it",
-        }.items()
+        Private(name, ("compute_loss",), owner="SFTTrainer")
+        for name in (
+            *("log_probs", "label_mask", "average_tokens_across_devices", "aux_loss", "aux_loss_enabled"),
+            *("router_aux_loss_coef", "current_gradient_accumulation_steps", "entropy", "is_top1"),
+        )
     ),
 )
 """Names that they call or read: private ones, and those of TRL's loss."""
@@ -150,7 +75,7 @@ def require_known(upstream: type, *, names: Sequence[Private] = (*OVERRIDDEN, *U
             library = "trl" if private.owner == "SFTTrainer" or module.startswith("trl.") else "transformers"
             raise BackendError(
                 f"this training loop does not support {library} {importlib.metadata.version(library)}: {problem}; "
-                f"it is needed for this: {private.reason}. Install the version of requirements.lock (make setup)"
+                "install the version of requirements.lock (make setup)"
             )
 
 

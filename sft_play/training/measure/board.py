@@ -114,7 +114,7 @@ class Board(TrainerCallback):
         for tag in ("train/", *self._metrics):  # TensorBoard gives out its colours in this order
             self._writer_of(tag)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write the settings and the hparams."""
         writer = self._writer_of("train/")
         for name, language in (("config.yaml", "yaml"), ("plan.json", "json"), ("manifest.json", "json")):
@@ -124,9 +124,6 @@ class Board(TrainerCallback):
                 writer.add_text(path.stem, f"```{language}\n{text}\n```", state.global_step)
         for event in recorded(self._folder):  # ranks that started again for it could not write it before
             self.ran_out(event)
-        writer.add_text("args", redact(args.to_json_string()), state.global_step)
-        if getattr(model, "config", None) is not None:
-            writer.add_text("model_config", redact(model.config.to_json_string()), state.global_step)
         for part in _hparams_table(self._hparams, ("train/loss", *self._metrics, "train/tokens_per_s")):
             # into this run's own file: `SummaryWriter.add_hparams` would make a second run for them
             writer.file_writer.add_summary(part)

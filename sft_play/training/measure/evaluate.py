@@ -13,10 +13,10 @@ from sft_play.training.job import RunJob
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.rows import to_dataset
 from sft_play.training.measure.exact_match import Answer, Question, questions
-from sft_play.training.measure.peaks import LoadMemory, LoadMeter
+from sft_play.training.measure.peaks import LoadMeter
 from sft_play.training.prepare.prepare import Prepared
 from sft_play.training.ranks import distributed
-from sft_play.training.ranks.engine_check import EngineCheck, check_engine, engine_check_of_one
+from sft_play.training.ranks.engines import EngineCheck, check_engine, engine_check_of_one
 
 logger = logging.getLogger(__name__)
 
@@ -74,22 +74,6 @@ def _questions(job: RunJob, prepared: Prepared, split: Split | None) -> list[Que
     return asked
 
 
-def evaluate_before(job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, *, resumed: bool) -> Figures | None:
-    """The figures before training; a run that was resumed from a checkpoint keeps those of its first start."""
-    if not job.loaded.config.eval.before_training or eval_set.split is None:
-        return None
-    if resumed:
-        recorded = distributed.of_first(job.folder.manifest().get("before") if distributed.is_first() else None)
-        return Figures(recorded["loss"], recorded["exact_match"], recorded["rows"]) if recorded else None
-    before = evaluate(trainer, eval_set)
-    assert before is not None
-    if distributed.is_first():
-        job.folder.update_manifest(before=before.as_json())
-        match = "" if before.exact_match is None else f", exact match {before.exact_match:.1%}"
-        logger.debug("Before training: held-out loss %.4f%s", before.loss, match)
-    return before
-
-
 def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
     """Loss and exact match of the held-out rows with the present weights; None where there are no such rows."""
     split, name, asked = eval_set.split, eval_set.name, eval_set.asked
@@ -119,11 +103,11 @@ class BeforeTraining(TrainerCallback):
     def __init__(
         self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
     ) -> None:
-        self._job, self._trainer, self._eval_set, self._loading = job, trainer, eval_set, loading
+        self._job, self._trainer, self.eval_set, self._loading = job, trainer, eval_set, loading
         self._is_resumed = is_resumed
         self._engine_check: EngineCheck | None = None
         self.figures: Figures | None = None
-        self.loading: LoadMemory | None = None
+        self.loading: dict[str, Any] | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Check the engine, then measure; raises TrainingError if it is not what the plan says."""
@@ -132,9 +116,19 @@ class BeforeTraining(TrainerCallback):
         self.measure()
 
     def measure(self) -> None:
-        """Measure what loading took, and the figures of the held-out rows."""
+        """Measure what loading took, and the figures of the held-out rows; a run that was resumed from a checkpoint
+        keeps those of its first start."""
         self.loading = self._loading.stop()
-        self.figures = evaluate_before(self._job, self._trainer, self._eval_set, resumed=self._is_resumed)
+        folder, is_first = self._job.folder, distributed.is_first()
+        if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:
+            return
+        if self._is_resumed:
+            recorded = distributed.of_first(folder.manifest().get("before") if is_first else None)
+            self.figures = Figures(**recorded) if recorded else None
+            return
+        self.figures = evaluate(self._trainer, self.eval_set)
+        if is_first and self.figures is not None:
+            folder.update_manifest(before=self.figures.as_json())
 
     @property
     def engine_check(self) -> EngineCheck:

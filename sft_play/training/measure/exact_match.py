@@ -148,17 +148,9 @@ def _generate(
     ids_BT = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask_BT = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
     generated_BT = model.generate(
-        input_ids=ids_BT,
-        attention_mask=mask_BT.to(model.device),
-        do_sample=False,
-        temperature=None,
-        top_p=None,
-        top_k=None,
-        max_new_tokens=max(1, room),
-        eos_token_id=list(stop),
-        pad_token_id=pad,
-        use_cache=True,
-    )
+        input_ids=ids_BT, attention_mask=mask_BT.to(model.device), do_sample=False, temperature=None, top_p=None,
+        top_k=None, max_new_tokens=max(1, room), eos_token_id=list(stop), pad_token_id=pad, use_cache=True,
+    )  # fmt: skip
     ends = set(stop)
     generated = [tuple(row.tolist()[longest:]) for row in generated_BT]
     lengths = [next((place + 1 for place, token in enumerate(row) if token in ends), len(row)) for row in generated]

@@ -80,9 +80,7 @@ class Monitor(TrainerCallback):
         """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
         are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by moment, which
         this starts and ends."""
-        self._peaks = peaks or Peaks()
-        self._copies = copies
-        self.sources = tuple(sources)
+        self._peaks, self._copies, self.sources = peaks or Peaks(), copies, tuple(sources)
         self._plan, self._on_gpu = plan, self._peaks.on_gpu
         self._clock = _Clock(on_gpu=self._on_gpu)
         self._optimizer_start: Any = None
@@ -102,8 +100,8 @@ class Monitor(TrainerCallback):
         }
 
     def continue_from(self, seen: Mapping[str, float]) -> None:
-        """Count on from what a checkpoint says; an older version's says nothing."""
-        self.samples_seen, self.tokens_seen = seen.get("samples", 0.0), seen.get("tokens", 0.0)
+        """Count on from what a checkpoint says."""
+        self.samples_seen, self.tokens_seen = seen["samples"], seen["tokens"]
         self.tokens_before = self.tokens_seen
 
     def _reset(self) -> None:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import logging
-import resource
-import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,9 +23,6 @@ from sft_play.planner.plan import Plan
 from sft_play.process.heap import give_back_free_memory
 from sft_play.training.ranks import distributed
 from sft_play.training.ranks.heartbeat import Heartbeat
-from sft_play.units import GIB
-
-logger = logging.getLogger(__name__)
 
 RunMoment = Literal["training", "evaluation", "generation", "saving"]
 
@@ -45,10 +39,6 @@ class Highest:
     allocated: int = 0
     reserved: int = 0
 
-    def or_more(self, other: Highest) -> Highest:
-        """The larger of each."""
-        return Highest(max(self.allocated, other.allocated), max(self.reserved, other.reserved))
-
 
 @dataclass
 class Peaks:
@@ -56,12 +46,10 @@ class Peaks:
 
     on_gpu: bool = False
     level_bytes: int = 0
-    clear: Callable[[], bool] = field(default_factory=lambda: _cleared)
-    """Resets the peak of resident memory; whether it could."""
     _kept: dict[RunMoment, Highest] = field(default_factory=dict)
     _moment: RunMoment | None = None
-    _earlier: int = 0
-    """Peak resident bytes of earlier moments, where it could not be reset."""
+    _is_counted: bool = True
+    """Whether the peak could be reset when the moment began."""
 
     def start(self, moment: RunMoment) -> None:
         """Begin a moment, and keep the peak of the one before."""
@@ -71,7 +59,7 @@ class Peaks:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         else:
-            self._earlier = 0 if self.clear() else highest_resident()
+            self._is_counted = cleared()
 
     def end(self) -> None:
         """End the moment without beginning another."""
@@ -95,8 +83,7 @@ class Peaks:
                 self.start(before)
 
     def highest(self, moment: RunMoment) -> Highest | None:
-        """The peak of a moment until now; None if there was none, or if an earlier one was higher and could not be
-        reset."""
+        """The peak of a moment until now; None if there was none, or if it could not be counted anew."""
         self._keep()
         return self._kept.get(moment)
 
@@ -108,27 +95,16 @@ class Peaks:
     def _keep(self) -> None:
         if self._moment is None:
             return
-        peak = self._now()
+        peak, before = self._now(), self._kept.get(self._moment, Highest())
         if peak is not None:
-            self._kept[self._moment] = peak.or_more(self._kept.get(self._moment, Highest()))
+            self._kept[self._moment] = Highest(*map(max, astuple(peak), astuple(before)))
 
     def _now(self) -> Highest | None:
         if self.on_gpu:
             return Highest(torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
-        resident = highest_resident()
-        if resident <= self._earlier:
-            return None
-        own = max(0, resident - self.level_bytes)
-        return Highest(own, own)
-
-
-def highest_resident() -> int:
-    """The peak of this process's resident bytes since it was last reset."""
-    peak = status_bytes("VmHWM")
-    if peak is not None:
-        return peak
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage counts bytes on macOS, KiB elsewhere
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        resident = status_bytes("VmHWM") if self._is_counted else None
+        own = None if resident is None else max(0, resident - self.level_bytes)
+        return None if own is None else Highest(own, own)
 
 
 def status_bytes(field: str) -> int | None:
@@ -140,7 +116,8 @@ def status_bytes(field: str) -> int | None:
     return None
 
 
-def _cleared() -> bool:
+def cleared() -> bool:
+    """Reset the peak of resident memory; whether that could be done (not outside Linux)."""
     try:
         _CLEAR.write_text("5", encoding="utf-8")
     except OSError:
@@ -200,45 +177,20 @@ class Watch:
     started: float
 
 
-@dataclass(frozen=True)
-class LoadMemory:
-    """Bytes at the peak of loading: predicted for one rank, and measured on each.
-
-    `device` is the GPU's allocator, or on a CPU run the rank's own memory; `ram` is that memory beside a GPU. Mapped
-    pages of the weights' files do not count as a rank's own: they can be dropped, and ranks share them.
-    """
-
-    predicted_device: int
-    device_by_rank: tuple[int, ...]
-    predicted_ram: int
-    ram_by_rank: tuple[int, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """`loading` of the summary."""
-        return asdict(self)
-
-    @property
-    def line(self) -> str:
-        """The log line."""
-        line = (
-            f"Loading took {max(self.device_by_rank) / GIB:.2f} GiB at its peak ({self.predicted_device / GIB:.2f} "
-            "predicted)"
-        )
-        if self.ram_by_rank != self.device_by_rank:
-            ram, predicted = max(self.ram_by_rank), self.predicted_ram
-            line += f", and {ram / GIB:.2f} GiB of RAM (at most {predicted / GIB:.2f} predicted)"
-        return line
-
-
 class LoadMeter:
-    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready."""
+    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready.
+
+    Bytes at the peak of loading are those of the GPU's allocator, or on a CPU run the rank's own memory; `ram` is that
+    memory beside a GPU. Mapped pages of the weights' files do not count as a rank's own: they can be dropped, and ranks
+    share them.
+    """
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._on_gpu = plan, plan.hardware.device == "cuda"
         self._done = threading.Event()
         self._level = self._highest = 0
         self._thread = threading.Thread(target=self._watch, name="load-memory", daemon=True)
-        self._measured: LoadMemory | None = None
+        self._measured: dict[str, Any] | None = None
 
     def __enter__(self) -> LoadMeter:
         """Start measuring."""
@@ -256,9 +208,9 @@ class LoadMeter:
         while not self._done.wait(_EVERY_S):
             self._highest = max(self._highest, own_bytes())
 
-    def stop(self) -> LoadMemory:
-        """What was measured on all ranks, gathered and logged once. On a GPU it also frees what loading left in the
-        allocator and resets the peak: a run's figures are those of its steps."""
+    def stop(self) -> dict[str, Any]:
+        """`loading` of the summary: what was predicted for one rank, and measured on all, gathered once. On a GPU it
+        also frees what loading left in the allocator and resets the peak: a run's figures are those of its steps."""
         if self._measured is not None:
             return self._measured
         self._done.set()
@@ -267,13 +219,11 @@ class LoadMeter:
         device = torch.cuda.max_memory_allocated() if self._on_gpu else ram
         figures = distributed.of_all((device, ram))
         memory = self._plan.memory
-        self._measured = LoadMemory(
-            memory.load_bytes,
-            tuple(one for one, _ in figures),
-            memory.host_load_bytes,
-            tuple(ram for _, ram in figures),
-        )
-        logger.debug("%s", self._measured.line)
+        devices, rams = zip(*figures, strict=True)
+        self._measured = {
+            "predicted_device": memory.load_bytes, "device_by_rank": devices,
+            "predicted_ram": memory.host_load_bytes, "ram_by_rank": rams,
+        }  # fmt: skip
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -77,11 +77,9 @@ def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[S
 
 
 class ProfileWindow(TrainerCallback):
-    """Profiles `steps` optimizer steps of this rank, from the third on; rank 0 writes the trace into `folder`.
-
-    With a `plan` every rank has such a window, and what they send each other is counted in `communication.json`. The
-    `trainer`, if given, logs the times.
-    """
+    """Profiles `steps` optimizer steps of this rank, from the third on; rank 0 writes the trace into `folder`, and the
+    `trainer`, if given, logs the times. With a `plan` every rank has such a window, and what they send each other is
+    counted in `communication.json`."""
 
     def __init__(self, folder: Path, steps: int, *, plan: Plan | None = None, trainer: Any = None) -> None:
         self._folder, self._steps, self._plan, self._trainer = folder, steps, plan, trainer
@@ -152,9 +150,7 @@ class ProfileWindow(TrainerCallback):
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
         timed = communication.timed_of(spans, collectives)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        own = communication.Counted(
-            rank, socket.gethostname(), seconds, busy_s, exposed_s, tuple(collectives), tuple(timed)
-        )
+        own = communication.Counted(rank, socket.gethostname(), seconds, busy_s, exposed_s, collectives, timed)
         counted = of_all(own)
         if not is_first():
             return
@@ -162,8 +158,8 @@ class ProfileWindow(TrainerCallback):
             counted, plan.choice.layout, steps=steps, planned=plan.speed.collectives, moved=plan.speed.moved_bytes
         )
         path = self._folder / COUNTS
-        path.write_text(json.dumps(report.as_json() | {"trace": FILE}, indent=1) + "\n", encoding="utf-8")
-        for line in (*report.lines(), f"Communication: {path}"):
+        path.write_text(json.dumps(report | {"trace": FILE}, indent=1) + "\n", encoding="utf-8")
+        for line in (*communication.lines_of(report), f"Communication: {path}"):
             logger.info("%s", line)
 
 

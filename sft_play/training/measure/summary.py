@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import time
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,21 +15,18 @@ from sft_play.errors import Interrupted
 from sft_play.log import one_line
 from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter import CONFIG
-from sft_play.training.checkpoints import gathered_weights
+from sft_play.training.checkpoints import full_state_dict
 from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
 from sft_play.training.checkpoints.tensor_files import base_files
 from sft_play.training.job import RunJob, resume_command
-from sft_play.training.loop.callbacks import StopAfter
+from sft_play.training.loop.callbacks import Progress, StopAfter
 from sft_play.training.loop.loop import PlannedLoop
-from sft_play.training.measure.evaluate import Figures
-from sft_play.training.measure.peaks import LoadMemory, MemoryMeter
-from sft_play.training.measure.updates import UpdateFacts
+from sft_play.training.measure.evaluate import BeforeTraining, Figures
+from sft_play.training.measure.peaks import MemoryMeter, Watch
+from sft_play.training.measure.updates import UpdateCheck
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.proofs.compiling import CompileFacts
-from sft_play.training.proofs.kernels import Taken
 from sft_play.training.ranks import distributed, engines
-from sft_play.training.ranks.engine_check import EngineCheck
 from sft_play.units import GIB, duration_of
 
 logger = logging.getLogger(__name__)
@@ -40,132 +37,86 @@ KEPT_SAMPLES, _SAMPLE_CHARACTERS = 12, 2_000
 """Questions whose answers are kept in the summary, and the longest text of each."""
 
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """The result of the optimizer steps since this process started. Speed is in tokens per second of all ranks."""
+class Trained(NamedTuple):
+    """What watched the optimizer steps since this process started, and tokens per second of all ranks in them."""
 
-    steps: int
-    """Of the whole run, those of earlier starts too."""
-    tokens_per_s: float
-    peak_bytes: dict[str, int | None]
     stop: StopAfter
-    updates: UpdateFacts | None
-    compiled: CompileFacts | None = None
-    """What compiling blocks came to; None where the plain code ran."""
-    steps_before: int = 0
-    """Steps of earlier starts."""
-    skipped_steps: int = 0
-    """Steps that were left out since they were not finite."""
-    ran_out: bool = False
-    """Whether memory ran out, and steps had smaller micro-batches than planned."""
+    progress: Progress
+    updates: UpdateCheck
+    tokens_per_s: float
 
 
-@dataclass(frozen=True)
-class Result:
-    """The result of a run since this process started."""
-
-    trained: TrainingResult
-    before: Figures | None
-    after: Figures | None
-    split: str
-    by_moment: dict[str, dict[str, int | None]]
-    engine_check: EngineCheck
-    loading: LoadMemory | None
-    wall_s: float
-    kernels: Taken = field(default_factory=Taken)
-
-    @property
-    def exit_code(self) -> int:
-        """130 if a signal stopped the run, else 0."""
-        stop = self.trained.stop
-        return Interrupted.exit_code if stop.signal is not None and stop.stopped_early else 0
-
-    @property
-    def status(self) -> str:
-        """`status` of the manifest."""
-        return "stopped" if self.trained.stop.stopped_early else "finished"
-
-    def as_json(self, job: RunJob) -> dict[str, Any]:
-        """`summary.json`; `finish` adds `model_path` once the weights are saved."""
-        stage, speed = job.folder.stage, job.plan.speed.tokens_per_s
-        return {
-            "status": self.status,
-            "split": self.split,
-            "before": self.before.as_json() if self.before else None,
-            "after": self.after.as_json() if self.after else None,
-            "samples": samples(self.before, self.after),
-            "peak_bytes": self.trained.peak_bytes,
-            "peak_bytes_by_moment": self.by_moment,
-            "tokens_per_s": round(self.trained.tokens_per_s, 2),
-            "steps": self.trained.steps,
-            "skipped_steps": self.trained.skipped_steps,
-            "ran_out": self.trained.ran_out,
-            "wall_s": round(self.wall_s, 2),
-            "exit": self.exit_code,
-            "engine_proof": self.engine_check.as_json(),
-            "updates": self.trained.updates.as_json() if self.trained.updates else None,
-            "compile": self.trained.compiled.as_json() if self.trained.compiled else None,
-            "loading": self.loading.as_json() if self.loading else None,
-            "evaluations": evaluations(job.folder.metrics_path, stage=stage) if distributed.is_first() else [],
-            "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
-            **({"kernels": self.kernels.as_json(job.plan)} if job.plan.kernels else {}),
-        }
+def summary_of(
+    job: RunJob, trainer: PlannedLoop, trained: Trained, before: BeforeTraining, after: Figures | None, watch: Watch
+) -> dict[str, Any]:
+    """`summary.json`; `finish` adds `model_path` once the weights are saved."""
+    stop, speed, compiler = trained.stop, job.plan.speed.tokens_per_s, trainer.compiler
+    told_to_stop = stop.signal is not None and stop.stopped_early
+    metrics = job.folder.metrics_path
+    return {
+        "status": "stopped" if stop.stopped_early else "finished",
+        "split": before.eval_set.name,
+        "before": before.figures.as_json() if before.figures else None,
+        "after": after.as_json() if after else None,
+        "samples": samples(before.figures, after),
+        "peak_bytes": watch.memory.peak(),
+        "peak_bytes_by_moment": watch.memory.by_moment(),
+        "tokens_per_s": round(trained.tokens_per_s, 2),
+        "steps": trainer.state.global_step,
+        "skipped_steps": trainer.finite.skipped,
+        "ran_out": trainer.step_memory.has_halved,
+        "wall_s": round(time.time() - watch.started, 2),
+        "exit": Interrupted.exit_code if told_to_stop else 0,
+        "engine_proof": before.engine_check.as_json(),
+        "updates": trained.updates.facts.as_json() if trained.updates.facts else None,
+        "compile": compiler.facts.as_json() if compiler else None,
+        "loading": before.loading,
+        "evaluations": evaluations(metrics, stage=job.folder.stage) if distributed.is_first() else [],
+        "predicted_tokens_per_s": round(speed, 2) if job.plan.speed_known else None,
+        **({"kernels": trainer.kernels.as_json(job.plan)} if job.plan.kernels else {}),
+    }
 
 
-def summary_lines(job: RunJob, result: Result) -> list[str]:
-    """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what is next."""
-    predicted = f" ({job.plan.speed.tokens_per_s:,.0f} predicted)" if job.plan.speed_known else ""
-    steps, speed = result.trained.steps, result.trained.tokens_per_s
-    earlier = result.trained.steps_before
+def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> list[str]:
+    """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what is next. `earlier`:
+    steps of earlier starts."""
+    predicted, steps = summary["predicted_tokens_per_s"], summary["steps"]
     now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
-    now += f" ({result.trained.skipped_steps} skipped: not finite)" if result.trained.skipped_steps else ""
+    now += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""
+    speed = f"{summary['tokens_per_s']:,.0f} tokens/s in training"
+    speed += f" ({predicted:,.0f} predicted)" if predicted is not None else ""
     lines = [
-        f"Steps: {now} in {duration_of(result.wall_s)}; {speed:,.0f} tokens/s in training{predicted}",
-        *_figure_lines(result),
-        *_answer_lines(result.before, result.after),
-        _memory_line(result.trained.peak_bytes),
+        f"Steps: {now} in {duration_of(summary['wall_s'])}; {speed}",
+        *_figure_lines(summary),
+        *_answer_lines(summary["samples"][:SAMPLE_ANSWERS]),
+        _memory_line(summary["peak_bytes"]),
         f"Written to: {job.folder.path}",
     ]
-    if result.exit_code:  # its error says how to resume
+    if summary["exit"] or job.folder.run is not None:  # the error says how to resume, the last stage what is next
         return lines
-    if result.status == "stopped":
+    if summary["status"] == "stopped":
         return [*lines, f"Stopped early; resume with: {resume_command(job)}"]
-    return lines if job.folder.run is not None else [*lines, _next_lines(job)[0], *_try_next(job)]
+    return [*lines, f"Talk to it: make chat RUN={job.folder.quoted}", *_try_next(job)]
 
 
-def detail_lines(job: RunJob, result: Result, summary: dict[str, Any]) -> list[str]:
-    """What a run's log has beside those."""
-    peak = result.trained.peak_bytes
-    lines = [result.trained.compiled.line] if result.trained.compiled else []
-    lines += [_peak_line(peak), _moments_line(result.by_moment)]
-    others = result.kernels.words(job.plan)
-    lines += [others] if others else []
-    if result.status != "finished":
-        return lines
-    lines.append(f"Trained weights: {summary['model_path']}")
-    return lines if job.folder.run is not None else [*lines, *_next_lines(job)[1:]]
-
-
-def _figure_lines(result: Result) -> list[str]:
-    lines = []
-    for name, attribute, form in (("loss", "loss", "{:.4f}"), ("exact match", "exact_match", "{:.1%}")):
-        values = [getattr(figures, attribute) if figures else None for figures in (result.before, result.after)]
+def _figure_lines(summary: Mapping[str, Any]) -> list[str]:
+    lines, both = [], [summary[when] or {} for when in ("before", "after")]
+    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
+        values = [figures.get(name.replace(" ", "_")) for figures in both]
         if any(value is not None for value in values):
             shown = [form.format(value) if value is not None else "not measured" for value in values]
-            rows = (result.after or result.before or Figures()).rows
-            lines.append(f"Held-out {name} ({result.split}, {rows} rows): {shown[0]} before, {shown[1]} after")
+            rows = both[1].get("rows") or both[0].get("rows")
+            lines.append(f"Held-out {name} ({summary['split']}, {rows} rows): {shown[0]} before, {shown[1]} after")
     return lines
 
 
-def _answer_lines(before: Figures | None, after: Figures | None) -> list[str]:
+def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = []
-    old = {answer.question.shown: answer.text for answer in before.answers} if before else {}
-    for answer in (after.answers if after else ())[:SAMPLE_ANSWERS]:
-        lines.append(f"Asked: {one_line(answer.question.shown)}")
-        if answer.question.shown in old:
-            lines.append(f"  before: {one_line(old[answer.question.shown])}")
-        mark = "right" if answer.right else f"expected: {one_line(answer.question.answer)}"
-        lines.append(f"  after:  {one_line(answer.text)}  ({mark})")
+    for one in shown:
+        mark = "right" if one["right"] else f"expected: {one_line(one['expected'])}"
+        lines.append(f"Asked: {one_line(one['asked'])}")
+        lines += [f"  before: {one_line(one['before'])}"] if one["before"] is not None else []
+        lines.append(f"  after:  {one_line(one['after'])}  ({mark})")
     return lines
 
 
@@ -173,18 +124,17 @@ def samples(before: Figures | None, after: Figures | None) -> list[dict[str, Any
     """Some questions with the answers of the untrained and the trained model (`before` is None where it was not asked),
     evenly spaced over those that were asked; long texts are cut."""
     answers = after.answers if after else ()
-    old = {answer.question.shown: answer.text for answer in before.answers} if before else {}
+    old = {answer.question.shown: _cut(answer.text) for answer in before.answers} if before else {}
     count = min(KEPT_SAMPLES, len(answers))
-    chosen = [answers[index * len(answers) // count] for index in range(count)]
     return [
         {
             "asked": _cut(answer.question.shown),
             "expected": _cut(answer.question.answer),
-            "before": _cut(old[answer.question.shown]) if answer.question.shown in old else None,
+            "before": old.get(answer.question.shown),
             "after": _cut(answer.text),
             "right": answer.right,
         }
-        for answer in chosen
+        for answer in (answers[index * len(answers) // count] for index in range(count))
     ]
 
 
@@ -192,47 +142,13 @@ def _cut(text: str) -> str:
     return text if len(text) <= _SAMPLE_CHARACTERS else text[: _SAMPLE_CHARACTERS - 1] + "…"
 
 
-def _show(size: int | None) -> str:
-    return f"{size / GIB:.2f} GiB" if size is not None else "not measured"
-
-
 def _memory_line(peak: dict[str, int | None]) -> str:
     """One figure predicted and one measured, both of what plans are made and corrected by."""
     on_cpu = "measured_rss" in peak
-    measured = peak["measured_rss"] if on_cpu else peak["measured_reserved"]
-    what = "above the libraries' own" if on_cpu else "reserved on a GPU"
-    return f"Peak memory {what}: {_show(peak['predicted_reserved'])} predicted, {_show(measured)} measured"
-
-
-def _peak_line(peak: dict[str, int | None]) -> str:
-    """The figures that are not in `_memory_line`."""
-    if "measured_rss" in peak:
-        level, measured = peak["level_rss"] or 0, peak["measured_rss"]
-        whole = None if measured is None else level + measured
-        return f"Resident memory: {_show(level)} of Python and its libraries before the run, {_show(whole)} at its peak"
-    allocated = _show(peak["predicted_allocated"]), _show(peak["measured_allocated"])
-    return "Peak memory allocated on a GPU: {} predicted, {} measured".format(*allocated)
-
-
-def _moments_line(peaks: Mapping[str, Mapping[str, int | None]]) -> str:
-    """The measured peak of each moment, with its prediction where both are of allocated bytes."""
-    shown = []
-    for moment, peak in peaks.items():
-        measured, predicted = peak.get("measured_allocated"), peak["predicted_allocated"]
-        beside = f" ({predicted / GIB:.2f} predicted)" if measured is not None and predicted is not None else ""
-        measured = peak.get("measured_rss") if measured is None else measured
-        shown.append(f"{moment} " + (f"{measured / GIB:.2f} GiB{beside}" if measured is not None else "not measured"))
-    return f"Peak memory by moment: {', '.join(shown)}"
-
-
-def _next_lines(job: RunJob) -> list[str]:
-    run = job.folder.quoted
-    lines = [f"Talk to it: make chat RUN={run}", f"Is it better than its base: make ship RUN={run}"]
-    if job.loaded.config.tuning.mode != "full":
-        lines.append(f"As one model, without its base: make merge RUN={run}")
-    if "tensorboard" in job.loaded.config.train.report_to:
-        lines.append(f"See the curves: make tensorboard RUN={run}")
-    return lines
+    what, predicted = "above the libraries' own" if on_cpu else "reserved on a GPU", peak["predicted_reserved"] or 0
+    measured = peak["measured_rss" if on_cpu else "measured_reserved"]
+    shown = "not measured" if measured is None else f"{measured / GIB:.2f} GiB measured"
+    return f"Peak memory {what}: {predicted / GIB:.2f} GiB predicted, {shown}"
 
 
 def _try_next(job: RunJob) -> list[str]:
@@ -244,32 +160,26 @@ def _try_next(job: RunJob) -> list[str]:
 
 
 def finish(
-    job: RunJob, prepared: Prepared, trainer: PlannedLoop, result: Result, memory: MemoryMeter
+    job: RunJob, prepared: Prepared, trainer: PlannedLoop, summary: dict[str, Any], memory: MemoryMeter, *, earlier: int
 ) -> dict[str, Any]:
     """Save what was trained, write and log the summary; raises Interrupted if the user stopped the run."""
-    summary = result.as_json(job)
-    if result.status == "finished":
-        path = job.folder.model_path(adapter=prepared.is_adapter)
+    steps, is_finished = summary["steps"], summary["status"] == "finished"
+    if is_finished:
         with memory.peaks.during("saving"):
-            _save_trained(job, prepared, trainer, steps=result.trained.steps)
+            _save_trained(job, prepared, trainer, steps=steps)
         summary["peak_bytes_by_moment"] = memory.by_moment()
-        summary["model_path"] = str(path)
-    if not distributed.is_first():
-        distributed.barrier()  # a launcher ends rank 0 when another leaves before rank 0 has written the summary
-        if result.exit_code:
-            raise Interrupted(f"stopped at step {result.trained.steps}, state saved by rank 0")
-        return summary
-    job.folder.write_json("summary.json", summary)
-    job.folder.update_manifest(status=result.status, ended=datetime.now(UTC).isoformat(timespec="seconds"))
-    if result.status == "finished" and prepared.backend.name != "unsloth":  # its process knows no template
-        describe(job, prepared, summary)
-    for line in detail_lines(job, result, summary):
-        logger.debug("%s", line)
-    for line in summary_lines(job, result):
-        logger.info("%s", line)
-    distributed.barrier()
-    if result.exit_code:
-        raise Interrupted(f"stopped at step {result.trained.steps}, state saved; resume with: {resume_command(job)}")
+        summary["model_path"] = str(job.folder.model_path(adapter=prepared.is_adapter))
+    if distributed.is_first():
+        job.folder.write_json("summary.json", summary)
+        job.folder.update_manifest(status=summary["status"], ended=datetime.now(UTC).isoformat(timespec="seconds"))
+        if is_finished and prepared.backend.name != "unsloth":  # its process knows no template
+            describe(job, prepared, summary)
+        for line in summary_lines(job, summary, earlier=earlier):
+            logger.info("%s", line)
+    distributed.barrier()  # a launcher ends rank 0 when another leaves before rank 0 has written the summary
+    if summary["exit"]:
+        how = f"resume with: {resume_command(job)}" if distributed.is_first() else "by rank 0"
+        raise Interrupted(f"stopped at step {steps}, state saved; {how}")
     return summary
 
 
@@ -291,14 +201,6 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
         logger.warning("The model card could not be written: %s", error)
 
 
-def _base(job: RunJob, prepared: Prepared) -> Path | None:
-    """The base's files, of which a whole model keeps those that were not trained."""
-    if prepared.is_adapter or prepared.model_spec.tower is None:
-        return None
-    model = job.loaded.config.model
-    return base_files(model.name, revision=model.revision)
-
-
 def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
     """Save the adapter or the whole model on the first rank; the others help to gather it, then wait for the disk."""
     path, tokenizer = job.folder.model_path(adapter=prepared.is_adapter), prepared.tokenizer.tokenizer
@@ -307,14 +209,17 @@ def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, step
     needed, free = engines.trained_bytes(trainer, dtype), distributed.of_first(free_bytes(path.parent))
     with room(path.parent, needed, "the trained weights", free=free), trainer.writing(path.parent):
         one_by_one = trainer.is_fsdp_enabled and not prepared.is_adapter
-        tensors = gathered_weights.whole_tensors(trainer.model) if one_by_one else None
-        state = None if one_by_one else gathered_weights.whole_state(trainer, in_fp32=dtype is torch.float32)
+        tensors = full_state_dict.whole_tensors(trainer.model) if one_by_one else None
+        state = None if one_by_one else full_state_dict.whole_state(trainer, in_fp32=dtype is torch.float32)
         if distributed.is_first():
             if prepared.tokenizer.own_template is not None:
                 tokenizer.chat_template = prepared.tokenizer.own_template
             learns = any(weight.requires_grad for name, weight in model.named_parameters() if "lora_B" in name)
+            base_model = job.loaded.config.model  # of which a whole model of images and text keeps what did not train
+            keeps = prepared.model_spec.tower is not None and not prepared.is_adapter
+            base = base_files(base_model.name, revision=base_model.revision) if keeps else None
             save_model(
-                model, tokenizer, path, base=_base(job, prepared), state_dict=state, tensors=tensors, dtype=dtype,
+                model, tokenizer, path, base=base, state_dict=state, tensors=tensors, dtype=dtype,
                 steps=steps if learns else 0, moved=trainer.beat.moved,
             )  # fmt: skip
             if not prepared.is_adapter:  # whoever loads it ends answers where training did

@@ -54,21 +54,6 @@ class UpdateFacts:
         return asdict(self) | {"lost": self.lost}
 
     @property
-    def line(self) -> str:
-        """The dtypes and the share in words."""
-        named = {
-            "weights": self.weights, "adapters": self.adapters, "copies that are stepped": self.masters,
-            "optimizer states": self.optimizer_states,
-        }  # fmt: skip
-        text = "Dtypes: " + ", ".join(f"{name} {' and '.join(dtypes)}" for name, dtypes in named.items() if dtypes)
-        if self.moved_share is None:
-            return text
-        text += f"; a step moves {self.moved_share:.1%} of what trains"
-        if self.rounding == "stochastic":
-            text += " (rounded stochastically: small updates arrive on average)"
-        return text
-
-    @property
     def warning(self) -> str:
         """The warning for lost updates, with what to set."""
         stepped = self.masters or self.adapters or self.weights
@@ -81,10 +66,8 @@ class UpdateFacts:
 
 
 class UpdateCheck(TrainerCallback):
-    """Compares samples of what trains before and after the first steps, then logs and keeps the result.
-
-    All ranks sum their counts, so every rank has the same result.
-    """
+    """Compares samples of what trains before and after the first steps, on all ranks together, and warns of what is
+    lost."""
 
     def __init__(self, trainer: Any, rounding: Updates) -> None:
         self._trainer, self._rounding = trainer, rounding
@@ -103,45 +86,35 @@ class UpdateCheck(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Note which of the sampled elements have a gradient. DeepSpeed has already stepped, and shows none."""
         if self._before and not self._trainer.is_deepspeed_enabled:
-            gradients = [_gradient(parameter) for parameter in _trained(self._trainer)]
+            whole = (torch.zeros_like(one) if one.grad is None else one.grad for one in _trained(self._trainer))
+            gradients = [_sample(engines.local(gradient)) for gradient in whole]
             if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
                 self._before = []  # loss scaling skips this step
             self._has_gradient = [gradient != 0 for gradient in gradients]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Compare, and log the result after the last step to compare."""
+        """Compare, and take the result after the last step to compare."""
         if self._before and not self._trainer.accelerator.optimizer_step_was_skipped:
-            self._compare()
+            masks = self._has_gradient or [torch.ones_like(before, dtype=torch.bool) for before in self._before]
+            for before, mask, after in zip(self._before, masks, stepped(self._trainer), strict=True):
+                self._moved += int(((_sample(after) != before) & mask).sum())
+                self._seen += int(mask.sum())
         self._before, self._has_gradient = [], None
         if self._steps == LOOKS[-1]:
             self._say()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Log the result of a shorter run."""
+        """Take the result of a shorter run."""
         if self.facts is None:
             self._say()
-
-    def _compare(self) -> None:
-        masks = self._has_gradient or [torch.ones_like(before, dtype=torch.bool) for before in self._before]
-        for before, mask, after in zip(self._before, masks, stepped(self._trainer), strict=True):
-            self._moved += int(((_sample(after) != before) & mask).sum())
-            self._seen += int(mask.sum())
 
     def _say(self) -> None:
         moved, seen = distributed.total(self._moved), distributed.total(self._seen)
         self.facts = UpdateFacts(
             *dtypes_of(self._trainer), moved_share=round(moved / seen, 4) if seen else None, rounding=self._rounding
         )
-        logger.debug("%s", self.facts.line)
         if self.facts.lost:
             logger.warning("%s", self.facts.warning)
-
-
-def _gradient(parameter: nn.Parameter) -> torch.Tensor:
-    """The gradients of a parameter's sampled elements [n]; zeros where it has none."""
-    if parameter.grad is None:
-        return torch.zeros_like(_sample(engines.local(parameter)))
-    return _sample(engines.local(parameter.grad))
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
@@ -168,8 +141,7 @@ def dtypes_of(trainer: Any) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     from accelerate.utils import is_peft_model
 
     has_adapters = is_peft_model(trainer.model)
-    base: list[str] = []
-    adapters: list[str] = []
+    base, adapters = list[str](), list[str]()
     for module in trainer.model.modules():
         packed = ("weight",) if type(module).__name__ == "Linear4bit" else vars(module).get(PACKED, ())
         for name, parameter in module.named_parameters(recurse=False):

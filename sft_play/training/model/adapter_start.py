@@ -59,7 +59,8 @@ def begin(
             name = base_name(f"{path}.weight")
             with gathered_by_zero3(base.weight):
                 weight = dequantize_module_weight(base) if own is None else own[name]
-                b, a = _start(_upright(weight, layer).to(device), name, layer, lora)
+                upright = weight.T if getattr(layer, "fan_in_fan_out", False) else weight  # GPT-2's are transposed
+                b, a = _start(upright.to(device), name, layer, lora)
             for part, value in ((layer.lora_A, a), (layer.lora_B, b)):
                 with gathered_by_zero3(part["default"].weight, writer=0):
                     part["default"].weight.copy_(value)
@@ -72,11 +73,6 @@ def _layers(model: Any, init: str) -> Iterator[tuple[str, Any]]:
             continue
         if init == "pissa" or type(module.get_base_layer()).__name__ == "Linear4bit":
             yield path, module
-
-
-def _upright(weight: torch.Tensor, layer: Any) -> torch.Tensor:
-    """A weight as (outputs, inputs); GPT-2's are transposed."""
-    return weight.T if getattr(layer, "fan_in_fan_out", False) else weight
 
 
 def _start(weight: torch.Tensor, name: str, layer: Any, lora: LoraConfig) -> tuple[torch.Tensor, torch.Tensor]:

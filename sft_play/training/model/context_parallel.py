@@ -70,14 +70,9 @@ def attend(
         times = query.shape[_HEADS] // key.shape[_HEADS]
         key, value = (heads.repeat_interleave(times, dim=_HEADS) for heads in (key, value))
     output = nn.functional.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        dropout_p=dropout if module.training else 0.0,
-        is_causal=True,
-        scale=scaling,
+        query, key, value, dropout_p=dropout if module.training else 0.0, is_causal=True, scale=scaling,
         enable_gqa=query.shape[_HEADS] != key.shape[_HEADS],
-    )
+    )  # fmt: skip
     return _exchange(output, mesh, _HEADS, _TOKENS).transpose(_HEADS, _TOKENS).contiguous(), None
 
 

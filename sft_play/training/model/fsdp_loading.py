@@ -209,7 +209,8 @@ class _Filling:
 
     def __init__(self, model: nn.Module, source: Source, device: torch.device, *, in_fp32: bool) -> None:
         self._source, self._device, self._in_fp32 = source, device, in_fp32
-        self._storage = _storage(model)
+        packed = (parameter for parameter in model.parameters() if _is_4bit(parameter))
+        self._storage = next((parameter.quant_storage for parameter in packed), torch.uint8)
         self._places: dict[int, list[tuple[str, nn.Module, str]]] = {}
         for path, module in model.named_modules():
             for name, parameter in module._parameters.items():
@@ -254,12 +255,6 @@ class _Filling:
         if dist.get_world_size() > 1:
             dist.broadcast(whole, src=0)
         return whole
-
-
-def _storage(model: nn.Module) -> torch.dtype:
-    """The dtype in which a model's packed weights are kept."""
-    packed = (parameter for parameter in model.parameters() if _is_4bit(parameter))
-    return next((parameter.quant_storage for parameter in packed), torch.uint8)
 
 
 def base_name(name: str) -> str:

@@ -105,15 +105,16 @@ def read_model(
         if pickled:
             raise ModelError(
                 f"{folder} holds {pickled[0]} but no safetensors; pickled weights can run code and are not read: "
-                "convert them (transformers: load them where that is safe, then save_pretrained)"
+                "convert them where that is safe (save_pretrained of transformers)"
             ) from error
-        if folder is None and (broken := broken_connection(error)) is not None:
-            raise ModelError(f"the weights of {config.model.name} {broken}") from error
-        problem = one_line(str(error), limit=300)
-        raise ModelError(f"the weights of {config.model.name} cannot be loaded: {problem}") from error
+        broken = broken_connection(error) if folder is None else None
+        problem = broken or f"cannot be loaded: {one_line(str(error), limit=300)}"
+        raise ModelError(f"the weights of {config.model.name} {problem}") from error
     model.sft_tower = model_spec.tower
-    if model_spec.is_dequantised:
-        _name(model, config)
+    if model_spec.is_dequantised:  # which transformers reads beside a folder's weights only
+        model.name_or_path = model.config._name_or_path = location(config)
+        with contextlib.suppress(OSError):  # it has no generation_config.json
+            model.generation_config = GenerationConfig.from_pretrained(location(config), revision=config.model.revision)
     require_whole(model, info, config.model.name)
     unused = [] if model_spec.tower is not None else sorted(info.get("unexpected_keys", ()))
     if unused:
@@ -149,14 +150,6 @@ def dequantised(config: RunConfig, *, whole: bool) -> dict[str, Any]:
     tensors = tensors_in(folder)
     at_once = whole and is_deepspeed_zero3_enabled()
     return {name: tensor.read() for name, tensor in tensors.items()} if at_once else dict(tensors)
-
-
-def _name(model: Any, config: RunConfig) -> None:
-    """Where a model is from, and how it answers, which transformers reads beside a folder's weights only."""
-    where = location(config)
-    model.name_or_path = model.config._name_or_path = where
-    with contextlib.suppress(OSError):  # it has no generation_config.json
-        model.generation_config = GenerationConfig.from_pretrained(where, revision=config.model.revision)
 
 
 @contextlib.contextmanager

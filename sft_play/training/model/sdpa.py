@@ -18,29 +18,14 @@ Shape letters: B rows, H heads, G heads of keys, S tokens, D width of a head.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward, use_gqa_in_sdpa
-
-from sft_play.facts.installed import CudaLibraries
-from sft_play.planner.attention import SdpaCall, SdpaKernel, prefers_cudnn, sdpa_kernel
-from sft_play.planner.plan import Plan
-
-logger = logging.getLogger(__name__)
-
-_NAMES: dict[int, SdpaKernel] = {
-    int(SDPBackend.MATH): "math", int(SDPBackend.FLASH_ATTENTION): "flash",
-    int(SDPBackend.EFFICIENT_ATTENTION): "efficient", int(SDPBackend.CUDNN_ATTENTION): "cudnn",
-}  # fmt: skip
-_TOKENS = 64
-"""Tokens of the calls that PyTorch is asked about."""
 
 
 def switch(*, cudnn: bool) -> None:
@@ -57,78 +42,6 @@ def without_cudnn() -> Iterator[None]:
         yield
     finally:
         switch(cudnn=before)
-
-
-def begin(hf_config: Any, plan: Plan, *, attention: str, device: torch.device) -> None:
-    """Switch cuDNN's kernel as the plan says, and log which kernel runs and why."""
-    step = plan.choice.step
-    switch(cudnn=step.cudnn)
-    call = _call_of(hf_config, masked=step.padded, half=plan.precision.compute != "float32")
-    if device.type != "cuda" or torch.version.hip is not None or attention != "sdpa" or call is None:
-        return
-    capability = torch.cuda.get_device_capability(device)
-    planned = sdpa_kernel(call, capability, cudnn=step.cudnn)
-    try:
-        runs = chosen(call, dtype=getattr(torch, plan.precision.compute), device=device)
-    except Exception as error:  # a private function of torch's: without it only this line is missing
-        logger.debug("Attention kernel: %s is planned; PyTorch does not say which it takes (%s)", planned, error)
-        return
-    logger.debug("Attention kernel: %s", _words(runs, capability, cudnn=step.cudnn))
-    if runs != planned:
-        logger.warning(
-            "Attention kernel: PyTorch %s with cuDNN %s takes %s here, and the plan counts on %s: memory and speed may "
-            "differ from the plan", torch.__version__, torch.backends.cudnn.version(), runs, planned,
-        )  # fmt: skip
-
-
-def _words(kernel: SdpaKernel, capability: tuple[int, int], *, cudnn: bool) -> str:
-    if cudnn:
-        return f"{kernel}; cuDNN's is on because all batches have one shape, and off wherever lengths vary"
-    if prefers_cudnn(capability, libraries()):
-        return f"{kernel}; cuDNN's, which PyTorch prefers on this GPU, is off: it builds a graph for every new length"
-    return f"{kernel}, PyTorch's choice"
-
-
-def libraries() -> CudaLibraries:
-    """What this process has loaded, by which PyTorch chooses."""
-    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
-    return CudaLibraries(cuda, torch.backends.cudnn.version() or 0)
-
-
-def _call_of(hf_config: Any, *, masked: bool, half: bool) -> SdpaCall | None:
-    """What a model's attention asks of sdpa; None where its config does not say."""
-    text = hf_config.get_text_config()
-    try:
-        heads = getattr(text, "num_attention_heads", None)
-        if not isinstance(heads, int) or not heads:
-            return None
-        width = value = getattr(text, "head_dim", None) or text.hidden_size // heads
-        if getattr(text, "kv_lora_rank", None):  # latent attention
-            width, value = text.qk_nope_head_dim + text.qk_rope_head_dim, text.v_head_dim
-        grouped = (getattr(text, "num_key_value_heads", None) or heads) != heads
-    except RuntimeError:  # transformers' own, for sizes that differ by layer (Gemma 4): its layers ask for several
-        return None
-    # transformers repeats grouped heads wherever there is a mask, and this toolkit where no kernel takes them
-    grouped = grouped and not masked and width == value and not repeats_keys()
-    return SdpaCall(width, value, grouped=grouped, masked=masked, half=half)
-
-
-def chosen(call: SdpaCall, *, dtype: torch.dtype, device: torch.device) -> SdpaKernel:
-    """The kernel that PyTorch itself takes for such a call on this device, as its switches are now."""
-
-    def heads(count: int, width: int) -> torch.Tensor:
-        return torch.zeros(1, count, _TOKENS, width, dtype=dtype, device=device, requires_grad=call.trains)
-
-    keys = 1 if call.grouped else 2
-    mask = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool, device=device).tril_() if call.masked else None
-    backend = torch._fused_sdp_choice(
-        heads(2, call.width), heads(keys, call.width), heads(keys, call.value_width), mask, 0.0, not call.masked,
-        enable_gqa=call.grouped,
-    )  # fmt: skip
-    return _NAMES[int(backend)]
-
-
-# --- grouped heads ----------------------------------------------------------------------------------------------------
 
 
 def attend(

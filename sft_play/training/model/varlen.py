@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import varlen as torchs
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -35,18 +36,9 @@ _HEAD_UNIT = 8
 """The flash kernel takes heads whose width is a multiple of this (flash_attn/flash_api.cpp)."""
 
 
-def _arguments() -> frozenset[str]:
-    """The arguments of the installed torch's varlen kernel; empty where it has none."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)
-
-
-_TELLS_GROUPED = "enable_gqa" in _arguments()
-"""Whether the kernel wants to be told of grouped heads. torch 2.11's has no such argument, and gives all heads to the
-same operator. Found once, since compiled blocks cannot ask."""
+_TELLS_GROUPED = "enable_gqa" in inspect.signature(torchs.varlen_attn).parameters
+"""Whether the kernel wants to be told of grouped heads; torch 2.11's has no such argument. Found once, since compiled
+blocks cannot ask."""
 _flash_in_use = False
 
 
@@ -59,15 +51,6 @@ def use_flash(*, used: bool) -> None:
 def needs_lengths(attention: str) -> bool:
     """Whether a model with this attention needs the chats' lengths on the host; the kernel reads boundaries itself."""
     return attention == ATTENTION and not _flash_in_use
-
-
-def why_not() -> str | None:
-    """Why the installed torch has no varlen kernel for a GPU; None where it has one."""
-    there = _arguments()
-    if not there:
-        return f"torch {torch.__version__} has no torch.nn.attention.varlen"
-    lacking = {"scale", "window_size"} - there
-    return f"varlen_attn of torch {torch.__version__} has no {', '.join(sorted(lacking))}" if lacking else None
 
 
 def attend(
@@ -117,15 +100,9 @@ def attend(
         query, key, value = (heads.to(low) for heads in (query, key, value))
     query, key, value = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
     output_THD = kernel(
-        query,
-        key,
-        value,
-        cu_seq_lens_q,
-        int(max_length_q or length),
-        lengths=chat_lengths,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=sliding_window if slides else None,
-    )
+        query, key, value, cu_seq_lens_q, int(max_length_q or length), lengths=chat_lengths,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling, window=sliding_window if slides else None,
+    )  # fmt: skip
     return output_THD.unflatten(0, (rows, length)), None
 
 
@@ -139,16 +116,9 @@ def _refuse(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> No
 
 
 def kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    *,
-    lengths: Sequence[int] | None = None,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int,
+    *, lengths: Sequence[int] | None = None, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
     """Attention of [T, H, D] over keys and values [T, G, D] between the boundaries `ends`, as [T, H, D].
 
     Args:
@@ -162,22 +132,14 @@ def kernel(
 
 
 def flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    *,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, longest: int,
+    *, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
     """`kernel` by PyTorch's flash kernel, in one call."""
-    from torch.nn.attention.varlen import varlen_attn
-
     width = query.shape[-1]
     if width % _HEAD_UNIT:
         query, key, value = (F.pad(heads, (0, -width % _HEAD_UNIT)) for heads in (query, key, value))
-    output: torch.Tensor = varlen_attn(
+    output: torch.Tensor = torchs.varlen_attn(
         query, key, value, ends, ends, longest, longest, scale=scale,
         window_size=(-1 if window is None else window - 1, 0),
         **({"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPED else {}),
@@ -186,14 +148,9 @@ def flash(
 
 
 def one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Sequence[int],
-    *,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int],
+    *, scale: float, window: int | None,
+) -> torch.Tensor:  # fmt: skip
     """The same by one call of sdpa per chat; a window is a mask as long as the chat is. `value` may have another width
     than `key`."""
     lengths = list(lengths)

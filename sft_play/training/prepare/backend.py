@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sft_play.config.leaves import leaves
+from sft_play.config.leaves import leaves, plain
 from sft_play.config.schema import RunConfig
 from sft_play.errors import BackendError
 from sft_play.log import one_line
@@ -99,13 +99,8 @@ def problem_of_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: 
         python = find_python(os.environ)
     except BackendError as error:
         return str(error)
-    if python is None and not has_gpu:
-        return (
-            "its kernels need a CUDA GPU, and torch sees none; on a CPU it trains without them, in an environment of "
-            f"its own, and there is none: {SETUP}"
-        )
     if python is None:
-        return f"it needs an environment of its own, and there is none: {SETUP}"
+        return f"it needs an environment of its own (and a CUDA GPU for its kernels), and there is none: {SETUP}"
     refused = unsupported(config)
     if refused:
         return f"it does not support {'; '.join(refused)}"
@@ -113,63 +108,43 @@ def problem_of_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: 
         asked = f"{nodes} nodes" if nodes > 1 else f"STRATEGY={layout}"
         return f"its processes each hold the whole model on one node, and {asked} was asked for: STRATEGY=ddp"
     if launched:
-        return (
-            "a launcher started this process as a rank, and Unsloth's processes are started by make train (one GPU) "
-            "and make train-distributed (several)"
-        )
+        return "a launcher started this process as a rank: use make train (one GPU) or make train-distributed (several)"
     try:
         answer = ask(python)
     except BackendError as error:
         return str(error)
     if has_gpu != (answer.device != "cpu"):
         here, there = ("a GPU", "none") if has_gpu else ("none", "one")
-        return (
-            f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device}; {answer.words}): build "
-            "its environment again, or hide the GPU from both with CUDA_VISIBLE_DEVICES="
-        )
+        return f"torch sees {here} here and {there} in {python} (Unsloth chose {answer.device}; {answer.words})"
     return None
 
 
 def unsupported(config: RunConfig) -> list[str]:
-    """Options of the run that Unsloth cannot follow, with their values and reasons."""
+    """Options of the run that Unsloth cannot follow, with their values."""
     refused = []
     if config.tuning.mode == "full":
         refused.append("tuning.mode=full (it trains adapters here: qlora, lora)")
     if config.task_mode == "cpt_mixed":
-        refused.append("task_mode=cpt_mixed (only TRL's trainer reports the losses of chats and texts separately)")
+        refused.append("task_mode=cpt_mixed")
     if type(config.train.gradient_checkpointing) is int:  # isinstance would take true and false too
-        layers = config.train.gradient_checkpointing
-        refused.append(f"train.gradient_checkpointing={layers} (Unsloth checkpoints all layers or none)")
-    reasons = {
-        "data.packing": "Unsloth's attention does not know where the chats of a row begin",
-        "tuning.lora.use_dora": "its kernels compute plain LoRA",
-        "tuning.lora.init": "its adapters start at zero",
-        "tuning.lora.modules_to_save": "Unsloth stores and ties such modules in a way of its own",
-        "model.add_tokens": "Unsloth resizes and trains embeddings in a way of its own",
-        "model.adapter": "it starts a new adapter",
-        "model.attn_implementation": "Unsloth chooses the attention",
-        "model.experts_implementation": "Unsloth runs experts by its own code",
-    }
-    for path, (value, is_default) in _values(config).items():
+        refused.append(f"train.gradient_checkpointing={config.train.gradient_checkpointing} (all layers or none)")
+    for path, value in _changed(config).items():
         owner = leaves()[path].owner  # the module that reads the option: where it takes effect
-        takes_effect = path in _SUPPORTED or (path not in _UNSUPPORTED and owner.startswith((*_MADE_HERE, *_RUN_THERE)))
-        if not is_default and not takes_effect:
-            why = f" ({reasons[path]})" if path in reasons else ""
-            refused.append(f"{path}={one_line(json.dumps(value))}{why}")
+        if path not in _SUPPORTED and (path in _UNSUPPORTED or not owner.startswith((*_MADE_HERE, *_RUN_THERE))):
+            refused.append(f"{path}={one_line(json.dumps(value))}")
     return refused
 
 
-def _values(config: RunConfig) -> dict[str, tuple[Any, bool]]:
-    """Every option's value as plain data, and whether it is the default."""
-    data = config.model_dump(mode="json")
-    values = {}
-    for path, leaf in leaves().items():
-        value: Any = data
-        for part in path.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
-        default = list(leaf.default) if isinstance(leaf.default, tuple) else leaf.default  # as JSON has it
-        values[path] = (value, value == default)
-    return values
+def _changed(config: RunConfig) -> dict[str, Any]:
+    """The options that are not at their defaults, as plain data."""
+
+    def value(path: str) -> Any:
+        found: Any = config
+        for name in path.split("."):
+            found = getattr(found, name, None)
+        return plain(found)
+
+    return {path: found for path, leaf in leaves().items() if (found := value(path)) != leaf.default}
 
 
 def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
@@ -181,10 +156,7 @@ def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
     if model_spec.resize_to is not None:
         return "the tokenizer is larger than the model's embeddings"
     if precision.load != precision.compute:
-        return (
-            f"it loads and computes in one dtype, and the run loads {precision.load} and computes in "
-            f"{precision.compute} (model.dtype=auto)"
-        )
+        return f"it has one dtype, and the run loads {precision.load} and computes in {precision.compute}"
     return None
 
 

@@ -97,8 +97,7 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
         return
     from bitsandbytes import cextension
 
-    # what every call of a kernel would raise from; releases before 0.46 name it otherwise
-    if isinstance(cextension.lib, getattr(cextension, "ErrorHandlerMockBNBNativeLibrary", ())):
+    if isinstance(cextension.lib, cextension.ErrorHandlerMockBNBNativeLibrary):  # every call of it would raise
         raise HardwareError(
             f"bitsandbytes has no library that works with torch for CUDA {torch.version.cuda}, and this run needs it "
             f"(tuning.mode={config.tuning.mode}, train.optim={config.train.optim}): another version of it is "

@@ -75,9 +75,7 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
         return None
     # rows of the down projections: the hidden width and an expert's inner one, whichever comes first
     sides = {size for module in through_transformers for size in module.down_proj.shape[1:]}
-    return experts_of(
-        config, has_own_code=not through_transformers, widths=sorted(sides), precision=precision
-    )  # fmt: skip
+    return experts_of(config, has_own_code=not through_transformers, widths=sorted(sides), precision=precision)
 
 
 def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> None:

@@ -48,7 +48,7 @@ def peft_config_of(
     targets = places.given(lora.target_modules)
     if not targets:
         raise ModelError(f"{config.model.name} has no linear layers that an adapter could take")
-    _check_saved(config, targets, skeleton)
+    _check_saved(config, skeleton)
     start = "" if lora.init == "default" else _checked_start(lora, targets, layers)
     notes = [f"Adapters: r {lora.r}, alpha {lora.alpha}{start} on {', '.join(sorted(targets))}"]
     stacked = _stacked_targets(config, skeleton)
@@ -73,10 +73,10 @@ def peft_config_of(
 
 def _checked_start(lora: LoraConfig, targets: Iterable[str], layers: dict[str, nn.Module]) -> str:
     """Where adapters start, in words; raises ModelError where a layer has fewer singular directions than the rank."""
-    small = [name for name, layer in layers.items() if any(_matches(target, name) for target in targets)
-             and min(layer.weight.shape) < lora.r]  # fmt: skip
-    if small:
-        has = f"{small[0]} has {min(layers[small[0]].weight.shape)} singular directions"
+    sides = {name: min(layer.weight.shape) for name, layer in layers.items() if _any_matches(targets, name)}
+    name = min(sides, key=lambda one: sides[one])
+    if sides[name] < lora.r:
+        has = f"{name} has {sides[name]} singular directions"
         raise ModelError(f"tuning.lora.init={lora.init}: {has}, and tuning.lora.r is {lora.r}; use a smaller rank")
     return f", started by {lora.init}" + (f" (a frozen half makes it r {lora.rank})" if lora.init == "pissa" else "")
 
@@ -92,12 +92,10 @@ def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> di
         return None
     inputs, head = model.get_input_embeddings(), output_head(model)
     if getattr(head, "bias", None) is not None:
-        raise ModelError(
-            f"model.add_tokens: the output head of {type(model).__name__} has a bias, which PEFT's trained rows leave "
-            "out; use tuning.mode=full"
-        )
+        raise ModelError(f"model.add_tokens: the output head of {type(model).__name__} has a bias, which PEFT's rows "
+                         "leave out; use tuning.mode=full")  # fmt: skip
     names = {module: name for name, module in model.named_modules() if module in (inputs, head)}
-    own = [part for part in names if not any(_matches(saved, names[part]) for saved in whole)]
+    own = [part for part in names if not _any_matches(whole, names[part])]
     if model.config.tie_word_embeddings and len(own) == len(names):
         own = [inputs]
     return {names[part]: list(rows) for part in own} or None
@@ -134,16 +132,16 @@ def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
     if not wanted:
         return []
     names = sorted({name.rpartition(".")[2] for name in meant_experts(skeleton, "auto")})
-    lost = [] if wanted == "auto" else [one for one in wanted if not meant_experts(skeleton, [one])]
-    if lost or not names:
+    lost = [one for one in (["auto"] if wanted == "auto" else wanted) if not meant_experts(skeleton, [one])]
+    if lost and (wanted != "auto" or not names):
         has = f"its stacked experts are: {', '.join(names)}" if names else "it has no experts in one tensor"
-        what = one_line(", ".join(lost)) or "auto"
+        what = one_line(", ".join(lost))
         raise ModelError(f"tuning.lora.target_parameters: {what} matches nothing in {config.model.name}; {has}")
     return meant_experts(skeleton, wanted)
 
 
-def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> None:
-    """Raises ModelError for a module of modules_to_save that matches nothing, or that gets an adapter too."""
+def _check_saved(config: RunConfig, model: nn.Module) -> None:
+    """Raises ModelError for a module of modules_to_save that matches nothing, or holds layers with adapters."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for saved in config.tuning.lora.modules_to_save:
         if not any(_matches(saved, name) for name in modules):
@@ -152,18 +150,18 @@ def _check_saved(config: RunConfig, targets: list[str], model: nn.Module) -> Non
                 f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing{_nearest(saved, modules)}. "
                 f"The modules are: {one_line(names, limit=400)}"
             )
-        if saved in targets:
-            raise ModelError(f"tuning.lora: {one_line(saved)} is both in target_modules and in modules_to_save")
         inside = [layer for layer in linear_layers(model) if f".{saved}." in f".{layer}."]
         if inside:
-            raise ModelError(
-                f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or are "
-                f"quantised, such as {inside[0]}; name whole modules without them: embed_tokens, lm_head, norms"
-            )
+            raise ModelError(f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or "
+                             f"are quantised, such as {inside[0]}")  # fmt: skip
 
 
 def _matches(target: str, name: str) -> bool:
     return name == target or name.endswith(f".{target}")
+
+
+def _any_matches(targets: Iterable[str], name: str) -> bool:
+    return any(_matches(target, name) for target in targets)
 
 
 def _nearest(target: str, names: Iterable[str]) -> str:
@@ -184,8 +182,7 @@ def is_meant(pattern: str, name: str) -> bool:
 
 
 def _fits(piece: str, part: str) -> bool:
-    span = _RANGE.fullmatch(piece)
-    if span is not None:
+    if (span := _RANGE.fullmatch(piece)) is not None:
         return part.isdigit() and int(span[1]) <= int(part) <= int(span[2])
     return fnmatch.fnmatchcase(part, _WORDS.get(piece, piece))
 
@@ -217,14 +214,13 @@ def chosen_note(config: RunConfig, model: nn.Module) -> str:
 def _no_match(config: RunConfig, pattern: str, names: Iterable[str]) -> str:
     # without torch's and PEFT's own words, which every name has
     pieces = {part for name in names for part in name.split(".")} - {"default", "weight", "bias", "base_model"}
+    numbers = sorted(int(piece) for piece in pieces if piece.isdigit())
     words = sorted(piece for piece in pieces if not piece.isdigit())
     near = did_you_mean(pattern.rpartition(".")[2], words)
-    hint = f" ({near})" if near else ""
-    layers = max((int(piece) for piece in pieces if piece.isdigit()), default=-1) + 1
-    counted = f"; layers are numbered 0 to {layers - 1}" if layers else ""
     return (
-        f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode={config.tuning.mode} trains{hint}. "
-        f"The parts of their names are: {one_line(', '.join(words), limit=500)}{counted}"
+        f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode={config.tuning.mode} trains"
+        f"{f' ({near})' if near else ''}. The parts of their names are: {one_line(', '.join(words), limit=500)}"
+        f"{f'; layers are numbered 0 to {numbers[-1]}' if numbers else ''}"
     )
 
 

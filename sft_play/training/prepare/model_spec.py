@@ -55,11 +55,8 @@ class Attention:
         """The same with keys and values repeated, and the reason for it, where it is sdpa."""
         if self.name not in ("sdpa", context_parallel.ATTENTION):
             return self
-        why = (
-            "; keys and values are repeated to all heads, since flash attention does not run on this GPU in this "
-            "precision and PyTorch's math kernel would hold S x S scores"
-        )
-        return replace(self, reason=self.reason + why, repeats_kv=True)
+        why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
+        return replace(self, reason=f"{self.reason}; {why}", repeats_kv=True)
 
 
 @dataclass(frozen=True)
@@ -121,8 +118,8 @@ def build_model_spec(
         by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
 
     Raises:
-        ModelError: the class is unknown, a target or module matches nothing, the vocabulary does not fit, or the class
-            cannot be divided as the layout divides it.
+        ModelError: the class is unknown, a target, module or pattern matches nothing, the vocabulary does not fit, or
+            the class cannot be divided as the layout divides it.
         ConfigError: packing is on, and the class does not keep the chats of a row apart.
     """
     whole = _whole_config(config)
@@ -130,17 +127,16 @@ def build_model_spec(
     is_dequantised = bool(notes)
     hf_config = language_config(whole)
     fit_ties(whole, hf_config, lambda: _names_of(config))
-    model_class = _model_class(hf_config, config)
-    if is_dequantised and model_class is nn.Module:
-        raise ModelError(
-            f"the weights of {config.model.name} are stored quantised, and its class is code of its own, which is not "
-            "given dequantised ones; take the 16-bit model"
-        )
+    model_class = _model_class(hf_config, config, is_dequantised=is_dequantised)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
     attention = attention.repeating if repeats_kv else attention
     experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _skeleton(hf_config, config)
-    chosen = _experts(config, hf_config, skeleton, precision)
+    chosen = experts.choose_experts(config, skeleton, precision)
+    if chosen is not None:  # the config says it to whatever builds or loads the model
+        experts.register()
+        hf_config._experts_implementation = experts.name_in_transformers(chosen)
+        notes.append(f"Experts: {chosen.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}
     resize_to = _resize(config, vocab_size, tokenizer_size, added=set(new_rows))
@@ -149,11 +145,9 @@ def build_model_spec(
     if resize_to is not None:
         notes.append(f"Embeddings: resized from {vocab_size} to {resize_to}, the tokenizer's size")
     notes.append(f"Attention: {attention.reason}")
-    if chosen is not None:
-        notes.append(f"Experts: {chosen.reason}")
     attention, masks, measured = _measured(config, hf_config, attention, layout, masks, by_boundaries)
     notes += measured
-    return ModelSpec(
+    model_spec = ModelSpec(
         hf_config, attention, tower_of(whole, skeleton), peft_config, vocab_size, resize_to, _layer_class(skeleton),
         tuple(notes), masks,
         tensor_parallel.plan_of(skeleton) if layout.tensor_parallel > 1 else {},
@@ -163,6 +157,10 @@ def build_model_spec(
         new_rows,
         is_dequantised,
     )  # fmt: skip
+    if config.tuning.trainable == "all":
+        return model_spec
+    chosen_of = chosen_note(config, empty_model(model_spec, trust_remote_code=config.model.trust_remote_code))
+    return replace(model_spec, notes=(*notes, chosen_of))
 
 
 def _dequantised(whole: Any, config: RunConfig) -> list[str]:
@@ -175,7 +173,9 @@ def _dequantised(whole: Any, config: RunConfig) -> list[str]:
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if quantisation_of(fields)[0] is None:
         return []
-    _forget_quantisation(whole)
+    for part in {id(one): one for one in (whole, whole.get_text_config())}.values():
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
     return [f"Model: {stored_words(fields, config.tuning.mode)}"]
 
 
@@ -227,24 +227,15 @@ def _layer_class(skeleton: Any) -> str:
     return max(layers, key=lambda name: layers[name], default="")
 
 
-def _experts(config: RunConfig, hf_config: Any, skeleton: Any, precision: Precision) -> Experts | None:
-    """How experts are multiplied; the model's config says it to whatever builds or loads the model."""
-    chosen = experts.choose_experts(config, skeleton, precision)
-    if chosen is not None:
-        experts.register()
-        hf_config._experts_implementation = experts.name_in_transformers(chosen)
-    return chosen
-
-
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:
     """The model on the meta device: names and shapes, no weights."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
     except Exception as error:  # each model class checks its config in its own way
+        kind, said = type(hf_config).__name__, one_line(str(error), limit=300)
         raise ModelError(
-            f"{config.model.name}: transformers cannot build a {type(hf_config).__name__} from its config.json: "
-            f"{one_line(str(error), limit=300)}"
+            f"{config.model.name}: transformers cannot build a {kind} from its config.json: {said}"
         ) from error
 
 
@@ -255,17 +246,6 @@ def empty_model(model_spec: ModelSpec, *, trust_remote_code: bool) -> Any:
         model.sft_tower = model_spec.tower
         adapter = model_spec.peft_config
         return model if adapter is None else get_peft_model(model, copy.deepcopy(adapter))
-
-
-def trainable_note(config: RunConfig, model_spec: ModelSpec) -> str | None:
-    """A line on what is trained, found without loading weights; None where it is all that the mode trains.
-
-    Raises:
-        ModelError: a pattern of `tuning.trainable` matches nothing that the mode trains.
-    """
-    if config.tuning.trainable == "all":
-        return None
-    return chosen_note(config, empty_model(model_spec, trust_remote_code=config.model.trust_remote_code))
 
 
 def location(config: RunConfig) -> str:
@@ -282,13 +262,6 @@ def _whole_config(config: RunConfig) -> Any:
         raise ModelError(f"the config of {model.name} cannot be read: {one_line(str(error), limit=300)}") from error
 
 
-def _forget_quantisation(whole: Any) -> None:
-    """Take a way of storing weights out of a model's config, of its parts too: in memory they are not stored so."""
-    for part in {id(one): one for one in (whole, whole.get_text_config())}.values():
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
-
-
 def _names_of(config: RunConfig) -> set[str]:
     """Names of the tensors in the base's files, of which those of a hub are asked for their index; empty where they
     cannot be read, which loading words."""
@@ -303,11 +276,11 @@ def _names_of(config: RunConfig) -> set[str]:
         return set()
 
 
-def _model_class(hf_config: Any, config: RunConfig) -> Any:
+def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
     """The class that the model is built from; `nn.Module` for code that comes with the model.
 
     Raises:
-        ModelError: it is an encoder or a classifier, or the class is unknown.
+        ModelError: it is an encoder or a classifier, the class is unknown, or reads no quantised weights.
     """
     others = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     other = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(others)), None)
@@ -316,11 +289,12 @@ def _model_class(hf_config: Any, config: RunConfig) -> Any:
     if type(hf_config) in MODEL_FOR_CAUSAL_LM_MAPPING:
         return MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     if config.model.trust_remote_code and getattr(hf_config, "auto_map", None):
+        if is_dequantised:
+            raise ModelError(f"the weights of {config.model.name} are stored quantised, and its class is code of its "
+                             "own; take the 16-bit model")  # fmt: skip
         return nn.Module
-    raise ModelError(
-        f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a causal language "
-        "model; this toolkit trains causal language models"
-    )
+    raise ModelError(f"{config.model.name} is a {type(hf_config).__name__}, which transformers does not know as a "
+                     "causal language model; this toolkit trains causal language models")  # fmt: skip
 
 
 def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
@@ -355,39 +329,25 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
     """
     if shares_rows:
         if not getattr(model_class, "_supports_attention_backend", False):
-            raise ModelError(
-                f"{model_class.__name__} cannot share rows over context-parallel ranks: its class does not call its "
-                "attention through transformers; use a layout without cp (model.mesh_shape=null lets the plan choose)"
-            )
+            raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "
+                             "its attention through transformers; use a layout without cp")  # fmt: skip
         return Attention(
             context_parallel.ATTENTION, "sdpa over whole rows, each rank for some of the heads (context parallelism)"
         )
     wanted = config.model.attn_implementation
     has_sdpa = bool(getattr(model_class, "_supports_sdpa", False))
     if wanted == "auto":
-        reasons = {
-            "sdpa": "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask",
-            "eager": f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared",
-        }
-        name = attention_of(wanted, has_sdpa=has_sdpa)
-        return Attention(name, reasons[name])
+        if attention_of(wanted, has_sdpa=has_sdpa) == "sdpa":
+            return Attention("sdpa", "sdpa: PyTorch's fused attention, no S x S matrix unless rows need a mask")
+        return Attention("eager", f"eager: {model_class.__name__} has no sdpa; memory grows with the length squared")
     if wanted == "sdpa" and not has_sdpa:
         raise ModelError(f"model.attn_implementation=sdpa: {model_class.__name__} has none; use eager or auto")
-    if is_hub_kernel(wanted):
-        repository = wanted.partition("@")[0]
-        if importlib.util.find_spec("kernels") is None:
-            raise ModelError(
-                f"model.attn_implementation={wanted} needs the package kernels, which is not installed; pip install "
-                "kernels, or use auto"
-            )
-        _require_flash(model_class, repository)
-    if wanted == "flash_attention_2":
-        if importlib.util.find_spec("flash_attn") is None:
-            raise ModelError(
-                "model.attn_implementation=flash_attention_2 needs the package flash-attn, which is not installed; "
-                "use sdpa, which is as fast for unpacked rows"
-            )
-        _require_flash(model_class, wanted)
+    if is_hub_kernel(wanted) or wanted == "flash_attention_2":
+        package = "kernels" if is_hub_kernel(wanted) else "flash-attn"
+        if importlib.util.find_spec(package.replace("-", "_")) is None:
+            raise ModelError(f"model.attn_implementation={wanted} needs the package {package}, which is not installed; "
+                             f"pip install {package}, or use auto")  # fmt: skip
+        _require_flash(model_class, wanted.partition("@")[0])
     return Attention(wanted, f"{wanted}, as model.attn_implementation says")
 
 
@@ -398,7 +358,4 @@ def _require_flash(model_class: Any, wanted: str) -> None:
         raise ModelError(f"{setting} has none; use sdpa")
     compatible = getattr(model_class, "_compatible_flash_implementations", None)
     if compatible and wanted not in compatible:  # such as gpt-oss, whose attention sinks flash-attn 2 lacks
-        raise ModelError(
-            f"{setting} runs only with other kernels ({', '.join(compatible)}), and transformers would use one of "
-            "those instead; use auto"
-        )
+        raise ModelError(f"{setting} runs only with other kernels ({', '.join(compatible)}); use auto")

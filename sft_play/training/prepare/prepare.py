@@ -27,7 +27,7 @@ from sft_play.training.loop.trainer import check_trackers
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.backend import Backend, choose_backend, fall_back, model_problem
 from sft_play.training.prepare.device_checks import require_room
-from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec, trainable_note
+from sft_play.training.prepare.model_spec import ModelSpec, build_model_spec
 from sft_play.training.prepare.origin import Origin, origin_of
 from sft_play.training.prepare.tokenizer import LoadedTokenizer, load_tokenizer
 from sft_play.training.proofs.kernels import check_kernels
@@ -98,9 +98,9 @@ def prepare(job: RunJob) -> Prepared:
             logger.warning("Backend: %s", backend.reason)
             check_trackers(config)
             check_kernels(config, job.plan)
-        origin = origin_of(config, model_spec, tokenizer_sha256=tokenizer.sha256)
+        origin = origin_of(config, model_spec)
         if origin is not None:
-            model_spec = replace(model_spec, notes=(*model_spec.notes, *origin.notes))
+            model_spec = replace(model_spec, notes=(*model_spec.notes, origin.note))
         splits = _splits(job, tokenizer, model_spec)
         _log(model_spec.notes)
         renderer = Renderer(tokenizer.tokenizer, config.data, max_seq_len=job.plan.max_seq_len, today=job.today)
@@ -131,8 +131,7 @@ def _model_spec(job: RunJob, tokenizer: LoadedTokenizer) -> ModelSpec:
             "Attention: the model's class runs %s, but the plan assumed %s: memory and speed will differ from the plan",
             model_spec.attention.name, planned,
         )  # fmt: skip
-    trained = trainable_note(config, model_spec)
-    return replace(model_spec, notes=(*model_spec.notes, *([trained] if trained else [])))
+    return model_spec
 
 
 def _splits(job: RunJob, tokenizer: LoadedTokenizer, model_spec: ModelSpec) -> Splits:

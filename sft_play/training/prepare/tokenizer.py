@@ -37,17 +37,6 @@ TEMPLATE_TOKENS = {"chatml": ("<|im_start|>", "<|im_end|>"), "plain": ()}
 PAD_TOKENS = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>", "<|vision_pad|>", "<|endoftext|>", "<unk>")
 """Tokens of real vocabularies that may pad, in the order in which they are tried; eos is the last resort."""
 
-_PROBE_TEXTS = (
-    "Hello, world",
-    " two  spaces",
-    "\nline\n\nlines",
-    "naïve café",
-    "日本語",
-    "a<b>c 1234.5",
-    "<|user|>\nHi",
-)
-"""Texts on which the loaded tokenizer is compared with its own file."""
-
 TRAINING_TEMPLATE = "training"
 """The name in data.chat_template for TRL's training variant of the tokenizer's own template."""
 
@@ -72,11 +61,10 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
         TokenizerError: it cannot be loaded, has a token that should be added, or has no template for chats.
     """
     tokenizer = _load(config)
-    differing = _compare_with_file(tokenizer, config)
     new_rows = _add_tokens(tokenizer, config)
     own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None
     added = [f"Tokens: {len(new_rows)} added, {min(new_rows)} to {max(new_rows)}"] if new_rows else []
-    notes = [*added, *_set_pad_token(tokenizer), *_set_template(tokenizer, config), *differing]
+    notes = [*added, *_set_pad_token(tokenizer), *_set_template(tokenizer, config)]
     # for training, and saved with the weights; generated answers are padded on the left by hand (`exact_match`)
     tokenizer.padding_side = "right"
     return LoadedTokenizer(tokenizer, tuple(notes), tokenizer_hash(tokenizer), own, new_rows)
@@ -85,8 +73,9 @@ def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
 def _load(config: RunConfig) -> Any:
     model = config.model
     folder = local_folder(model.name)
-    if folder is not None:
-        _check_files(folder)
+    wanted = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "merges.txt"}
+    if folder is not None and not wanted & {item.name for item in folder.iterdir()}:
+        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(wanted))})")
     with importing():
         from transformers import AutoTokenizer
 
@@ -98,24 +87,6 @@ def _load(config: RunConfig) -> Any:
         raise TokenizerError(
             f"the tokenizer of {model.name} cannot be loaded: {one_line(str(error), limit=300)}"
         ) from error
-
-
-def _check_files(folder: Path) -> None:
-    """Raises TokenizerError for a folder without a tokenizer, or with one that needs a missing package."""
-    names = {item.name for item in folder.iterdir()}
-    wanted = {"tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "merges.txt"}
-    if not names & wanted:
-        raise TokenizerError(f"{folder} holds no tokenizer (looked for {', '.join(sorted(wanted))})")
-    if "tokenizer.model" in names and "tokenizer.json" not in names:
-        for package in ("sentencepiece", "google.protobuf"):
-            try:
-                __import__(package)
-            except ImportError:
-                name = package.rpartition(".")[2]
-                raise TokenizerError(
-                    f"the tokenizer in {folder} is a SentencePiece tokenizer.model, which needs the package {name}: "
-                    f"pip install {name}"
-                ) from None
 
 
 def _add_tokens(tokenizer: Any, config: RunConfig) -> dict[int, tuple[int, ...]]:
@@ -189,26 +160,21 @@ def _set_template(tokenizer: Any, config: RunConfig) -> list[str]:
 def _try_template(tokenizer: Any, config: RunConfig, wanted: str) -> None:
     """Raises TokenizerError for a template that is not Jinja or drops the answer, before data is read."""
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+    setting = f"data.chat_template={one_line(wanted)}"
     try:
         variables = {**tokenizer.special_tokens_map, **settings_of(config.data.chat_template_kwargs)}
         template = ChatTemplate(tokenizer.chat_template, variables=variables, today=date.today())
     except TokenizerError as error:
-        raise TokenizerError(f"data.chat_template={one_line(wanted)}: {error}") from error
-    problem: Exception | None = None
-    text = ""
-    for tools in ((), PROBE_TOOLS):  # a template for rows with tools may iterate over them unconditionally
+        raise TokenizerError(f"{setting}: {error}") from error
+    try:
         try:
-            text = template.render(turns, tools=tools)
-        except RenderError as error:
-            problem = problem or error
-        else:
-            break
-    else:
-        raise TokenizerError(
-            f"data.chat_template={one_line(wanted)} cannot render a question and an answer: {one_line(str(problem))}"
-        ) from problem
+            text = template.render(turns)
+        except RenderError:  # a template for rows with tools may iterate over them unconditionally
+            text = template.render(turns, tools=PROBE_TOOLS)
+    except RenderError as error:
+        raise TokenizerError(f"{setting} cannot render a question and an answer: {one_line(str(error))}") from error
     if "hello" not in text:
-        raise TokenizerError(f"data.chat_template={one_line(wanted)} does not write an assistant's answer")
+        raise TokenizerError(f"{setting} does not write an assistant's answer")
 
 
 def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
@@ -223,10 +189,8 @@ def _template_text(wanted: str, tokenizer: Any) -> tuple[str, str]:
     if wanted in BUILT_IN_TEMPLATES:
         missing = [token for token in TEMPLATE_TOKENS[wanted] if token not in tokenizer.get_vocab()]
         if missing:
-            raise TokenizerError(
-                f"data.chat_template={wanted} needs {' and '.join(missing)} in the vocabulary, which this tokenizer "
-                "lacks; use data.chat_template=plain or a Jinja file"
-            )
+            raise TokenizerError(f"data.chat_template={wanted} needs {' and '.join(missing)} in the vocabulary; use "
+                                 "data.chat_template=plain or a Jinja file")  # fmt: skip
         return BUILT_IN_TEMPLATES[wanted], f"Chat template: the built-in {wanted}"
     raise TokenizerError(
         f"data.chat_template={one_line(wanted)} is neither a file (looked from {Path.cwd()}) nor a built-in name "
@@ -240,9 +204,7 @@ def _training_template(tokenizer: Any) -> tuple[str, str]:
 
     own = tokenizer.chat_template
     if own is None:
-        raise TokenizerError(
-            "data.chat_template=training asks for a variant of the tokenizer's own template: it has none"
-        )
+        raise TokenizerError("data.chat_template=training: the tokenizer has no template of its own")
     try:
         variant = get_training_chat_template(tokenizer)
     except ValueError:
@@ -253,29 +215,6 @@ def _training_template(tokenizer: Any) -> tuple[str, str]:
     if variant in (None, own):  # None: the template needs none
         return own, "Chat template: the tokenizer's own, which needs no training variant"
     return str(variant), "Chat template: TRL's training variant of the tokenizer's own, which is saved with the weights"
-
-
-def _compare_with_file(tokenizer: Any, config: RunConfig) -> list[str]:
-    """A warning where transformers builds another tokenizer than the model's own tokenizer.json describes."""
-    folder = local_folder(config.model.name)
-    file = folder / "tokenizer.json" if folder else None
-    if file is None or not file.is_file():
-        return []
-    from tokenizers import Tokenizer as RawTokenizer
-
-    raw = RawTokenizer.from_file(str(file))
-    differing = [
-        text
-        for text in _PROBE_TEXTS
-        if list(tokenizer(text, add_special_tokens=False)["input_ids"])
-        != list(raw.encode(text, add_special_tokens=False).ids)
-    ]
-    if not differing:
-        return []
-    return [
-        f"Tokenizer: transformers and {file.name} disagree on {len(differing)} of {len(_PROBE_TEXTS)} test texts, "
-        f"such as {one_line(repr(differing[0]))}; serve the model with the tokenizer saved beside it"
-    ]
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

@@ -12,7 +12,7 @@ import inspect
 import json
 import re
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +59,10 @@ def adapter_places(model: Any, *, trust_remote_code: bool = False) -> tuple[Adap
     kind, layers = str(model.config.model_type), list(linear_layers(model))
     failed, untried = dict[str, str](), ""
     if kind not in FAMILIES:
-        failed, untried = _remembered(model, trust_remote_code)
+        try:
+            failed = dict(_tried(model.config, try_out, trust_remote_code))
+        except _Untried as why:
+            failed, untried = read_past(model), str(why)
     recorded = {any_number(layer): why_no_adapter(kind, layer.rpartition(".")[2]) for layer in layers}
     failed |= {pattern: why for pattern, why in recorded.items() if why}
     lost = frozenset(layer for layer in layers if any_number(layer) in failed)
@@ -98,16 +101,10 @@ def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozense
     hf_config = model.config
     if str(hf_config.model_type) in FAMILIES:
         return frozenset()
-
-    def tried() -> dict[str, str]:
-        found, _ = on_small_model(
-            hf_config, _try_in_full, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
-        )
-        return found or {}
-
-    decides = {**_deciding(hf_config), "full": True}
-    without: dict[str, str] = remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code)
-    return frozenset(without)
+    try:
+        return frozenset(_tried(hf_config, _try_in_full, trust_remote_code))
+    except _Untried:
+        return frozenset()
 
 
 def freeze(model: nn.Module, patterns: Collection[str]) -> None:
@@ -129,36 +126,27 @@ def _try_in_full(small: Any, *, trust_remote_code: bool = False) -> dict[str, st
     return {name: LEARNS_NOTHING for name, has_one in names.items() if not has_one}
 
 
-# --- the trial --------------------------------------------------------------------------------------------------------
-
-
 class _Untried(Exception):
     """No small model of the class computes; the text says why."""
 
 
-def _remembered(model: Any, trust_remote_code: bool) -> tuple[dict[str, str], str]:
-    """`try_out` on a small model of the class, from the cache where it was tried before. Where no small model can be
-    tried, what its source shows, and why. A model's own code is tried anew."""
-    hf_config = model.config
-    decides = _deciding(hf_config)
+def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
+    """A trial on a small model of the class, from the cache where it was tried before; a model's own code is tried
+    anew. Raises _Untried where no small model computes."""
+    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
+    decides = {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
+    decides |= {"full": True} if trial is _try_in_full else {}
 
     def tried() -> dict[str, str]:
         found, problem = on_small_model(
-            hf_config, try_out, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
+            hf_config, trial, trust_remote_code=trust_remote_code, most=MOST_PARAMETERS, whole_depth=True
         )
         if found is None:
             raise _Untried(f"{kind_of(hf_config)} could not be tried: {problem}")
         return found
 
-    try:
-        return remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code), ""
-    except _Untried as why:
-        return read_past(model), str(why)
-
-
-def _deciding(hf_config: Any) -> dict[str, Any]:
-    fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
-    return {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
+    found: dict[str, str] = remembered("adapters", decides, _FOUND, tried, keeps=not trust_remote_code)
+    return found
 
 
 def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:

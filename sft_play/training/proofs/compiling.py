@@ -5,8 +5,8 @@ of one kind share their graphs, whose lengths and numbers of rows are symbols: p
 again. Gradient checkpointing is inside a block's forward in transformers, and so in its graph.
 
 Before that a small model of the class is compiled on the run's device and compared (`proof`). Evaluation and generation
-run the plain code. The time that compiling takes is neither the training's speed nor forgotten: the run's log and
-summary have it, with the graphs, and what dynamo left uncompiled.
+run the plain code. The time that compiling takes does not count for the training's speed; the summary has it, with the
+graphs, and what dynamo left uncompiled.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from transformers import TrainerCallback
 
 from sft_play.config.schema import RunConfig
 from sft_play.planner.plan import Plan
+from sft_play.training.model import varlen
 from sft_play.training.prepare.model_spec import blocks_of
-from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, has_boundaries, in_dtype, numbers
+from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, in_dtype, numbers
 from sft_play.training.proofs.small_model import small_config, small_model
 
 logger = logging.getLogger(__name__)
@@ -37,42 +38,16 @@ and for several, with inputs that need a gradient and without, checkpointed or n
 
 @dataclass(frozen=True)
 class CompileFacts:
-    """What compiling came to: `compile` of the summary."""
+    """What compiling came to: `compile` of the summary. `seconds` are those in training passes, which the speed leaves
+    out; `breaks`, places at which plain code runs: between two graphs, or since too many kinds of passes were seen."""
 
     seconds: float
-    """In training passes, which the speed leaves out."""
-    proof_s: float
-    """For the measurement before the first step."""
     graphs: int
     breaks: int
-    """Places at which a block is left to run plain code between two graphs."""
-    gave_up: bool
-    """Whether some passes run the plain code, because too many kinds of them were seen."""
 
     def as_json(self) -> dict[str, Any]:
         """As in the summary, seconds rounded."""
-        return {**asdict(self), "seconds": round(self.seconds, 2), "proof_s": round(self.proof_s, 2)}
-
-    @property
-    def line(self) -> str:
-        """The facts in one line."""
-        return (
-            f"Compiled blocks: {self.graphs} graph{'' if self.graphs == 1 else 's'} in {self.seconds:.0f} s, after "
-            f"{self.proof_s:.0f} s of measuring; neither counts for tokens/s"
-        )
-
-    @property
-    def problems(self) -> dict[str, str]:
-        """What of the blocks is not compiled, in words, by its kind; empty where all is."""
-        found = {
-            "nothing": (self.graphs == 0, "nothing of them could be compiled, and the plain code runs"),
-            "breaks": (self.breaks > 0, f"plain code runs between compiled parts, at {self.breaks} places"),
-            "gave up": (
-                self.gave_up,
-                f"passes of more than {GRAPHS_OF_A_BLOCK} kinds were seen, and the others run the plain code",
-            ),
-        }
-        return {kind: text for kind, (is_so, text) in found.items() if is_so}
+        return {**asdict(self), "seconds": round(self.seconds, 2)}
 
 
 class Compiler(TrainerCallback):
@@ -81,14 +56,13 @@ class Compiler(TrainerCallback):
     `waiting` are told, in seconds, how long each compiling held up the training.
     """
 
-    def __init__(self, *, proof_s: float) -> None:
+    def __init__(self) -> None:
         from torch._dynamo import config
         from torch._dynamo.callback import callback_handler
 
         self.waiting: list[Callable[[float], None]] = []
-        self._proof_s, self._seconds, self._began = proof_s, 0.0, 0.0
-        self._said: tuple[int | None, frozenset[str]] = (None, frozenset())
-        """Graphs of the last line, and kinds of problems that were said."""
+        self._seconds = self._began = 0.0
+        self._warned = False
         self._open = contextlib.ExitStack()
         for add, remove, call in (
             (callback_handler.register_start_callback, callback_handler.remove_start_callback, self._start),
@@ -107,8 +81,8 @@ class Compiler(TrainerCallback):
     @property
     def facts(self) -> CompileFacts:
         """What compiling came to so far."""
-        graphs, breaks, gave_up = (now - then for now, then in zip(_counted(), self._before, strict=True))
-        return CompileFacts(self._seconds, self._proof_s, graphs, breaks, gave_up > 0)
+        graphs, breaks = (now - then for now, then in zip(_counted(), self._before, strict=True))
+        return CompileFacts(self._seconds, graphs, breaks)
 
     def _start(self, _: Any) -> None:
         self._began = time.perf_counter()
@@ -120,22 +94,17 @@ class Compiler(TrainerCallback):
             wait(seconds)
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Say what was compiled in the first step, and once what is not compiled."""
-        self._say(again=False)
+        """Warn once of what is not compiled."""
+        facts = self.facts
+        if not self._warned and (facts.breaks or not facts.graphs):
+            self._warned = True
+            logger.warning("Compiled blocks: %d graphs, and plain code runs at %d places (TORCH_LOGS=graph_breaks says "
+                           "where and why)", facts.graphs, facts.breaks)  # fmt: skip
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Say what was compiled since."""
-        self._say(again=True)
-
-    def _say(self, *, again: bool) -> None:
-        facts, (graphs, known) = self.facts, self._said
-        if graphs is None or (again and facts.graphs > graphs):
-            logger.debug("%s", facts.line)
-            graphs = facts.graphs
-        for kind, text in facts.problems.items():
-            if kind not in known:
-                logger.warning("Compiled blocks: %s (TORCH_LOGS=graph_breaks,recompiles says where and why)", text)
-        self._said = (graphs, known | facts.problems.keys())
+        """Say what was compiled."""
+        logger.debug("Compiled blocks: %d graphs in %.0f s, which do not count for tokens/s", self.facts.graphs,
+                     self.facts.seconds)  # fmt: skip
 
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Compiler | None:
@@ -143,7 +112,6 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
     same; None where the plain code stays. All ranks call it, and do the same."""
     if not config.train.compile:
         return None
-    began = time.perf_counter()
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def tried() -> tuple[Proof, str | None]:
@@ -156,10 +124,9 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
     if proof is None:
         logger.warning("Compiled blocks: none, the plain code runs: %s", reason)
         return None
-    seconds = time.perf_counter() - began
     blocks = compile_in_place(model)
     logger.debug("Compiled blocks: %d, at their first pass (on a small model of this class: %s)", blocks, proof.words)
-    return Compiler(proof_s=seconds)
+    return Compiler()
 
 
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
@@ -171,8 +138,7 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
     Raises:
         ValueError: the class has no blocks that transformers knows, or none that compiles.
     """
-    in_half = dtype != torch.float32
-    is_apart = has_boundaries(attention) and in_half
+    is_apart = attention == varlen.ATTENTION and dtype != torch.float32
     with torch.random.fork_rng(devices=[]):
         small = small_config(hf_config)
         exact = small_model(small, "sdpa" if is_apart else attention, trust_remote_code=False).to(device)
@@ -206,9 +172,9 @@ def plain_code() -> Iterator[None]:
         yield
 
 
-def _counted() -> tuple[int, int, int]:
-    """Dynamo's counts in this process: graphs, breaks, and functions that it gave up."""
+def _counted() -> tuple[int, int]:
+    """Dynamo's counts in this process: graphs, and breaks or functions that it gave up."""
     from torch._dynamo.utils import counters
 
     limits = sum(count for name, count in counters["unimplemented"].items() if "limit exceeded" in name)
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()), limits
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()) + limits

@@ -27,7 +27,6 @@ from sft_play.planner.plan import Plan
 from sft_play.training.prepare.device_checks import require_room
 from sft_play.training.proofs.proof import Proof, agreed, attention_of, compared, in_dtype, numbers, worst
 from sft_play.training.proofs.small_model import small_config, small_model
-from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -56,18 +55,6 @@ class Taken:
         """`kernels` of the summary: what was used, what the plan counted, and why they differ."""
         counted = asdict(plan.kernels) if plan.kernels else None
         return {"used": list(self.replaced), "counted": counted, "reason": self.reason}
-
-    def words(self, plan: Plan) -> str | None:
-        """Why measured memory and speed are not those of the kernels that the plan counted; None where they are."""
-        counted, used = plan.kernels, "liger" if self.replaced else "plain"
-        if counted is None or counted.memory == counted.speed == used:
-            return None
-        if self.replaced:
-            return "Kernels: Liger's ran; the predicted memory is that of the plain ones, which take more"
-        text = f"Kernels: the plain ones ran ({self.reason}); the predicted "
-        if counted.plain_bytes is None:
-            return f"{text}speed is that of Liger's"
-        return f"{text}memory and speed are those of Liger's, {counted.plain_bytes / GIB:.2f} GiB with the plain ones"
 
 
 def check_kernels(config: RunConfig, plan: Plan) -> None:
@@ -154,16 +141,13 @@ def _problem(plan: Plan) -> str | None:
 
 def _unknown(model: Any) -> str | None:
     kind = getattr(model.config, "model_type", None)
-    if kind not in _functions() or not type(model).__module__.startswith("transformers.models."):
-        return f"it has no kernels for {one_line(str(kind))}"
-    return None
+    is_known = kind in _functions() and type(model).__module__.startswith("transformers.models.")
+    return None if is_known else f"it has no kernels for {one_line(str(kind))}"
 
 
 def _functions() -> dict[str, Any]:
-    functions: dict[str, Any] = importlib.import_module(
-        f"{PACKAGE}.transformers.monkey_patch"
-    ).MODEL_TYPE_TO_APPLY_LIGER_FN
-    return functions
+    patches: Any = importlib.import_module(f"{PACKAGE}.transformers.monkey_patch")
+    return dict(patches.MODEL_TYPE_TO_APPLY_LIGER_FN)
 
 
 def _swap(model: Any) -> tuple[str, ...]:

@@ -46,9 +46,6 @@ _PACKS = ((19, 23), (30,), (11, 9, 5))
 _INSTEAD = "use data.packing=none: rows of similar length then share a micro-batch (train.group_by_length)"
 
 
-# --- chats of a row ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Apart:
     """Largest differences of the second chat's logits, over their spread, in a row that it shares with another."""
@@ -80,35 +77,21 @@ def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool 
     """
     kind = kind_of(hf_config)
     apart, problem = on_small_model(hf_config, measure_apart, attention=attention, trust_remote_code=trust_remote_code)
-    if apart is not None and not math.isfinite(apart.worst):
-        problem = "a small model of its class computes numbers that are not finite"
-    elif apart is not None and not apart.seen >= TELLING:
+    if apart is not None and not apart.seen >= TELLING:
         problem = f"a token hardly depends on those before it there, by {apart.seen:.1g} of the spread"
+    elif apart is not None and not math.isfinite(apart.worst):
+        problem = "a small model of its class computes numbers that are not finite"
     if apart is None or problem:
         raise ConfigError(
             f"data.packing=best_fit: whether {kind} keeps the chats of a row apart cannot be measured ({problem}), and "
             f"a chat that sees another would be trained wrong; {_INSTEAD}"
         )
+    measured = f"on a small model of its class the logits of a chat differ by {apart.worst:.0e} of their spread"
     if apart.worst >= APART_TOLERANCE:
-        raise ConfigError(
-            f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {_how(apart)}; {_INSTEAD}"
-        )
-    return (
-        f"Packing: {kind} keeps the chats of a row apart (on a small model of its class the logits of a chat differ by "
-        f"{apart.worst:.0e} of their spread, alone, packed, or after another chat)"
-    )
-
-
-def _how(apart: Apart) -> str:
-    if apart.leak >= APART_TOLERANCE:
-        return (
-            f"when the first chat is changed, the logits of the second change by {apart.leak:.2g} of their spread "
-            "(measured on a small model of its class): it sees the first"
-        )
-    return (
-        f"packed, the logits of the second chat differ by {max(apart.alone, apart.padded):.2g} of their spread from "
-        "those of the same chat alone (measured on a small model of its class)"
-    )
+        how = "where the one before is changed" if apart.leak >= APART_TOLERANCE else "packed and alone"
+        raise ConfigError(f"data.packing=best_fit: {kind} does not keep the chats of a row apart: {measured}, {how}; "
+                          f"{_INSTEAD}")  # fmt: skip
+    return f"Packing: {kind} keeps the chats of a row apart ({measured}, alone, packed, or after another chat)"
 
 
 def measure_apart(small: Any, *, attention: str, trust_remote_code: bool = False) -> Apart:
@@ -139,9 +122,6 @@ def _pack(chats: list[Any]) -> dict[str, Any]:
     labels = ids.copy()
     labels[np.cumsum(lengths) - lengths] = IGNORED
     return {"input_ids": ids, "labels": labels, "chat_lengths": lengths}
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -203,22 +183,12 @@ def _judged(kind: str, found: Difference | None, problem: str, *, kept: str, fre
     if found is None:
         return Mask(True, f"{kept}: what {kind} does without cannot be measured ({problem})")
     if not found.seen >= TELLING:
-        return Mask(
-            True,
-            f"{kept}: in a small model of {kind}'s class a token hardly depends on those before it (by "
-            f"{found.seen:.1g} of the spread), so that nothing would show",
-        )
+        return Mask(True, f"{kept}: in a small model of {kind}'s class nothing would show what they do without")
     if not found.is_none:
-        return Mask(
-            True,
-            f"{kept}: without one a small model of {kind}'s class differs, logits by {found.logits:.1g} of their "
-            f"spread, gradients by {found.gradients:.1g} of their length",
-        )
-    return Mask(
-        False,
-        f"{freed} (on a small model of {kind}'s class logits differ by {found.logits:.0e} of their spread, gradients "
-        f"by {found.gradients:.0e} of their length)",
-    )
+        return Mask(True, f"{kept}: without one a small model of {kind}'s class differs, logits by {found.logits:.1g} "
+                          f"of their spread, gradients by {found.gradients:.1g} of their length")  # fmt: skip
+    return Mask(False, f"{freed} (on a small model of {kind}'s class logits differ by {found.logits:.0e} of their "
+                       f"spread, gradients by {found.gradients:.0e} of their length)")  # fmt: skip
 
 
 def measure_padding(small: Any, *, attention: str, trust_remote_code: bool = False) -> Difference:

@@ -85,8 +85,9 @@ def _check(note: _Note, out: Path, kind: str, timeout_s: float) -> int:
         wrong += wrong_elements(size, device)
         if size == SIZES[kind][0]:
             note.say("reduced")  # a broken network hangs in the first one
-        once_s, each_s = timed(size, device)
-        speeds.append({"bytes": size, "seconds": each_s})
+        once_s = timed(size, device, 1)
+        times = max(1, min(MOST_REPETITIONS, int(TIMED_S / max(once_s, 1e-6))))
+        speeds.append({"bytes": size, "seconds": timed(size, device, times)})
         if once_s > SLOW_S:
             break
     of_ranks: list[Any] = [None] * dist.get_world_size()
@@ -132,30 +133,18 @@ def wrong_elements(size: int, device: torch.device) -> int:
     return int((given != expected).sum().item())
 
 
-def timed(size: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of a single all-reduce, and of each of several in a row, on the slowest rank."""
+def timed(size: int, device: torch.device, times: int) -> float:
+    """Seconds of each of so many all-reduces in a row, on the slowest rank."""
     tensor = torch.ones(size // 4, device=device)
-    once_s = _slowest_s(tensor, 1)
-    times = max(1, min(MOST_REPETITIONS, int(TIMED_S / max(once_s, 1e-6))))
-    return once_s, _slowest_s(tensor, times) / times
-
-
-def _slowest_s(tensor: torch.Tensor, times: int) -> float:
-    """Seconds of so many all-reduces of ones, on the slowest rank."""
     dist.barrier()
-    _wait_for(tensor.device)
     started = time.perf_counter()
     for _ in range(times):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX)  # ones stay ones
-    _wait_for(tensor.device)
-    elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=tensor.device)
-    dist.all_reduce(elapsed_s, op=dist.ReduceOp.MAX)
-    return float(elapsed_s.item())
-
-
-def _wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # collectives return before the GPU has run them
+    elapsed_s = torch.tensor(time.perf_counter() - started, dtype=torch.float64, device=device)
+    dist.all_reduce(elapsed_s, op=dist.ReduceOp.MAX)
+    return float(elapsed_s.item()) / times
 
 
 if __name__ == "__main__":

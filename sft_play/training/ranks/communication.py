@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from sft_play.planner.layout import Layout
 from sft_play.planner.speed.traffic import sent_bytes
@@ -49,154 +47,83 @@ _KINDS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Counted:
-    """What one rank recorded in a window: each collective in order, and the times of the backend's work for them."""
+class Counted(NamedTuple):
+    """What one rank recorded in a window: seconds of it, of communication (`busy_s`) and of the part of that in which
+    nothing is computed; each collective in order (kind, bytes, whether they are the whole message); and kind and
+    seconds of the backend's work for them."""
 
     rank: int
     host: str
     window_s: float
     busy_s: float
-    """Seconds of communication."""
     exposed_s: float
-    """The part of them in which nothing is computed."""
-    collectives: tuple[tuple[str, int, bool], ...] = ()
-    """Kind, bytes, and whether they are the whole message."""
-    timed: tuple[tuple[str, float], ...] = ()
-    """Kind and seconds."""
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The collectives of one kind in a step: `bytes` of whole messages, `sent_bytes` by one rank, `seconds` on the mean
-    rank."""
-
-    count: float
-    bytes: int
-    sent_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class RankStep:
-    """One rank's step. `waiting_s` is how much longer its collectives take than those of the rank that is last to enter
-    each; None where ranks did not run the same ones."""
-
-    rank: int
-    host: str
-    step_s: float
-    communication_s: float
-    exposed_s: float
-    waiting_s: float | None
-
-
-@dataclass(frozen=True)
-class CommunicationReport:
-    """A window's communication per optimizer step, beside the prediction of the plan's estimate."""
-
-    layout: str
-    steps: int
-    kinds: Mapping[str, Kind]
-    ranks: tuple[RankStep, ...]
-    planned_bytes: Mapping[str, int]
-    """Whole messages by kind, as predicted."""
-    planned_sent_bytes: int
-    sent_bytes: int
-    """What one rank sent, as counted."""
-    notes: tuple[str, ...] = field(default=())
-
-    @property
-    def step_s(self) -> float:
-        """Seconds of a step on the mean rank."""
-        return sum(rank.step_s for rank in self.ranks) / len(self.ranks)
-
-    @property
-    def communication_s(self) -> float:
-        """Seconds of communication in a step on the mean rank."""
-        return sum(rank.communication_s for rank in self.ranks) / len(self.ranks)
-
-    @property
-    def difference(self) -> float | None:
-        """Counted over predicted bytes, minus 1; None where nothing is predicted."""
-        return self.sent_bytes / self.planned_sent_bytes - 1 if self.planned_sent_bytes else None
-
-    @property
-    def agrees(self) -> bool:
-        """Whether counted and predicted bytes agree within `TOLERANCE`."""
-        return self.difference is not None and abs(self.difference) <= TOLERANCE
-
-    def as_json(self) -> dict[str, Any]:
-        """`profile/communication.json`."""
-        return {
-            **asdict(self),
-            "step_s": self.step_s,
-            "communication_s": self.communication_s,
-            "share": self.communication_s / self.step_s if self.step_s else None,
-            "difference": self.difference,
-            "tolerance": TOLERANCE,
-            "agrees": self.agrees,
-        }
-
-    def lines(self) -> list[str]:
-        """The report in words."""
-        kinds = ", ".join(
-            f"{name} {kind.count:g} x of {kind.bytes:,} bytes in {kind.seconds:.4f} s"
-            for name, kind in sorted(self.kinds.items(), key=lambda item: -item[1].bytes)
-        )
-        exposed = sum(rank.exposed_s for rank in self.ranks) / len(self.ranks)
-        share = self.communication_s / self.step_s if self.step_s else 0.0
-        lines = [
-            f"Communication of {self.steps} steps, each: {kinds}; {self.communication_s:.4f} of {self.step_s:.4f} s "
-            f"({share:.0%}), {exposed:.4f} s not hidden"
-        ]
-        waits = [rank.waiting_s for rank in self.ranks if rank.waiting_s is not None]
-        if len(waits) == len(self.ranks):
-            most, least = max(waits), min(waits)
-            slowest = self.ranks[waits.index(least)]
-            lines.append(
-                f"Communication: ranks wait {least:.4f} to {most:.4f} s a step for others; rank {slowest.rank} on "
-                f"{slowest.host} the least: the others wait for it"
-            )
-        if self.difference is not None:
-            verdict = "agree" if self.agrees else f"are more than {TOLERANCE:.0%} apart"
-            lines.append(
-                f"Communication: a rank sends {self.sent_bytes:,} bytes a step, {self.planned_sent_bytes:,} predicted "
-                f"({self.difference:+.1%}): they {verdict}"
-            )
-        return [*lines, *(f"Communication: {note}" for note in self.notes)]
+    collectives: Sequence[tuple[str, int, bool]] = ()
+    timed: Sequence[tuple[str, float]] = ()
 
 
 def communication_report(
     counted: Sequence[Counted], layout: Layout, *, steps: int, planned: Mapping[str, int], moved: int
-) -> CommunicationReport:
-    """The counts of all ranks in a window of `steps`, combined; `planned` and `moved` are the plan's bytes of a step by
-    kind, and what one rank sends in it."""
-    notes = []
-    count: Counter[str] = Counter()
-    size: Counter[str] = Counter()
+) -> dict[str, Any]:
+    """`profile/communication.json`: the counts of all ranks in a window of `steps`, per optimizer step.
+
+    `planned` and `moved` are the plan's bytes of a step by kind, and what one rank sends in it. Of a kind, `bytes` are
+    of whole messages, `sent_bytes` by one rank, `seconds` on the mean rank. A rank's `waiting_s` is None where ranks
+    did not run the same collectives.
+    """
+    kinds: dict[str, dict[str, Any]] = {}
     for kind, part, is_whole in counted[0].collectives:  # all ranks run the same ones
-        count[kind] += 1
-        size[kind] += part * (1 if is_whole else group_of(kind, layout))
-    seconds = {kind: sum(time for one in counted for name, time in one.timed if name == kind) for kind in count}
-    kinds = {
-        kind: Kind(
-            count[kind] / steps,
-            size[kind] // steps,
-            int(sent_bytes(kind, size[kind] / steps, group_of(kind, layout))),
-            seconds[kind] / len(counted) / steps,
-        )
-        for kind in count
-    }
+        one = kinds.setdefault(kind, {"count": 0, "bytes": 0})
+        one["count"] += 1 / steps
+        one["bytes"] += part * (1 if is_whole else group_of(kind, layout)) / steps
+    for kind, one in kinds.items():
+        one["sent_bytes"] = int(sent_bytes(kind, one["bytes"], group_of(kind, layout)))
+        one["bytes"] = int(one["bytes"])
+        one["seconds"] = sum(time for rank in counted for name, time in rank.timed if name == kind)
+        one["seconds"] /= len(counted) * steps
     waits = waiting([one.timed for one in counted])
-    if waits is None:
-        notes.append("ranks timed different collectives: who waits for whom is not known")
-    ranks = tuple(
-        RankStep(one.rank, one.host, one.window_s / steps, one.busy_s / steps, one.exposed_s / steps,
-             None if waits is None else waits[place] / steps)
+    ranks: list[dict[str, Any]] = [
+        {
+            "rank": one.rank, "host": one.host, "step_s": one.window_s / steps,
+            "communication_s": one.busy_s / steps, "exposed_s": one.exposed_s / steps,
+            "waiting_s": None if waits is None else waits[place] / steps,
+        }
         for place, one in enumerate(counted)
-    )  # fmt: skip
-    sent = sum(kind.sent_bytes for kind in kinds.values())
-    return CommunicationReport(layout.name, steps, kinds, ranks, planned, moved, sent, tuple(notes))
+    ]  # fmt: skip
+    step_s, communication_s = (sum(one[key] for one in ranks) / len(ranks) for key in ("step_s", "communication_s"))
+    sent = sum(one["sent_bytes"] for one in kinds.values())
+    difference = sent / moved - 1 if moved else None
+    return {
+        "layout": layout.name, "steps": steps, "kinds": kinds, "ranks": ranks, "planned_bytes": dict(planned),
+        "planned_sent_bytes": moved, "sent_bytes": sent, "step_s": step_s, "communication_s": communication_s,
+        "share": communication_s / step_s if step_s else None, "difference": difference, "tolerance": TOLERANCE,
+        "agrees": difference is not None and abs(difference) <= TOLERANCE,
+    }  # fmt: skip
+
+
+def lines_of(report: Mapping[str, Any]) -> list[str]:
+    """A report in words: the kinds, who waits for whom, and the plan's bytes beside the counted ones."""
+    kinds = ", ".join(
+        f"{name} {kind['count']:g} x of {kind['bytes']:,} bytes in {kind['seconds']:.4f} s"
+        for name, kind in sorted(report["kinds"].items(), key=lambda item: -item[1]["bytes"])
+    )
+    lines = [
+        f"Communication of {report['steps']} steps, each: {kinds}; {report['communication_s']:.4f} of "
+        f"{report['step_s']:.4f} s"
+    ]
+    ranks = report["ranks"]
+    if all(one["waiting_s"] is not None for one in ranks):
+        last, first = (sorted(ranks, key=lambda one: one["waiting_s"])[place] for place in (0, -1))
+        lines.append(
+            f"Communication: ranks wait {last['waiting_s']:.4f} to {first['waiting_s']:.4f} s a step for others; rank "
+            f"{last['rank']} on {last['host']} the least: the others wait for it"
+        )
+    if report["difference"] is not None:
+        verdict = "agree" if report["agrees"] else f"are more than {TOLERANCE:.0%} apart"
+        lines.append(
+            f"Communication: a rank sends {report['sent_bytes']:,} bytes a step, {report['planned_sent_bytes']:,} "
+            f"predicted ({report['difference']:+.1%}): they {verdict}"
+        )
+    return lines
 
 
 def group_of(kind: str, layout: Layout) -> int:

@@ -7,11 +7,8 @@ fix, 3 for what does not fit, 130 for a run that was told to stop. And a signal 
 soon for a big checkpoint: it is passed on to them, and the agent waits.
 
 The rest is torch's: the ranks and their folders (`log_dir`), and the error files in which a rank records how it ended
-(`failures.py`). `--shutdown-timeout` would give ranks longer to save, but the launcher then raises SignalException
-without reading the ranks' error files, so "stopped at step 12, state saved; …" would be lost, and a second Ctrl-C
-would not end them at once. `ChildFailedError.get_first_failure` takes the earliest failure, which may be a
-consequence: a connection breaks before the agent notices the SIGKILL that broke it. `elastic.events` carry a failed
-rank's error file too (`raw_error`), but to handlers of a private table, and no more than `ChildFailedError.failures`.
+(`failures.py`). With `--shutdown-timeout` the launcher would not read them. `ChildFailedError.get_first_failure` takes
+the earliest failure, which may be a consequence: a connection breaks before the agent notices the SIGKILL behind it.
 """
 
 from __future__ import annotations
@@ -132,14 +129,11 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool, memory_r
         words = own.message or "stopped by the user; what was saved until then is kept"
         return f"[{COMMAND}] {words}", Interrupted.exit_code
     if stopped and root.was_told:
-        return (
-            f"[{COMMAND}] stopped by the user before the training could save; what was saved until then is kept",
-            Interrupted.exit_code,
-        )
+        words = "stopped by the user before the training could save; what was saved until then is kept"
+        return f"[{COMMAND}] {words}", Interrupted.exit_code
     if own is not None and own.kind == "user":
-        said_by_all = root.rank == 0 or any(
-            one.own is not None and one.own.message == own.message for one in ended if one is not root
-        )
+        theirs = (one.own for one in ended if one is not root)
+        said_by_all = root.rank == 0 or any(one is not None and one.message == own.message for one in theirs)
         prefix = "" if said_by_all or own.message.startswith("rank ") else f"rank {root.rank} (host {own.host}): "
         return f"[{COMMAND}] error: {prefix}{own.message}", own.exit_code
     stack = root.stack  # of a crash, else the traceback of a fault
@@ -315,10 +309,8 @@ def _no_meeting(error: Exception, given: Any) -> str:
     where = f"{given.master_addr}:{given.master_port}"
     if "EADDRINUSE" in str(error) or "address already in use" in str(error):
         return f"{where} is already in use; give another MASTER_PORT=, the same on all nodes ({text})"
-    return (
-        f"the {given.nnodes} nodes did not meet at {where}: start the command on each of them with the same "
-        f"MASTER_ADDR= and MASTER_PORT=, reachable from all, and check whether one has failed ({text})"
-    )
+    return (f"the {given.nnodes} nodes did not meet at {where}: start the command on each of them with the same "
+            f"MASTER_ADDR= and MASTER_PORT=, and check whether one has failed ({text})")  # fmt: skip
 
 
 if __name__ == "__main__":

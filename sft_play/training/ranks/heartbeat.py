@@ -3,12 +3,8 @@
 Ranks wait for each other in every step. One that hangs stops them all, and each of the others knows only that it
 waits. So each rank notes what it begins, a thread publishes the notes, and a rank that has waited too long reads the
 notes of all.
-
-Nothing in torch 2.13 reports "rank 1 (host b) stopped at step 7 (saving), 40 s ago, in …; rank 0 waits for it":
-`elastic.events` record starts and ends but no progress, the health check server is about the agent (and does nothing in
-the public build), `elastic.timer` kills a worker without a message, `monitored_barrier` and
-`elastic.utils.store.barrier` name who is missing at one barrier, and NCCL's flight recorder writes dumps for later
-analysis. The notes go through torch's own store.
+Nothing in torch 2.13 reports "rank 1 (host b) stopped at step 7 (saving), 40 s ago, in …; rank 0 waits for it". The
+notes go through torch's own store.
 """
 
 from __future__ import annotations
@@ -157,8 +153,7 @@ class Heartbeat:
         self._number = 0
         self._rank = self._world = 0
         self._store: Any = None
-        self._path = failures.beside_error_file(failures.BEAT_NAME)
-        self._file: int | None = None
+        self._path, self._file = failures.beside_error_file(failures.BEAT_NAME), -1
         self._end = threading.Event()
         self._telling = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -169,7 +164,7 @@ class Heartbeat:
             return self
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         with contextlib.suppress(OSError):
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600) if self._path is not None else None
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600) if self._path is not None else -1
         try:
             self._store = meeting_point("sft_play/beats")
             self._store.set_timeout(timedelta(seconds=STORE_S))
@@ -186,7 +181,7 @@ class Heartbeat:
             return
         self._count += 1
         self._noted = time.monotonic()
-        if self._file is not None:
+        if self._file >= 0:
             # into the page cache, where it outlives this process however it ends
             os.pwrite(self._file, f"{step} {self._count} {activity}"[:NOTE_BYTES].ljust(NOTE_BYTES).encode(), 0)
 
@@ -200,11 +195,7 @@ class Heartbeat:
         if self._thread is None or count <= 0:
             return
         self._moved += count
-        self._restart_clock()
-
-    def _restart_clock(self) -> None:
-        if self._noted is not None:
-            self._noted = time.monotonic()
+        self._noted = time.monotonic() if self._noted is not None else None
 
     @contextlib.contextmanager
     def watching(self, folder: Path) -> Iterator[None]:
@@ -239,9 +230,9 @@ class Heartbeat:
                 else:
                     failures.hand_over(error)
         self._thread.join(self._interval_s)
-        if self._file is not None:
+        if self._file >= 0:
             os.close(self._file)
-            self._file = None
+            self._file = -1
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -276,8 +267,8 @@ class Heartbeat:
         except RuntimeError:
             self._store = None
             return
-        if self._waits and total > self._others:
-            self._restart_clock()
+        if self._waits and total > self._others and self._noted is not None:
+            self._noted = time.monotonic()
         self._moved_published, self._others = moved, total
 
     def _still_s(self) -> float:

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -152,12 +152,8 @@ def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
     trap = "MASTER_ADDR= is another machine, or a firewall closes the port"
     if any(is_loopback(one) for one in mine["sees node 0 at"]):
         trap = "MASTER_ADDR= resolves to this machine itself: give an address of node 0"
-    misread = gpus_as_nodes([nodes.rank], nodes.count, _ranks_on(mine))
-    raise HardwareError(
-        f"node 0 did not answer at {nodes.place} within {limit_s:.0f} s (distributed.timeout_s; {reason}): "
-        f"{misread}{'; else ' * bool(misread)}start the same command there with NODE_RANK=0; where it runs, "
-        f"{trap}"
-    )
+    raise HardwareError(f"node 0 did not answer at {nodes.place} within {limit_s:.0f} s (distributed.timeout_s; "
+                        f"{reason}): start the same command there with NODE_RANK=0; where it runs, {trap}")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -217,16 +213,12 @@ def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: 
             cards[rank] = json.loads(store.get(f"{_CARD}{rank}"))
             logger.info("Nodes: node %d is here (%s)", rank, one_line(str(cards[rank].get("host"))))
             _check(nodes, mine, cards[rank])
-        misread = gpus_as_nodes(cards, nodes.count, _ranks_on(mine))
-        if came and misread and len(cards) > 1:
-            logger.warning("Nodes: only nodes %s of %d are here: %s",
-                           ", ".join(map(str, sorted(cards))), nodes.count, misread)  # fmt: skip
         if not came and time.monotonic() > deadline:
             raise HardwareError(
                 f"node{'s' * (len(absent) > 1)} {', '.join(map(str, absent))} of {nodes.count} did not connect to "
-                f"{nodes.place} within {limit_s:.0f} s (distributed.timeout_s): {misread}{'; else ' * bool(misread)}"
-                "start the same command there with its own NODE_RANK=; where it runs, a firewall closes port "
-                f"{nodes.port}, or MASTER_ADDR= means another machine there"
+                f"{nodes.place} within {limit_s:.0f} s (distributed.timeout_s): start the same command there with its "
+                f"own NODE_RANK=; where it runs, a firewall closes port {nodes.port}, or MASTER_ADDR= means another "
+                "machine there (NNODES= is the number of machines, not of GPUs)"
             )
         time.sleep(_POLL_S * (not came))
     return tuple(cards[rank] for rank in range(nodes.count))
@@ -240,17 +232,13 @@ def _check(nodes: Nodes, mine: Card, card: Card) -> None:
             f"NODE_RANK={nodes.rank}: give each node its own number, 0 to {nodes.count - 1}, and start the command once"
         )
     if first["nodes"] != other["nodes"]:
-        raise ConfigError(
-            f"node {first['node']} was given NNODES={first['nodes']}, and node {other['node']} "
-            f"NNODES={other['nodes']}: give all nodes the same"
-        )
+        raise ConfigError(f"node {first['node']} was given NNODES={first['nodes']}, and node {other['node']} "
+                          f"NNODES={other['nodes']}: give all nodes the same")  # fmt: skip
     wrong = differences(first, other)
     if wrong:
-        more = f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-        raise ConfigError(
-            f"the nodes differ: {'; '.join(wrong[:_SHOWN])}{more}; give all nodes the same command, run YAML and "
-            "packages"
-        )
+        more = " …" * (len(wrong) > _SHOWN)
+        raise ConfigError(f"the nodes differ: {'; '.join(wrong[:_SHOWN])}{more}; give all nodes the same command, run "
+                          "YAML and packages")  # fmt: skip
 
 
 def differences(first: Card, other: Card) -> list[str]:
@@ -263,25 +251,3 @@ def differences(first: Card, other: Card) -> list[str]:
         f"{key} is {one_line(str(one), limit=60)} on {names[0]} and {one_line(str(two), limit=60)} on {names[1]}"
         for key, (one, two) in found.items()
     ]
-
-
-def gpus_as_nodes(came: Collection[int], count: int, per_node: int) -> str:
-    """What to do where a number of nodes may be that of all GPUs, as only first ranks of nodes came; else empty.
-
-    Args:
-        came: the nodes that came, by the numbers they were given.
-        count: how many nodes were said to come.
-        per_node: ranks on each.
-    """
-    if per_node < 2 or count % per_node or any(rank % per_node for rank in came):
-        return ""
-    nodes = count // per_node
-    many = f"NNODES={nodes} and NODE_RANK=0 to {nodes - 1}" if nodes > 1 else "NNODES=1"
-    return (
-        f"if {count} (NNODES= or WORLD_SIZE=) is the number of all GPUs, {per_node} on each node, and RANK= that of a "
-        f"node's first one, give {many}"
-    )
-
-
-def _ranks_on(card: Card) -> int:
-    return int((card.get("alike") or {}).get("number of ranks", 1))

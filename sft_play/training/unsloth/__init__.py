@@ -1,1 +1,1 @@
-"""Unsloth, in processes of its own: `bridge` and `handover` on this side, the others on that side."""
+"""Unsloth, in processes of its own: `bridge` on this side, the others on that side."""

@@ -1,7 +1,8 @@
 """Runs on Unsloth, from this side: what is handed over, the processes, and the adapter read back.
 
 Unsloth's process trains rows that are built, masked and checked here, in the loop of every other run, and writes into
-the run's own folder. `training.prepare.backend` decides whether it can.
+the run's own folder. It renders no template and masks no token: it gets a `Document`, and token rows with their labels.
+Both processes run the code of this checkout. `training.prepare.backend` decides whether Unsloth can.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pyarrow as pa  # type: ignore[import-untyped]
+from pydantic import BaseModel, ConfigDict
 
 from sft_play import errors
-from sft_play._version import __version__
 from sft_play.config.load import resolved
 from sft_play.config.schema import LoraConfig
 from sft_play.errors import BackendError, Interrupted, ModelError, SftPlayError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.process import endings, failures
+from sft_play.runs.files import write_text
 from sft_play.training.checkpoints.model_saving import check_saved_weights, whole_shapes
 from sft_play.training.job import RunJob
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import stop_ids
+from sft_play.training.measure.exact_match import Question, stop_ids
 from sft_play.training.measure.summary import describe
 from sft_play.training.prepare.backend import answer_here
-from sft_play.training.prepare.model_spec import ModelSpec, empty_model
+from sft_play.training.prepare.model_spec import empty_model
 from sft_play.training.prepare.prepare import Prepared
-from sft_play.training.unsloth import handover
 from sft_play.training.unsloth.unsloth_environment import WORKER, worker_environment
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,50 @@ WORK = "unsloth"
 """In a run folder: what was handed over. The rows and the tokenizer are removed once Unsloth's process has ended."""
 PEER_S = 20.0
 """Seconds that the other processes have to end once one has failed."""
+_ROWS_AT_ONCE = 10_000
+_COLUMNS = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
+
+# --- what is handed over ----------------------------------------------------------------------------------------------
+
+
+class Document(BaseModel):
+    """All that the worker needs beside the settings and the plan; times are in seconds, `started` since 1970."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, protected_namespaces=())
+
+    folder: str
+    config_path: str
+    overrides: list[str]
+    config: dict[str, Any]
+    plan: dict[str, Any]
+    resume: bool
+    started: float
+    timeout_s: float
+    tokenizer: str
+    own_template: str | None
+    splits: dict[str, str]
+    """The file of each split's rows."""
+    held_out: str
+    asked: list[Question]
+    asked_while_training: list[Question]
+    stop_ids: list[int]
+    model_path: str
+    """The folder of the base weights, or their name on the hub."""
+    target_modules: list[str]
+    tensors: dict[str, list[int]]
+    """Name and shape of every tensor that the adapter's file will hold."""
+
+
+def write_rows(dataset: Any, path: Path) -> str:
+    """Write a `datasets.Dataset` of token rows as an Arrow stream, which `Dataset.from_file` reads; rows without a
+    source are chats. Returns the path."""
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, _COLUMNS) as stream:
+        for table in dataset.with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
+            columns = {name: table[name] for name in table.column_names}
+            columns.setdefault("source", pa.array([0] * table.num_rows, type=pa.int8()))
+            stream.write_table(pa.table({name: columns[name] for name in _COLUMNS.names}).cast(_COLUMNS))
+    return str(path)
+
 
 # --- the run ----------------------------------------------------------------------------------------------------------
 
@@ -68,8 +114,8 @@ def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float)
     document = _document(job, prepared, eval_set, started)
     work = job.folder.path.absolute() / WORK
     try:
-        path = work / handover.DOCUMENT
-        document.write(path)
+        path = work / "handover.json"
+        write_text(path, document.model_dump_json(indent=1) + "\n")
         _run(python, path, job.plan)
     except Interrupted:
         if job.folder.manifest().get("status") == "running":  # stopped before it could record so
@@ -88,7 +134,7 @@ def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float)
     return summary
 
 
-def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> handover.Document:
+def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> Document:
     """Everything that Unsloth's process needs to know; the rows and the tokenizer are written beside it."""
     config, plan = job.loaded.config, job.plan
     asks = bool(eval_set.asked or eval_set.asked_while_training)
@@ -99,10 +145,8 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
     parts = {"train": prepared.splits.train, "val": prepared.splits.val, "test": prepared.splits.test}
     folder = local_folder(config.model.name)
     peft: Any = prepared.model_spec.peft_config  # never None: Unsloth trains only adapters (`unsupported`)
-    shapes = adapter_shapes(prepared.model_spec, trust_remote_code=config.model.trust_remote_code)
-    return handover.Document(
-        schema_version=handover.SCHEMA,
-        sft_play=__version__,
+    shapes = whole_shapes(empty_model(prepared.model_spec, trust_remote_code=config.model.trust_remote_code))
+    return Document(
         folder=str(job.folder.path.absolute()),
         config_path=str(job.loaded.path),
         overrides=list(job.loaded.overrides),
@@ -114,7 +158,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
         tokenizer=str(work / "tokenizer"),
         own_template=prepared.tokenizer.own_template,
         splits={
-            name: handover.write_rows(part.rows, work / "rows" / f"{name}.arrow")
+            name: write_rows(part.rows, work / "rows" / f"{name}.arrow")
             for name, part in parts.items()
             if part is not None
         },
@@ -128,12 +172,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
     )
 
 
-def adapter_shapes(model_spec: ModelSpec, *, trust_remote_code: bool) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the adapter's file will hold, from a model without weights."""
-    return whole_shapes(empty_model(model_spec, trust_remote_code=trust_remote_code))
-
-
-def read_back(path: Path, lora: LoraConfig, document: handover.Document, *, tokenizer: Any, steps: int) -> None:
+def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: Any, steps: int) -> None:
     """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
 
     Raises:
@@ -160,8 +199,7 @@ def read_back(path: Path, lora: LoraConfig, document: handover.Document, *, toke
 # --- the processes ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Worker:
+class _Worker(NamedTuple):
     process: subprocess.Popen[bytes]
     error_file: Path
 
@@ -244,11 +282,8 @@ def _raise_first(workers: Sequence[_Worker], *, stopped: int) -> None:
     if stopped > 1 or (stopped and own is None):
         raise Interrupted("ended at once; what was saved until then is kept")
     if own is None:
-        how = (
-            f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code} and no message"
-        )
-        more = " (out of memory? see dmesg)" if code == -signal.SIGKILL else ""
-        raise BackendError(f"Unsloth's process {how}{more}; what was saved until then is kept")
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        raise BackendError(f"Unsloth's process {how} (out of memory? see dmesg); what was saved until then is kept")
     if own.kind == "stopped":
         raise Interrupted(own.message or "stopped by the user; what was saved until then is kept")
     kind = getattr(errors, own.name, None)

@@ -31,7 +31,7 @@ from sft_play.training.loop.load_trainer import trainer_of
 from sft_play.training.loop.loop import PlannedLoop
 from sft_play.training.loop.trainer import check_trackers, training_arguments
 from sft_play.training.measure.evaluate import EvalSet
-from sft_play.training.measure.exact_match import Question
+from sft_play.training.measure.exact_match import Question, configured_stops
 from sft_play.training.measure.peaks import MemoryMeter, Watch
 from sft_play.training.model.model_loading import keep_4bit_trainable
 from sft_play.training.prepare.backend import Backend
@@ -43,7 +43,7 @@ from sft_play.training.prepare.tokenizer import LoadedTokenizer
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
 from sft_play.training.run import train as train_model
-from sft_play.training.unsloth import handover
+from sft_play.training.unsloth.bridge import Document
 
 _NOT_HANDED_OVER: Any = None
 """Stands for what only `prepare` needs: data files, reports, attention, renderer."""
@@ -53,10 +53,10 @@ def train(path: Path) -> None:
     """Train as the document at `path` says; the run folder then holds what every run writes.
 
     Raises:
-        BackendError: the document or the rows were changed on their way, or Unsloth would train something else.
+        BackendError: Unsloth would train something else.
         SftPlayError: as any run.
     """
-    document = handover.read(path)
+    document = Document.model_validate_json(path.read_text(encoding="utf-8"))
     quiet_libraries()
     job = _job(document)
     check_device(job.plan, job.loaded.config)
@@ -79,7 +79,7 @@ def train(path: Path) -> None:
                 log_file.close()
 
 
-def _job(document: handover.Document) -> RunJob:
+def _job(document: Document) -> RunJob:
     config = RunConfig.model_validate_json(json.dumps(document.config))
     loaded = LoadedConfig(config, Path(document.config_path), "", tuple(document.overrides))
     folder = RunFolder(Path(document.folder))
@@ -89,12 +89,13 @@ def _job(document: handover.Document) -> RunJob:
     )
 
 
-def _prepared(document: handover.Document, config: RunConfig) -> Prepared:
+def _prepared(document: Document, config: RunConfig) -> Prepared:
+    from datasets import Dataset
     from transformers import AutoTokenizer
 
     trusted = config.model.trust_remote_code
     tokenizer = AutoTokenizer.from_pretrained(document.tokenizer, trust_remote_code=trusted)
-    splits = {name: Split(handover.read_rows(rows), _NOT_HANDED_OVER) for name, rows in document.splits.items()}
+    splits = {name: Split(Dataset.from_file(file), _NOT_HANDED_OVER) for name, file in document.splits.items()}
     peft = LoraConfig(task_type="CAUSAL_LM", r=config.tuning.lora.r, target_modules=document.target_modules)
     return Prepared(
         Backend("unsloth", ""),
@@ -105,7 +106,7 @@ def _prepared(document: handover.Document, config: RunConfig) -> Prepared:
     )
 
 
-def _eval_set(document: handover.Document, _: RunJob, prepared: Prepared) -> EvalSet:
+def _eval_set(document: Document, _: RunJob, prepared: Prepared) -> EvalSet:
     splits = prepared.splits
     split = {"train": splits.train, "val": splits.val, "test": splits.test}.get(document.held_out)
     return EvalSet(split, document.held_out, document.asked, document.asked_while_training)
@@ -133,13 +134,13 @@ class UnslothLoop(PlannedLoop):
 
 
 def _trainer(
-    document: handover.Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
+    document: Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
 ) -> PlannedLoop:
     """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
     config, plan = job.loaded.config, job.plan
     arguments = _arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load(document, config, plan)
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)  # one id or a list of them
+    ends = configured_stops(model)
     own_stops = {*(ends if isinstance(ends, list) else [ends])} - {None}
     return trainer_of(
         job, prepared, eval_set, watch, arguments=arguments, model=model, peft_config=None, kind=UnslothLoop,
@@ -177,7 +178,7 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
     return arguments
 
 
-def load(document: handover.Document, config: RunConfig, plan: Plan) -> Any:
+def load(document: Document, config: RunConfig, plan: Plan) -> Any:
     """Unsloth's model with the adapters of the document.
 
     Raises:
@@ -185,38 +186,24 @@ def load(document: handover.Document, config: RunConfig, plan: Plan) -> Any:
     """
     from unsloth import FastLanguageModel
 
-    model, lora, seed = config.model, config.tuning.lora, config.train.seed
+    model, lora = config.model, config.tuning.lora
     is_4bit = config.tuning.mode == "qlora"
-    checkpoints: Any = (
-        "unsloth" if plan.choice.checkpointed > 0 else False
-    )  # "unsloth": its own, which offloads activations
+    # "unsloth": its own, which offloads activations
+    common: dict[str, Any] = {
+        "use_gradient_checkpointing": "unsloth" if plan.choice.checkpointed > 0 else False,
+        "max_seq_length": plan.max_seq_len, "random_state": config.train.seed,
+    }  # fmt: skip
     try:
         loaded, _ = FastLanguageModel.from_pretrained(
-            model_name=document.model_path,
-            revision=model.revision,
-            max_seq_length=plan.max_seq_len,
-            dtype=getattr(torch, plan.precision.compute),
-            load_in_4bit=is_4bit,
-            load_in_8bit=False,
-            full_finetuning=False,
-            trust_remote_code=model.trust_remote_code,
-            use_gradient_checkpointing=checkpoints,
+            model_name=document.model_path, revision=model.revision, trust_remote_code=model.trust_remote_code,
             use_exact_model_name=True,  # else it would train its own quantised copy from the hub
-            fix_tokenizer=False,
-            random_state=seed,
-        )
+            dtype=getattr(torch, plan.precision.compute), load_in_4bit=is_4bit, load_in_8bit=False,
+            full_finetuning=False, fix_tokenizer=False, **common,
+        )  # fmt: skip
         adapted = FastLanguageModel.get_peft_model(
-            loaded,
-            r=lora.r,
-            target_modules=document.target_modules,
-            lora_alpha=lora.alpha,
-            lora_dropout=lora.dropout,
-            bias="none",
-            use_gradient_checkpointing=checkpoints,
-            random_state=seed,
-            use_rslora=lora.use_rslora,
-            max_seq_length=plan.max_seq_len,
-        )
+            loaded, r=lora.r, target_modules=document.target_modules, lora_alpha=lora.alpha,
+            lora_dropout=lora.dropout, bias="none", use_rslora=lora.use_rslora, **common,
+        )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # Unsloth checks models and options in many ways

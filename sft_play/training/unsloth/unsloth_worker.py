@@ -7,31 +7,17 @@ nothing else of the environment that started it. Unsloth is imported first, beca
 from __future__ import annotations
 
 import importlib.util
-import inspect
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ANSWER = "sft-play answers: "
 """Begins the line with the answer to `--probe`; Unsloth prints lines of its own before it."""
-CALLED: dict[str, tuple[str, ...]] = {
-    "from_pretrained": (
-        *("model_name", "max_seq_length", "dtype", "load_in_4bit", "load_in_8bit", "full_finetuning", "revision"),
-        *("trust_remote_code", "use_gradient_checkpointing", "use_exact_model_name", "fix_tokenizer", "random_state"),
-    ),
-    "get_peft_model": (
-        *("model", "r", "target_modules", "lora_alpha", "lora_dropout", "bias", "use_gradient_checkpointing"),
-        *("random_state", "use_rslora", "max_seq_length"),
-    ),
-    "for_inference": ("model",),
-    "for_training": ("model",),
-}
-"""The methods of Unsloth's FastLanguageModel that are called, and with which parameters."""
 NEEDED = ("psutil", "pydantic", "yaml", "pyarrow", "rich", "jinja2", "packaging", "safetensors")
 """Modules that the training loop imports and Unsloth does not depend on."""
 PACKAGES = (
@@ -67,27 +53,6 @@ def versions() -> dict[str, str | None]:
     return installed
 
 
-def missing_api(fast_model: Any) -> list[str]:
-    """Methods and parameters of CALLED that FastLanguageModel lacks, by name; `**kwargs` takes any keyword."""
-    missing = []
-    for name, wanted in CALLED.items():
-        function: Callable[..., Any] | None = getattr(fast_model, name, None)
-        if function is None:
-            missing.append(f"FastLanguageModel.{name}")
-            continue
-        parameters = inspect.signature(function).parameters
-        kinds = {parameter.kind for parameter in parameters.values()}
-        if inspect.Parameter.VAR_KEYWORD in kinds:
-            continue
-        takes_first = inspect.Parameter.VAR_POSITIONAL in kinds
-        missing += [
-            f"{name}({key}=)"
-            for place, key in enumerate(wanted)
-            if key not in parameters and not (place == 0 and takes_first)
-        ]
-    return missing
-
-
 def answer() -> dict[str, Any]:
     """Device and versions after importing Unsloth, or the reason why it cannot be used."""
     try:
@@ -97,10 +62,6 @@ def answer() -> dict[str, Any]:
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         return {"error": f"it has no {', '.join(lacking)}, which the training loop needs (make setup-unsloth has all)"}
-    missing = missing_api(unsloth.FastLanguageModel)
-    if missing:
-        version = versions()["unsloth"]
-        return {"error": f"Unsloth {version} has no {', '.join(missing)}, which this version of sft_play calls"}
     device = getattr(unsloth, "DEVICE_TYPE", None)  # cuda, hip, xpu, npu, mlx or cpu; unsloth_zoo's in some versions
     if device is None:
         from unsloth_zoo.device_type import DEVICE_TYPE

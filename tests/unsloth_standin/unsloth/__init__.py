@@ -128,6 +128,3 @@ _SHOWN = (
     *("model_name", "max_seq_length", "dtype", "load_in_4bit", "use_exact_model_name", "fix_tokenizer", "random_state"),
     *("r", "target_modules", "lora_alpha", "lora_dropout", "bias", "use_gradient_checkpointing", "use_rslora"),
 )
-
-if FAULT == "api":
-    del FastLanguageModel.get_peft_model
