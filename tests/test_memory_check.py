@@ -134,7 +134,7 @@ def test_each_gpu_shows_the_runs_the_others_and_what_nobody_is_listed_for(machin
 
 
 def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
+    run_folder(tmp_path, "mine")
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), GpuProcess(OTHER, "jupy\x1bter", 17 * GIB), used=67 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
@@ -149,7 +149,7 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
 
 
 def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
+    run_folder(tmp_path, "mine")
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), used=51 * GIB),
         gpu(1, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
@@ -159,7 +159,7 @@ def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
 
 
 def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
+    run_folder(tmp_path, "mine")
     group = Group((rank(0, 11), rank(1, 21)), 1.0)
     output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), group=group)
     check = see_memory(output, {})
@@ -171,7 +171,7 @@ def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, 
 
 
 def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
+    run_folder(tmp_path, "mine")
     output = machine(gpu(0, used=71 * GIB, listed=False), group=Group((rank(0, 11),), 1.0))
     assert see_memory(output, {}).gpus[0].run_bytes is None
 
@@ -189,7 +189,7 @@ def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
 
 
 def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
+    run_folder(tmp_path, "mine")
     group, peaks = Group((rank(0, 11),), 1.0), HighestSeen()
     found = []
     for held in (20, 50, 30):
@@ -205,7 +205,7 @@ def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
 
 
 def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    run_folder(tmp_path, "mine", on_gpu=False)
     ranks = (rank(0, 11, workers=(12, 13), workers_rss_bytes=GIB), rank(1, 21, rss_bytes=2 * GIB))
     output = machine(group=Group(ranks, 1.0, beside=(9,), beside_bytes=GIB), hardware=CPU)
     check = see_memory(output, {})
@@ -221,7 +221,7 @@ def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp
 
 
 def test_ram_below_the_margin_is_warned_of_with_the_biggest_others(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    run_folder(tmp_path, "mine", on_gpu=False)
     scarce = Hardware((), "CPU", 8, 64 * GIB, 8 * GIB)
     group = Group((rank(0, 11), rank(1, 21)), 1.0)
     (warning,) = see_memory(machine(group=group, hardware=scarce), {}).warnings
@@ -230,7 +230,7 @@ def test_ram_below_the_margin_is_warned_of_with_the_biggest_others(machine, tmp_
 
 
 def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", host=40 * GIB)
+    run_folder(tmp_path, "mine", host=40 * GIB)
     group = Group((rank(0, 11), rank(1, 21)), 1.0)
     seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
     (warning,) = see_memory(machine(*seen, group=group), {}).warnings
@@ -239,7 +239,7 @@ def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
 
 @pytest.mark.parametrize(("save", "wanted"), [(0, 80), (10, 70), (40, None)])
 def test_one_rank_alone_counts_on_ram_to_write_a_checkpoint(save, wanted, machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", host=40 * GIB, host_save_bytes=save * GIB)
+    run_folder(tmp_path, "mine", host=40 * GIB, host_save_bytes=save * GIB)
     group = Group((rank(0, 11), rank(1, 21)), 1.0)
     seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
     found = see_memory(machine(*seen, group=group), {}).warnings
@@ -450,7 +450,7 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
 
 
 def test_on_a_terminal_one_table_is_renewed_in_place(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    run_folder(tmp_path, "mine", on_gpu=False)
     output = machine(group=Group((rank(0, 11),), 1.0), hardware=CPU)
     screen, pauses = io.StringIO(), []
     console = Console(file=screen, force_terminal=True, width=110, height=50)

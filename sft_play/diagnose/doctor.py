@@ -122,7 +122,6 @@ def _machine_findings(
         *gpus.check_build(around),
         *gpus.check_compiler(around),
         *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
-        *gpus.check_peer_path(around.gpus),
         *known_bad.find_known_bad(
             around,
             ranks=here * nodes,
@@ -138,10 +137,6 @@ def _machine_findings(
             workers=workers,
             batch_tokens=plan.batch.micro_batch * plan.max_seq_len if plan else 0,
         ),
-        system.check_locked_memory(
-            around.locked_memory, infiniband=around.infiniband_bytes_per_s > 0 and bool(machine.gpus), nodes=nodes
-        ),
-        system.check_open_files(around.open_files, workers=workers),
     ]
 
 

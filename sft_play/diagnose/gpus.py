@@ -20,8 +20,6 @@ from sft_play.units import GIB
 CPU_RANKS = 2
 """Ranks on a machine without GPUs where the number is not given, as `make train-distributed` starts them."""
 EXCLUSIVE, PROHIBITED = 3, 2
-FABRIC_READY = 3
-"""NVML_GPU_FABRIC_STATE_COMPLETED."""
 BUSY_BYTES = GIB // 2
 """A CUDA context alone takes about this much (`CUDA_CONTEXT_BYTES` in planner/memory/estimate.py)."""
 
@@ -77,28 +75,13 @@ def check_health(states: Sequence[GpuState], *, gpus: int) -> list[Finding]:
         return []
     if not states:
         return [skipped("GPU health", "NVML does not answer: errors, modes and other processes are not known")]
-    findings = [*_fabric(states), *_errors(states), *_modes(states), *_busy(states)]
+    findings = [*_errors(states), *_modes(states), *_busy(states)]
     if not any(item.name == "GPU health" for item in findings):
         findings.insert(0, passed("GPU health", f"{len(states)} GPU{'s' if len(states) > 1 else ''} without errors"))
     if len(states) < gpus:
         told = each_once(state.index for state in states)
         findings.append(skipped("GPU health", f"NVML tells the state of GPU {told} only, not of all {gpus}"))
     return findings
-
-
-def _fabric(states: Sequence[GpuState]) -> list[Finding]:
-    waiting = [state.index for state in states if state.fabric not in (None, FABRIC_READY)]
-    if not waiting:
-        return []
-    return [
-        failed(
-            "NVSwitch fabric",
-            f"GPU {each_once(waiting)}: not ready; CUDA will report `system not yet initialized` (error 802)",
-            "systemctl start nvidia-fabricmanager, of exactly the driver's version (rented machines: ask the owner)",
-            "https://github.com/pytorch/pytorch/issues/35710",
-            "https://github.com/huggingface/huggingface_hub/issues/4134",
-        )
-    ]
 
 
 def _errors(states: Sequence[GpuState]) -> list[Finding]:
@@ -116,14 +99,6 @@ def _errors(states: Sequence[GpuState]) -> list[Finding]:
     if pending:
         findings.append(warned("GPU health", f"GPU {each_once(pending)}: a memory row waits to be remapped",
                             "reset the GPU or restart the machine before a long run"))  # fmt: skip
-    narrow = [
-        f"{state.index} (x{state.pcie_lanes[0]} of x{state.pcie_lanes[1]})"
-        for state in states
-        if state.pcie_lanes and state.pcie_lanes[0] < state.pcie_lanes[1]
-    ]
-    if narrow:
-        findings.append(warned("PCIe lanes", f"GPU {each_once(narrow)}: copies and all-reduces are slower by as much",
-                            "reseat the card or use another slot; risers and shared slots halve lanes"))  # fmt: skip
     return findings
 
 
@@ -147,26 +122,6 @@ def _busy(states: Sequence[GpuState]) -> list[Finding]:
             busy.append(f"GPU {state.index}: pid {each_once(pid for pid, _ in state.others)} ({held / GIB:.1f} GiB)")
     remedy = "stop them, or name other GPUs: GPUS=0,1; the plan counts what is free now"
     return [warned("other processes", "; ".join(busy), remedy)] if busy else []
-
-
-def check_peer_path(states: Sequence[GpuState]) -> list[Finding]:
-    """Whether the IOMMU translates between GPUs without NVLink."""
-    if len(states) < 2 or any(state.nvlinks for state in states):
-        return []
-    translated = [state.index for state in states if state.translated]
-    if not translated:
-        return []
-    return [
-        warned(
-            "IOMMU",
-            f"GPU {each_once(translated)}: the IOMMU translates addresses, and there is no NVLink: P2P over PCIe may "
-            "hang or be slow; see the all-reduce below",
-            "boot with iommu=pt and switch ACS off in the BIOS (or amd_iommu=off, intel_iommu=off); until then export "
-            "NCCL_P2P_DISABLE=1 if it hangs",
-            "https://github.com/NVIDIA/nccl/issues/2079",
-            "https://github.com/NVIDIA/nccl/issues/631",
-        )
-    ]
 
 
 _COMPILER_SOURCES = (

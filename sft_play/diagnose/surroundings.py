@@ -6,12 +6,10 @@ The only module of the doctor that reads them; the checks get what was read as a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib.util
 import os
 import platform
 import re
-import resource
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -41,8 +39,7 @@ _BITS = 8
 class GpuState:
     """One GPU's health as the driver reports it; None: not reported.
 
-    `others` are the other processes on it: pid and bytes. `fabric` is NVML's state of the NVSwitch fabric (3: ready).
-    `translated`: whether the IOMMU translates its addresses (a kernel without `iommu=pt`).
+    `others` are the other processes on it: pid and bytes.
     """
 
     index: int
@@ -51,23 +48,17 @@ class GpuState:
     uncorrected_errors: int | None = None
     remap_failed: bool | None = None
     remap_pending: bool | None = None
-    fabric: int | None = None
-    pcie_lanes: tuple[int, int] | None = None
-    """Lanes in use, and lanes that the GPU has."""
-    nvlinks: int = 0
-    translated: bool | None = None
 
     @property
     def is_told(self) -> bool:
         """Whether the driver reports anything of its health to this user."""
-        told = (self.compute_mode, self.uncorrected_errors, self.remap_failed, self.fabric, self.pcie_lanes)
+        told = (self.compute_mode, self.uncorrected_errors, self.remap_failed)
         return bool(self.others) or any(value is not None for value in told)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What was read. Sizes and limits are in bytes; a limit of None is unlimited; packages that are not installed are
-    absent."""
+    """What was read. Sizes are in bytes; packages that are not installed are absent."""
 
     hardware: Hardware
     python: str = ""
@@ -92,8 +83,6 @@ class Surroundings:
     gpus: tuple[GpuState, ...] = ()
     shm: Space | None = None
     """None where /dev/shm is not a separate file system."""
-    locked_memory: int | None = None
-    open_files: int | None = None
     infiniband_bytes_per_s: float = 0.0
     """All active InfiniBand and RoCE ports together."""
     network_bytes_per_s: float | None = None
@@ -128,8 +117,6 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         devices=None if hardware.gpus else unseen.read_devices(environment),
         gpus=states,
         shm=space_of(SHM) if SHM.is_mount() else None,
-        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
-        open_files=_limit(resource.RLIMIT_NOFILE),
         infiniband_bytes_per_s=infiniband,
         network_bytes_per_s=network,
         environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
@@ -194,9 +181,7 @@ def _state(library: Any, gpu: Gpu) -> GpuState:
         return nvml.ask(library, name, handle, *arguments)
 
     remapped = ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
-    lanes = (ask("nvmlDeviceGetCurrPcieLinkWidth"), ask("nvmlDeviceGetMaxPcieLinkWidth"))
     busy = ask("nvmlDeviceGetComputeRunningProcesses") or []
-    links = [ask("nvmlDeviceGetNvLinkState", link) for link in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 0))]
     return GpuState(
         index=gpu.index,
         compute_mode=ask("nvmlDeviceGetComputeMode"),
@@ -207,36 +192,7 @@ def _state(library: Any, gpu: Gpu) -> GpuState:
         ),
         remap_failed=bool(remapped[3]) if remapped else None,
         remap_pending=bool(remapped[2]) if remapped else None,
-        fabric=_fabric(library, handle),
-        pcie_lanes=(int(lanes[0]), int(lanes[1])) if all(lanes) else None,
-        nvlinks=sum(link == 1 for link in links),
-        translated=_translated(nvml.text(getattr(ask("nvmlDeviceGetPciInfo"), "busId", "")) or ""),
     )
-
-
-def _fabric(library: Any, handle: Any) -> int | None:
-    """State of the NVSwitch fabric; None where the GPU has none (0: not supported)."""
-    try:
-        info = library.c_nvmlGpuFabricInfo_t()
-        library.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
-    except Exception:
-        return None
-    return int(info.state) or None
-
-
-def _translated(bus: str) -> bool | None:
-    """Whether the IOMMU translates a device's addresses: its group is not of type `identity`."""
-    # NVML writes the PCI domain with eight digits (00000000:17:00.0), sysfs with four
-    match = re.fullmatch(r"[0-9a-fA-F]*([0-9a-fA-F]{4}):(.+)", bus)
-    if match is None:
-        return None
-    kind = _read(_SYS / "bus/pci/devices" / f"{match[1]}:{match[2]}".lower() / "iommu_group/type")
-    return kind != "identity" if kind else None
-
-
-def _limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _networks() -> tuple[float, float | None]:
