@@ -34,6 +34,10 @@ NVLINK_SHARE = 0.30
 PCIE_SHARE = 0.15
 """The same for PCIe, where data may pass through the host's memory or between sockets."""
 NETWORK_SHARE = 0.30
+_SLOW = (
+    "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
+    "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"
+)
 BUS_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 _TAIL_LINES = 3
 
@@ -118,8 +122,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
-    """The findings of the all-reduce: the sum, the ranks that did not arrive, whether ranks are identical, the
-    bandwidth."""
+    """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
     errors = {rank: str(note["error"]) for rank, note in outcome.notes.items() if "error" in note}
     wrong = {rank: int(note["wrong"]) for rank, note in outcome.notes.items() if note.get("wrong")}
     done = [rank for rank in outcome.expected if outcome.notes.get(rank, {}).get("stage") == "done"]
@@ -134,7 +137,7 @@ def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]
         only_waited = bool(errors) and all(re.search(r"[Tt]imed? ?out", text) for text in errors.values())
         return [_hung(outcome, around, errors) if outcome.timed_out or only_waited else _died(outcome, errors)]
     ranks = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes.values())
-    return [_sum(outcome, ranks, around), *_ranks_alike(ranks), *_bandwidth(outcome, around, nodes)]
+    return [_sum(outcome, ranks, around), *_bandwidth(outcome, around, nodes)]
 
 
 def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundings) -> Finding:
@@ -149,19 +152,6 @@ def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundi
     how = "NCCL" if around.hardware.gpus else "gloo"
     devices = each_once(one_line(str(note.get("device"))) for note in ranks)
     return passed(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}; {devices}; {versions}")
-
-
-def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    first = ranks[0]
-    differing = [
-        f"{name} is {one_line(str(first.get(name)))} on rank {first['rank']} ({one_line(str(first.get('host')))}) and "
-        f"{one_line(str(note.get(name)))} on rank {note['rank']} ({one_line(str(note.get('host')))})"
-        for note in ranks[1:]
-        for name in ("torch", "cuda", "nccl", "device")
-        if note.get(name) != first.get(name)
-    ]
-    remedy = "give all nodes the same packages and GPUs (make setup on each)"
-    return [failed("ranks alike", "; ".join(differing[:4]), remedy)] if differing else []
 
 
 # by the last note that a rank of `training.ranks.collective_check` wrote
@@ -243,7 +233,7 @@ def _bandwidth(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Fin
     words += f", {best / wanted:.0%} of the {wanted / 1e9:.0f} GB/s of {link}"
     if best >= share * wanted:
         return [passed(SPEED, words)]
-    return [warned(SPEED, f"{words}; at least {share:.0%} is expected", _slow_remedy(link), BUS_SOURCE)]
+    return [warned(SPEED, f"{words}; at least {share:.0%} is expected", _SLOW, BUS_SOURCE)]
 
 
 def expected(around: Surroundings, nodes: Nodes) -> tuple[float | None, float, str]:
@@ -267,17 +257,3 @@ def expected(around: Surroundings, nodes: Nodes) -> tuple[float | None, float, s
     if link is not None and link * inner[1] < share * NETWORK_SHARE:
         return inner
     return share, NETWORK_SHARE, "InfiniBand" if around.infiniband_bytes_per_s else "the network"
-
-
-def _slow_remedy(link: str) -> str:
-    if link == "PCIe":
-        return (
-            "nvidia-smi topo -m shows how the GPUs are connected, nvidia-smi -q the lanes in use; switch ACS off and "
-            "boot with iommu=pt so that P2P works; NCCL_DEBUG=INFO shows which path NCCL took"
-        )
-    if link == "the link between the GPUs":
-        return "nvidia-smi nvlink -s shows links that are down; unset NCCL_P2P_DISABLE and NCCL_P2P_LEVEL"
-    return (
-        "NCCL_DEBUG=INFO shows which network NCCL took: NET/Socket instead of NET/IB means that it found no InfiniBand "
-        "(give the container --device=/dev/infiniband, name the cards with NCCL_IB_HCA)"
-    )
