@@ -38,8 +38,6 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 ROWS_FILE, SUMMARY_FILE = "eval.jsonl", "eval.json"
-_WORST = 3
-_SHOWN_CHARS = 100
 _SAME_LOSS = 0.005
 """How far the loss may be from the one that the run recorded, beside 0.5% of it: batches of other sizes and other
 kernels round differently, in bf16 by up to 1e-3 of the loss."""
@@ -57,7 +55,6 @@ class Evaluation(Outcome):
     facts: dict[str, Any]
     """Further fields of the summary: what was used, the balance loss, what the run recorded, and `before`: the adapter
     that it continued, which `base` then means, or None."""
-    worst: tuple[str, ...]
     rows_path: Path | None
     path: Path
 
@@ -105,7 +102,6 @@ class Evaluation(Outcome):
         lines += figure_table(self.figures, self.perplexity, before=self.before)
         for task in self.tasks:
             lines += task.lines(before=self.before)
-        lines += self.worst
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
         return [*lines, f"Written to: {paths}", next_line("ship", RUN=self.run)]
 
@@ -164,11 +160,10 @@ def evaluate_run(
         "balance_loss": balance_loss(tuned.scores),
         "recorded": _recorded(run, rows, tuned, wanted),
     }  # fmt: skip
-    worst = _worst(rows, wanted, tuned) if rows else ()
     task_results = task_figures(base.tasks, tuned.tasks) if base.tasks and tuned.tasks else ()
     tokens = sum(one.tokens for one in tuned.scores)
     evaluation = Evaluation(
-        run.folder.path, rows, tokens, figures, task_results, facts, worst, rows_path if rows else None, path
+        run.folder.path, rows, tokens, figures, task_results, facts, rows_path if rows else None, path
     )
     if rows:
         text = _jsonl(run, rows, base, tuned)
@@ -274,29 +269,6 @@ def _recorded(
     return {"loss": loss, "exact_match": match, "loss_now": now, "same": is_same, "line": line}
 
 
-def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: ModelFigures) -> tuple[str, ...]:
-    """The rows that the trained model does worst on: by the first metric, then by loss."""
-    mean_nll = {number: one.nll / max(1, one.tokens) for number, one in zip(rows.numbers, tuned.scores, strict=True)}
-    if not tuned.values:
-        order = sorted(mean_nll, key=lambda number: -mean_nll[number])[:_WORST]
-        shown = [f"  row {number + 1}: loss {mean_nll[number]:.3f}" for number in order]
-        return (f"Worst of {len(mean_nll):,} rows, by loss:", *shown)
-    first = metrics[0]
-    values = tuned.values[first.name]
-    # a share of 1 is as good as an answer can be; of other metrics every value may be the worst
-    wrong = [at for at, value in enumerate(values) if not first.is_share or value < 1]
-    if not wrong:
-        return (f"No answer is worse than its reference ({first.title})",)
-    places = sorted(wrong, key=lambda at: (values[at], -mean_nll[rows.asked[at].row]))[:_WORST]
-    lines = [f"Worst of {len(values):,} answers, by {first.title} and loss:"]
-    for at in places:
-        asked = rows.asked[at]
-        lines.append(f"  row {asked.row + 1}: {_short(asked.question.shown)}")
-        lines.append(f"    answer    {_short(tuned.answers[at])}")
-        lines.append(f"    reference {_short(asked.question.answer)}")
-    return tuple(lines)
-
-
 def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFigures) -> str:
     """A line for each row: its prompt and reference (or its text), and both models' answers and figures."""
     tokenizer = load_tokenizer(run.config).tokenizer
@@ -318,7 +290,3 @@ def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFig
             }  # fmt: skip
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)
-
-
-def _short(text: str) -> str:
-    return one_line(text, limit=_SHOWN_CHARS)

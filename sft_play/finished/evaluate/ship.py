@@ -85,7 +85,7 @@ class Shipped:
 
     def lines(self) -> list[str]:
         """In words: the evidence, the verdict, what next."""
-        after = ("export", "FORMAT=gguf") if self.ok else ("eval", "shows rows")
+        after = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
         evidence = rule.evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_line(*after, RUN=self.run)]
 
