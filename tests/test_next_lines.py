@@ -69,7 +69,7 @@ def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.export.exported import Exported
+    from sft_play.finished.export.export import Exported
 
     written = path / file if file else None
     merge = "Merged (bf16)" if is_adapter else None

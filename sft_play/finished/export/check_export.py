@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,9 @@ from transformers import AutoConfig
 
 from sft_play.finished.export import gguf_model
 from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
-from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTokenizer, read_fields
-from sft_play.finished.export.llama_cpp import find_converter
+from sft_play.finished.export.file_checks import ExportCheck, file_checks
+from sft_play.finished.export.gguf_tokenizer import read_fields
+from sft_play.finished.export.llama_cpp import find_converter, has_llama_cpp
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
@@ -40,15 +41,6 @@ _SCORED_ROWS = 32
 """Rows at whose trained places the distributions are compared."""
 _DEVIATIONS = 8.0
 _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True)
-class ExportCheck:
-    """One comparison: `ok` None where it could not be made."""
-
-    name: str
-    ok: bool | None
-    words: str
 
 
 @dataclass(frozen=True)
@@ -202,7 +194,7 @@ def export_test(
     checks = [*_prompt_checks(run, prompts, asked, fields, known), ExportCheck("Settings", not problems, words)]
     seen, weights, read_checks = _read_and_answer(file, model, material, types)
     checks += read_checks
-    if gguf_model.has_llama_cpp():
+    if has_llama_cpp():
         try:
             own, check = _answered_by_llama_cpp(file, material)
             seen, checks = [*seen, own], [*checks, check]
@@ -228,20 +220,9 @@ def _prompt_checks(
     if same < len(asked) and given:
         words += f"; training passed chat_template_kwargs={given}, and so has every request"
     checks = [ExportCheck("Prompts", same == len(asked) > 0, words)]
-    if prompts.template is not None:
-        is_own = fields.get("tokenizer.chat_template") == prompts.template
-        words = "the file has the chat template trained with"
-        checks.append(ExportCheck("Template", is_own, words if is_own else "the file has another chat template"))
-    try:
-        own = GgufTokenizer(fields, known)
-    except UnreadableTokenizer as error:
-        return [*checks, ExportCheck("Tokenizer", gguf_model.has_llama_cpp() or None, str(error))]
-    same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
-    words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
-    checks.append(ExportCheck("Tokenizer", same == len(asked) > 0, words))
-    lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stops) - own.stop_ids))
-    words = f"the file does not end at {', '.join(lost)}" if lost else "the file ends answers at training's stop tokens"
-    return [*checks, ExportCheck("Stop tokens", not lost, words)]
+    of_file = file_checks(fields, known, prompts, asked)
+    is_covered = has_llama_cpp() or None  # which is asked itself where its tokenizer cannot be read here
+    return [*checks, *(replace(one, ok=is_covered) if one.ok is None else one for one in of_file)]
 
 
 def _read_and_answer(
@@ -253,7 +234,7 @@ def _read_and_answer(
     try:
         read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=gguf_model.embedding_rows(file))
     except gguf_model.NotReadHere as error:
-        words, is_covered = f"{error}; llama.cpp itself is asked", gguf_model.has_llama_cpp()
+        words, is_covered = f"{error}; llama.cpp itself is asked", has_llama_cpp()
         words += "" if is_covered else " where llama-cpp-python is installed"
         return seen, None, [ExportCheck("Weights", is_covered or None, words)]
     weights = gguf_model.compare_gguf_weights(read, whole, types, rows=gguf_model.embedding_rows(file))

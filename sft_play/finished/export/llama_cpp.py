@@ -7,6 +7,7 @@ converters and the table of pre-tokenizers are unpacked.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
@@ -60,6 +61,11 @@ class Converter:
     def vocabularies(self) -> Path:
         """The source file with the pre-tokenizers; a checkout may lack it."""
         return self.folder / VOCABULARIES
+
+
+def has_llama_cpp() -> bool:
+    """Whether llama-cpp-python can be imported here."""
+    return importlib.util.find_spec("llama_cpp") is not None
 
 
 def find_converter(given: Path | None) -> Converter:
