@@ -35,7 +35,7 @@ def serve() -> Any:
 def evaluate() -> Any:
     from sft_play.finished.evaluate.evaluation import Evaluation
 
-    return Evaluation(RUN, None, 0, (), (), {"before": None, "recorded": None}, (), None, OTHER)
+    return Evaluation(RUN, None, 0, (), (), {"before": None, "recorded": None}, None, OTHER)
 
 
 def ship(*, reason: str = "") -> Any:
