@@ -133,7 +133,7 @@ ANSWERS: dict[str, list[tuple[Callable[[], Any], list[str]]]] = {
     "eval": [(evaluate, ["make", "ship", f"RUN={RUN}"])],
     "ship": [
         (ship, ["make", "export", f"RUN={RUN}", "FORMAT=gguf"]),
-        (lambda: ship(reason="it is worse"), ["make", "eval", f"RUN={RUN}", "shows", "rows"]),
+        (lambda: ship(reason="it is worse"), ["make", "eval", f"RUN={RUN}", "writes", "every", "row"]),
     ],
     "merge": [
         (merge, ["make", "merge-test", f"RUN={RUN}"]),
