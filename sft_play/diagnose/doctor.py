@@ -11,7 +11,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.diagnose import gpus, known_bad, ranks, surroundings, system
 from sft_play.diagnose.disk import disk_findings
 from sft_play.diagnose.pages import DoctorReport, each_once
-from sft_play.diagnose.surroundings import DISTRIBUTION, Surroundings
+from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.installed import COMPUTING, missing_kernels
@@ -54,7 +54,6 @@ def examine(
     environment: Mapping[str, str] | None = None,
     on_cpu: bool = False,
     meeting_s: float = MEETING_S,
-    all_reduce_s: float = ALL_REDUCE_S,
 ) -> DoctorReport:
     """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written.
 
@@ -74,15 +73,7 @@ def examine(
         *(gpus.check_flash(planned.config, whole) if planned else ()),
         *(slow_findings(planned, whole) if planned else ()),
         *(disk_findings(planned.config, planned.shape, planned.plan, options, environment) if planned else ()),
-        *_together(
-            around,
-            options,
-            chosen,
-            environment,
-            meeting_s=meeting_s,
-            # asked late: nodes that met after half a minute leave less of the whole
-            all_reduce_s=lambda: min(all_reduce_s, max(LEAST_S, WHOLE_S - (time.monotonic() - started))),
-        ),
+        *_together(around, options, chosen, environment, meeting_s=meeting_s, started=started),
     ]
     return DoctorReport(tuple(findings), time.monotonic() - started)
 
@@ -116,7 +107,7 @@ def _machine_findings(
     optional = frozenset(name for name, used in uses.items() if not used)
     return [
         system.check_python(around.python, around.python_wanted),
-        *system.check_packages(around.versions, around.requirements, own=DISTRIBUTION, optional=optional),
+        system.check_packages(around.versions, around.requirements, optional=optional),
         chosen,
         *gpus.check_unseen(around, planned.shape.params if planned else 0, on_cpu=on_cpu),
         *gpus.check_build(around),
@@ -161,7 +152,7 @@ def _together(
     environment: Mapping[str, str],
     *,
     meeting_s: float,
-    all_reduce_s: Callable[[], float],
+    started: float,
 ) -> list[Finding]:
     findings: list[Finding] = []
     given = dict(environment)
@@ -176,7 +167,9 @@ def _together(
     if "torch" not in around.versions:
         return [*findings, skipped(ranks.NAME, "torch is not installed")]
     without_bad_p2p(around.hardware, given)  # as a run's ranks communicate
-    outcome = ranks.run_ranks(around.hardware, options, limit_s=all_reduce_s(), environment=given)
+    # nodes that met after half a minute leave less of the whole
+    limit_s = min(ALL_REDUCE_S, max(LEAST_S, WHOLE_S - (time.monotonic() - started)))
+    outcome = ranks.run_ranks(around.hardware, options, limit_s=limit_s, environment=given)
     return [*findings, *ranks.judge(outcome, around, options.nodes)]
 
 

@@ -33,7 +33,6 @@ NVLINK_SHARE = 0.30
 """Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it."""
 PCIE_SHARE = 0.15
 """The same for PCIe, where data may pass through the host's memory or between sockets."""
-NETWORK_SHARE = 0.30
 _SLOW = (
     "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
     "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"
@@ -227,7 +226,7 @@ def _bandwidth(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Fin
     words = f"{best / 1e9:.2f} GB/s a rank (" + ", ".join(f"{s // 2**20} MiB: {v / 1e9:.2f}" for s, v in measured) + ")"
     if not around.hardware.gpus:
         return [skipped(SPEED, f"{words}; CPU ranks have no expected rate")]
-    wanted, share, link = expected(around, nodes)
+    wanted, share, link = expected(around) if nodes.count == 1 else (None, 0.0, "the network")
     if wanted is None:
         return [skipped(SPEED, f"{words}; the expected rate of {link} is not known")]
     words += f", {best / wanted:.0%} of the {wanted / 1e9:.0f} GB/s of {link}"
@@ -236,24 +235,9 @@ def _bandwidth(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Fin
     return [warned(SPEED, f"{words}; at least {share:.0%} is expected", _SLOW, BUS_SOURCE)]
 
 
-def expected(around: Surroundings, nodes: Nodes) -> tuple[float | None, float, str]:
-    """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name.
-
-    Between nodes all GPUs of a node share its network, and 1/N of what they send stays on the node
-    (https://github.com/NVIDIA/nccl-tests/issues/130).
-    """
-    machine = around.hardware
-    link = machine.link_bytes_per_s
-    entries = find(machine.gpus[0].name)
+def expected(around: Surroundings) -> tuple[float | None, float, str]:
+    """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name."""
+    link = around.hardware.link_bytes_per_s
+    entries = find(around.hardware.gpus[0].name)
     over_pcie = link is not None and bool(entries) and link <= entries[0].pcie
-    inner = (link, PCIE_SHARE, "PCIe") if over_pcie else (link, NVLINK_SHARE, "the link between the GPUs")
-    if nodes.count == 1:
-        return inner
-    network = around.infiniband_bytes_per_s or around.network_bytes_per_s
-    if network is None:
-        return None, NETWORK_SHARE, "the network"
-    share = network / len(machine.gpus) * nodes.count / (nodes.count - 1)
-    # on a node with a slow bus the GPUs' own link is what limits, whatever the network could do
-    if link is not None and link * inner[1] < share * NETWORK_SHARE:
-        return inner
-    return share, NETWORK_SHARE, "InfiniBand" if around.infiniband_bytes_per_s else "the network"
+    return (link, PCIE_SHARE, "PCIe") if over_pcie else (link, NVLINK_SHARE, "the link between the GPUs")

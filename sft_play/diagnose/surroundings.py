@@ -1,4 +1,4 @@
-"""This machine as a run would find it: packages, driver, state of the GPUs, limits, networks.
+"""This machine as a run would find it: packages, driver, state of the GPUs, shared memory.
 
 The only module of the doctor that reads them; the checks get what was read as arguments.
 """
@@ -18,7 +18,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from sft_play.facts import compiler
@@ -30,9 +29,7 @@ from sft_play.facts.installed import nccl_package, torch_cuda
 
 DISTRIBUTION = "sft-play"
 SHM = Path("/dev/shm")
-_SYS = Path("/sys")
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,8 @@ class Surroundings:
     kernel: str = ""
     host: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What each installed package, this one included, requires of others."""
+    requirements: tuple[str, ...] = ()
+    """What the project requires of other packages."""
     python_wanted: str = ""
     torch_cuda: str | None = None
     nccl: str | None = None
@@ -83,10 +80,6 @@ class Surroundings:
     gpus: tuple[GpuState, ...] = ()
     shm: Space | None = None
     """None where /dev/shm is not a separate file system."""
-    infiniband_bytes_per_s: float = 0.0
-    """All active InfiniBand and RoCE ports together."""
-    network_bytes_per_s: float | None = None
-    """The fastest other network interface that is up."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -97,7 +90,7 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         with contextlib.suppress(Exception):  # a damaged distribution has no name
             installed.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
     driver, driver_cuda, states = _driver(hardware.gpus)
-    infiniband, network = _networks()
+    project = _project()
     return Surroundings(
         hardware=hardware,
         python=platform.python_version(),
@@ -106,8 +99,8 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         kernel=platform.release(),
         host=socket.gethostname(),
         versions=installed,
-        requirements=_requirements(installed),
-        python_wanted=_project().get("requires-python", ""),
+        requirements=tuple(project.get("dependencies", ())),
+        python_wanted=project.get("requires-python", ""),
         torch_cuda=torch_cuda(),
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
@@ -117,8 +110,6 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         devices=None if hardware.gpus else unseen.read_devices(environment),
         gpus=states,
         shm=space_of(SHM) if SHM.is_mount() else None,
-        infiniband_bytes_per_s=infiniband,
-        network_bytes_per_s=network,
         environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
     )
 
@@ -137,17 +128,6 @@ def _project() -> dict[str, Any]:
         "dependencies": metadata.requires(DISTRIBUTION) or [],
         "requires-python": (installed.get_all("Requires-Python") or [""])[0],
     }
-
-
-def _requirements(installed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    own = tuple(_project().get("dependencies", []))
-    required = {DISTRIBUTION: own}
-    for text in own:
-        with contextlib.suppress(Exception):  # a requirement or a distribution that cannot be read is checked by none
-            name = canonicalize_name(Requirement(text).name)
-            if name in installed:
-                required[name] = tuple(metadata.requires(name) or ())
-    return required
 
 
 def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
@@ -193,25 +173,3 @@ def _state(library: Any, gpu: Gpu) -> GpuState:
         remap_failed=bool(remapped[3]) if remapped else None,
         remap_pending=bool(remapped[2]) if remapped else None,
     )
-
-
-def _networks() -> tuple[float, float | None]:
-    """Bytes per second one way: of all active InfiniBand ports together, and of the fastest other interface."""
-    infiniband = sum(
-        float(match[1]) * 1e9 / _BITS
-        for port in (_SYS / "class/infiniband").glob("*/ports/*")
-        if "ACTIVE" in _read(port / "state") and (match := re.match(r"([0-9.]+) Gb/sec", _read(port / "rate")))
-    )
-    speeds = [
-        int(text) * 1e6 / _BITS
-        for link in (_SYS / "class/net").glob("*")
-        if link.name != "lo" and (text := _read(link / "speed")).isdigit()
-    ]
-    return infiniband, max(speeds, default=None)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # also EINVAL: an interface that is down has no speed
-        return ""

@@ -41,44 +41,21 @@ def check_python(python: str, wanted: str) -> Finding:
                   "make setup PYTHON=/path/to/a/python of that range")  # fmt: skip
 
 
-def check_packages(
-    versions: Mapping[str, str], requirements: Mapping[str, Sequence[str]], *, own: str, optional: frozenset[str]
-) -> list[Finding]:
-    """Whether every package is installed in a version that the project accepts, and whether packages contradict each
-    other.
+def check_packages(versions: Mapping[str, str], requirements: Sequence[str], *, optional: frozenset[str]) -> Finding:
+    """Whether every package is installed in a version that the project accepts (`requirements`).
 
-    Args:
-        requirements: by name of an installed package, what it asks for; `own` is this project's name among them.
-        optional: packages that this run does not use; a missing one is only a warning.
+    `optional`: packages that this run does not use; a missing one is only a warning.
     """
-    needed: list[str] = []
-    unused: list[str] = []
-    for text in requirements.get(own, ()):
-        problem = _problem(text, versions)
-        if problem is not None:
-            (unused if canonicalize_name(Requirement(text).name) in optional else needed).append(problem)
-    findings = []
+    problems = {text: problem for text in requirements if (problem := _problem(text, versions))}
+    needed = [words for text, words in problems.items() if canonicalize_name(Requirement(text).name) not in optional]
     if needed:
         remedy = "make setup (with VENV=: install them into that environment)"
-        findings.append(failed("packages", "; ".join(needed), remedy))
-    if unused:
-        words = f"{'; '.join(unused)} (this run does not use it)"
-        findings.append(warned("packages", words, "make setup, before a run that does"))
-    if not findings:
-        shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTING if name in versions)
-        has_ranges = bool(requirements.get(own))
-        findings.append(passed("packages", shown) if has_ranges else skipped("packages", f"{shown}: no ranges"))
-    others = sorted((name, texts) for name, texts in requirements.items() if name != own)
-    problems = [
-        f"{name} {versions.get(name, '?')}: {problem}"
-        for name, texts in others
-        for text in texts
-        if (problem := _problem(text, versions))
-    ]
+        return failed("packages", "; ".join(needed), remedy)
     if problems:
-        return [*findings, warned("packages together", "; ".join(problems),
-                                  "make setup installs a set of versions that was tested together")]  # fmt: skip
-    return [*findings, passed("packages together", f"{len(others)} packages meet each other's requirements")]
+        words = f"{'; '.join(problems.values())} (this run does not use it)"
+        return warned("packages", words, "make setup, before a run that does")
+    shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTING if name in versions)
+    return passed("packages", shown) if requirements else skipped("packages", f"{shown}: no ranges")
 
 
 def check_kernels(slow: Mapping[str, str], capability: tuple[int, int] | None) -> list[Finding]:
