@@ -35,7 +35,7 @@ def serve() -> Any:
 def evaluate() -> Any:
     from sft_play.finished.evaluate.evaluation import Evaluation
 
-    return Evaluation(RUN, None, 0, (), (), {"before": None, "recorded": None}, None, OTHER)
+    return Evaluation(RUN, None, 0, (), (), {"before": None}, None, OTHER)
 
 
 def ship(*, reason: str = "") -> Any:
@@ -58,7 +58,7 @@ def ship(*, reason: str = "") -> Any:
 def merge(path: Path = RUN / "merged") -> Any:
     from sft_play.finished.export.merge import Merged
 
-    return Merged(RUN, path, "bf16", None, 3, 0, False, None, None, 10, True, 1.0)
+    return Merged(RUN, path, "bf16", None, 3, False, 10, True, 1.0)
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:

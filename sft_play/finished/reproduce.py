@@ -27,6 +27,8 @@ from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
+from sft_play.finished.report.compare import differences
+from sft_play.finished.report.record import read_record
 from sft_play.finished.run import FinishedRun, base_folder, changed_data, next_line
 from sft_play.log import one_line
 from sft_play.process import endings
@@ -34,17 +36,13 @@ from sft_play.process.environment import THREADS_VARIABLE, for_another_run
 from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
-from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed, versions
+from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed
 from sft_play.training.checkpoints.tensor_files import weight_files
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = "-reproduced"
-_OF_PLAN = (
-    "layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv",
-)  # fmt: skip
-"""What of a plan changes the numbers of a run."""
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,8 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     with contextlib.chdir(place):
         loaded = load_config(old.absolute() / "resolved.json")
         _require_inputs(run, loaded)
-    told = [*_other_machine(run.manifest), *_other_settings(run, loaded)]
     code = code_words(run.manifest, by_this_code=by_this_code)
     logger.info("Code: %s", code)
-    for line in told:
-        logger.warning("Not as recorded: %s", line)
     with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as folder:
         words = _words(run, loaded, deepspeed=_deepspeed_file(run.folder, Path(folder)))
         words += [f"output.dir={json.dumps(str(old.absolute().parent))}", f"output.name={name}"]
@@ -134,11 +129,10 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     if exit_code:
         raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
     new = RunFolder(old.with_name(name))
-    told += _other_plan(run.folder, new)
     tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))
     first_loss = first_other_loss(run.folder.metrics_path, new.metrics_path)
     steps = int(read_json(new.path / "summary.json")["steps"])
-    return Reproduced(old, new.path, code, tuple(told), tensors, differing, first_loss, steps)
+    return Reproduced(old, new.path, code, tuple(_not_as_recorded(run, new)), tensors, differing, first_loss, steps)
 
 
 def _free_name(folder: RunFolder) -> str:
@@ -167,39 +161,14 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
             raise ModelError(f"{run.folder.path} cannot be trained again: {why}")
 
 
-def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
-    """How versions and machine differ from the recorded ones in what changes numbers."""
-    from sft_play.training.prepare.run_folder import cpu_facts
-
-    was, now = manifest.get("versions") or {}, versions()
-    told = [f"{name} {was[name]} then, {now.get(name)} now" for name in was if was[name] != now.get(name)]
-    recorded, here = manifest.get("hardware") or {}, detect().as_json()
-    gpus = [[gpu.get("name") for gpu in one.get("gpus") or ()] for one in (recorded, here)]
-    if gpus[0] and gpus[0] != gpus[1][: len(gpus[0])]:
-        told.append(f"GPUs {', '.join(map(str, gpus[0]))} then, {', '.join(map(str, gpus[1])) or 'none'} now")
-    if recorded.get("cpu_name") != here["cpu_name"]:
-        told.append(f"CPU {recorded.get('cpu_name')} then, {here['cpu_name']} now")
-    instructions, present = (manifest.get("cpu") or {}).get("capability"), cpu_facts()["capability"]
-    if instructions != present:
-        told.append(f"CPU instructions {instructions} then, {present} now")
-    return told
-
-
-def _other_settings(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
+def _not_as_recorded(run: FinishedRun, new: RunFolder) -> Iterator[str]:
+    """How versions, machine and plan of the repetition differ from the run's."""
     if run.manifest.get("resumed"):
-        return [f"the run was resumed {len(run.manifest['resumed'])} times; it is repeated without a break"]
-    seed, train = loaded.config.train.seed, loaded.config.train
-    stops = {name: getattr(train, name) for name in ("stop_after_steps", "max_hours")}
-    told = [f"train.{name}={value} is left out" for name, value in stops.items() if value is not None]
-    if run.manifest.get("seed") not in (None, seed):
-        told.append(f"train.seed {run.manifest['seed']} in the manifest, {seed} in resolved.json")
-    return told
-
-
-def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:
-    one, other = (read_json(folder.path / "plan.json") for folder in (old, new))
-    return [f"the plan's {name}: {json.dumps(one.get(name))} then, {json.dumps(other.get(name))} now"
-            for name in _OF_PLAN if one.get(name) != other.get(name)]  # fmt: skip
+        yield f"the run was resumed {len(run.manifest['resumed'])} times, and repeated without a break"
+    differing = differences([read_record(run.folder), read_record(new)])
+    for name, (was, now) in differing.items():
+        if name.startswith(("plan: ", "version of ", "machine", "CPU instructions")):
+            yield f"{name}: {was} then, {now} now"
 
 
 def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:

@@ -244,13 +244,6 @@ def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> 
     return EvalFigure(name, before, after, interval, **kind)
 
 
-def balance_loss(scores: Sequence[RowScore]) -> float | None:
-    """The experts' balance loss over trained tokens, which the run's own eval_loss contains; None without one."""
-    tokens = sum(one.tokens for one in scores)
-    balance = sum(one.balance for one in scores)
-    return balance / tokens if balance else None
-
-
 def figure_table(
     figures: Sequence[EvalFigure], perplexity: dict[str, float | None] | None, *, before: str
 ) -> list[str]:

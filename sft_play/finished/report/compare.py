@@ -151,6 +151,7 @@ def _facts(record: Record) -> dict[str, Any]:
     facts |= {f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()}
     hardware = manifest.get("hardware") or {}
     facts["machine"] = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or []) or hardware.get("cpu_name")
+    facts["CPU instructions"] = (manifest.get("cpu") or {}).get("capability")
     facts["commit"] = str((manifest.get("git") or {}).get("commit") or "")[:12] or None
     return facts
 
