@@ -72,11 +72,8 @@ def openai_app(responder: Responder, name: str, *, hosts: frozenset[str] | None 
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _as_openai_error)
-    app.add_middleware(
-        requests.BodyLimit, most=max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0))
-    )
-    if hosts is not None:
-        app.add_middleware(requests.FromHere, names=hosts)
+    most = max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0))
+    app.add_middleware(requests.Guard, most=most, names=hosts)
     for part in ("chat_completion", "completion", "response"):
         log = logging.getLogger(f"transformers.cli.serving.{part}")
         log.addFilter(lambda record: not record.getMessage().startswith("[Request received]"))
