@@ -3,22 +3,16 @@
 A chain of comparisons, each of which names its own fault: prompts (an engine's token ids are training's), the file's
 weights (the merged model's, rounded as the file's types say, bit for bit), its settings and stop tokens, and the
 answers (greedy, token for token, with the divergence of the next-token distributions).
-
-Where two answers part, the trained model itself is asked how far apart it sees the two tokens. A rounding that moves
-logits by a standard deviation of s is a divergence of about s²/2; so within the limit for the divergence, tokens that
-are closer than `_DEVIATIONS` of its s may change places, and no others.
 """
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from sft_play.finished.export import gguf_model
@@ -39,7 +33,6 @@ from sft_play.training.prepare.quiet import quiet_libraries
 ROWS = 200
 _SCORED_ROWS = 32
 """Rows at whose trained places the distributions are compared."""
-_DEVIATIONS = 8.0
 _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -55,28 +48,19 @@ class Answering:
     equal_answers: float
     equal_tokens: float
     """Share of the trained model's tokens before the first that differs."""
-    largest_gap: float
-    """Where answers part: how far apart the trained model sees the two tokens, at most (log-probabilities)."""
     limit: float
     """Mean divergence up to which this counts as the trained model, by the rule of merge-test."""
 
     @property
-    def gap_limit(self) -> float:
-        """The largest gap of two tokens that may change places within that divergence."""
-        return _DEVIATIONS * math.sqrt(2 * self.limit)
-
-    @property
     def ok(self) -> bool:
         """Whether it answers as the trained model."""
-        return self.divergence <= self.limit and self.largest_gap <= self.gap_limit
+        return self.divergence <= self.limit
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        gap = self.largest_gap if math.isfinite(self.largest_gap) else None
         return {
             "name": self.name, "kl": self.divergence, "same_token": self.same_token,
-            "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "max_gap": gap,
-            "kl_limit": self.limit, "gap_limit": self.gap_limit,
+            "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "kl_limit": self.limit,
         }  # fmt: skip
 
 
@@ -277,13 +261,8 @@ def _beside_trained(
     of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, gguf_model.bits_of(name) or 8)}" for name in types}
     answering = []
     for other in others:
-        divergence, same, _ = compared(trained.scored, other.scored)
+        divergence, same = compared(trained.scored, other.scored)
         pairs = list(zip(trained.answers, other.answers, strict=True))
-        gaps = [
-            _gap(model, asked.ids, mine, theirs)
-            for asked, (mine, theirs) in zip(material.asked, pairs, strict=True)
-            if mine != theirs
-        ]
         dtypes = {run.plan().precision.compute, *trained.dtypes, *other.dtypes, *(of_file if other.is_file else ())}
         answering.append(
             Answering(
@@ -292,7 +271,6 @@ def _beside_trained(
                 same,
                 equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
                 equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
-                largest_gap=max(gaps, default=0.0),
                 limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
             )
         )
@@ -301,21 +279,7 @@ def _beside_trained(
     return base_divergence, answering
 
 
-@torch.no_grad()
-def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> float:
-    """How far apart the model sees its own next token and another one, where two answers part (log-probabilities)."""
-    place = shared_length(mine, theirs)
-    if place >= min(len(mine), len(theirs)):  # one is the other's beginning: no two tokens stand against each other
-        return math.inf
-    ids_BT = torch.tensor([[*prompt, *mine[:place]]], device=model.device)
-    logits_V = model(input_ids=ids_BT, use_cache=False).logits[0, -1].float()
-    return float((logits_V[mine[place]] - logits_V[theirs[place]]).abs())
-
-
 def _answer_check(one: Answering) -> ExportCheck:
     words = f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens)"
     words += f", KL {one.divergence:.2g} nats (limit {one.limit:.2g})"
-    if one.equal_answers < 1:
-        words += f"; where they part, it sees the two tokens at most {one.largest_gap:.2g} apart"
-        words += f" (limit {one.gap_limit:.2g})"
     return ExportCheck(f"Answers of {one.name}", one.ok, words)

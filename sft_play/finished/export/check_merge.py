@@ -55,8 +55,6 @@ class MergeTest(Outcome):
     """KL(adapter ‖ base without adapter)."""
     kl_limit: float
     """Mean divergence up to which the two count as equal."""
-    max_logprob_diff: float
-    """Largest difference of two log-probabilities of a token that was to be predicted."""
     same_token: float
     """Share of the places at which both think the same token likeliest."""
     loss: Mapping[str, float]
@@ -112,12 +110,12 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
     merged = log_probs(merged_model, chosen)
     del merged_model
     free_memory()
-    divergence, same, largest = compared(adapter, merged)
+    divergence, same = compared(adapter, merged)
     computed_in = {run.plan().precision.compute, *(dtype.removeprefix("torch.") for dtype in dtypes)}
     dtype = max(computed_in, key=lambda name: _ALWAYS.get(name, 0))
     tested = MergeTest(
         run.folder.path, target, data.name, len(chosen), sum(len(row) for row, _ in adapter), divergence,
-        base_divergence, limit_of(dtype, base_divergence), largest, same,
+        base_divergence, limit_of(dtype, base_divergence), same,
         {"adapter": loss(adapter), "merged": loss(merged), "base": base_loss},
     )  # fmt: skip
     record_test(target, ok=tested.ok, divergence=divergence, limit=tested.kl_limit)
@@ -162,23 +160,18 @@ def log_probs(model: Any, rows: Sequence[dict[str, list[int]]]) -> list[Scored]:
     return scored
 
 
-def compared(one: Sequence[Scored], other: Sequence[Scored]) -> tuple[float, float, float]:
-    """Mean KL(one ‖ other) over places, the share of them with the same likeliest token, and the largest difference of
-    the log-probability of a token that comes."""
-    divergences, same, largest = [], [], 0.0
-    for (first_PV, tokens_P), (second_PV, _) in zip(one, other, strict=True):
-        if not len(tokens_P):
-            continue
+def compared(one: Sequence[Scored], other: Sequence[Scored]) -> tuple[float, float]:
+    """Mean KL(one ‖ other) over places, and the share of them with the same likeliest token."""
+    divergences, same = [], []
+    for (first_PV, _), (second_PV, _) in zip(one, other, strict=True):
         width = min(first_PV.shape[1], second_PV.shape[1])
         if first_PV.shape[1] != second_PV.shape[1]:  # one lacks rows that are no token's
             first_PV, second_PV = (one_PV[:, :width].log_softmax(-1) for one_PV in (first_PV, second_PV))
         divergences.append((first_PV.exp() * (first_PV - second_PV)).sum(-1))
         same.append(first_PV.argmax(-1) == second_PV.argmax(-1))
-        places = torch.arange(len(tokens_P))
-        largest = max(largest, float((first_PV[places, tokens_P] - second_PV[places, tokens_P]).abs().max()))
     # of equal models fp32 sums to about -1e-9; what is not a number stays so: max() keeps its first argument then
     divergence = max(float(torch.cat(divergences).double().mean()), 0.0)
-    return divergence, float(torch.cat(same).double().mean()), largest
+    return divergence, float(torch.cat(same).double().mean())
 
 
 def loss(scored: Sequence[Scored]) -> float:

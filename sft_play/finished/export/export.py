@@ -172,14 +172,10 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
 
 def _link_or_copy(source: Path, target: Path) -> None:
     """A second name for weights; a copy on another disk, and of small files: an edit here must not change the other."""
-    if source.suffix == ".safetensors":
-        try:
-            os.link(source.resolve(), target)
-        except OSError:
-            pass
-        else:
-            return
-    shutil.copyfile(source, target)
+    try:
+        (os.link if source.suffix == ".safetensors" else shutil.copyfile)(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _write_gguf(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -175,8 +174,8 @@ def convert(converter: Converter, model: Path, target: Path, *, quant: str, name
     words = [str(converter.folder), str(model), "--outfile", str(target), "--outtype", quant, "--model-name", name]
     done = run_python([str(runner), *words], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})
     if done.returncode or not target.is_file():
-        reason, end = _known_reason(done.stdout), last_lines(done.stdout)
-        raise BackendError(f"llama.cpp's converter ({converter.version}) failed{reason}:\n{end}")
+        hint = "a newer checkout may do better (LLAMA_CPP=)"
+        raise BackendError(f"llama.cpp's converter ({converter.version}) failed; {hint}:\n{last_lines(done.stdout)}")
 
 
 def quantize(source: Path, target: Path, quant: str) -> None:
@@ -191,16 +190,6 @@ def quantize(source: Path, target: Path, quant: str) -> None:
         raise BackendError(
             f"llama.cpp's library could not write {quant} ({done.returncode}):\n{last_lines(done.stdout)}"
         )
-
-
-def _known_reason(output: str) -> str:
-    """What the failures that users meet mean, put before the converter's own words."""
-    if "BPE pre-tokenizer was not recognized" in output:
-        return ": the tokenizer cuts texts in a way that llama.cpp does not know"
-    if "tokenizer.model" in output and "FileNotFoundError" in output:
-        return ": of this architecture it reads only SentencePiece vocabularies, and the base has no tokenizer.model"
-    unsupported = re.search(r"Model (\w+) is not supported", output)
-    return f": it does not know {unsupported[1]}; a newer checkout may (LLAMA_CPP=)" if unsupported else ""
 
 
 def run_python(words: Sequence[str], *, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

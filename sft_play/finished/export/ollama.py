@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.data.masks.template import RenderError
-from sft_play.errors import DataError, TokenizerError
-from sft_play.finished.export.prompts import CHECKED_ROWS, Prompts, probes, shared_length
-from sft_play.finished.load import held_out
+from sft_play.errors import TokenizerError
+from sft_play.finished.export.prompts import Prompts, probes, shared_length
 from sft_play.finished.run import FinishedRun
 
 _LONGEST_STOP = 64
@@ -27,7 +26,7 @@ class NoGoTemplate(TokenizerError):
 
 
 def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: bool) -> tuple[str, tuple[str, ...]]:
-    """The Modelfile, and notes about rows that it renders differently. `adds_bos`: the engine puts BOS before a prompt.
+    """The Modelfile, and notes on it. `adds_bos`: the engine puts BOS before a prompt.
 
     Raises:
         NoGoTemplate: a Modelfile cannot render what the chat template does.
@@ -49,9 +48,8 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
     except NoGoTemplate as error:
         way_out = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.quoted}"
         raise NoGoTemplate(f"the chat template cannot be written as an Ollama template: {error}. {way_out}") from None
-    notes = _rows_rendered_differently(run, prompts, parts, bos)
-    if "strftime_now" in (prompts.template or ""):
-        notes = (*notes, f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})")
+    dated = f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})"
+    notes = (dated,) if "strftime_now" in (prompts.template or "") else ()
     return modelfile(file, template, stops=stops, system=parts.default_system, context=context), notes
 
 
@@ -62,20 +60,6 @@ def _check_probes(prompts: Prompts, parts: Parts, *, bos: str) -> None:
         if ollama_text(parts, messages, bos=bos) != prompts.render(messages).removeprefix(bos):
             roles = ", ".join(message["role"] for message in messages)
             raise NoGoTemplate(f"it renders a conversation ({roles}) differently")
-
-
-def _rows_rendered_differently(run: FinishedRun, prompts: Prompts, parts: Parts, bos: str) -> tuple[str, ...]:
-    """A note where rows of the run would be rendered differently: tools, other roles, white space that is stripped."""
-    try:
-        rows = prompts.of_rows(held_out(run).split, CHECKED_ROWS)
-    except DataError:
-        return ()
-    plain = [row for row in rows if row.is_plain]
-    same = sum(ollama_text(parts, row.messages, bos=bos) == row.text.removeprefix(bos) for row in plain)
-    if same == len(rows):
-        return ()
-    count = f"{len(rows) - same} of {len(rows)} prompts of the run's rows"
-    return (f"Ollama: {count} are rendered differently (tools, other roles, stripped white space)",)
 
 
 def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | None, context: int) -> str:

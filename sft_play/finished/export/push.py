@@ -47,7 +47,6 @@ class Upload:
     folder: Path
     repo: str
     files: dict[str, Path | bytes]
-    left_out: tuple[str, ...]
     exists: bool
     is_private: bool
     notes: tuple[str, ...]
@@ -64,7 +63,6 @@ class Upload:
         sizes = self.sizes()
         lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {size_of(sum(sizes.values()))}:"]
         lines += [f"  {name} ({size_of(size)})" for name, size in sizes.items()]
-        lines += [f"Not uploaded: {', '.join(self.left_out)}"] if self.left_out else []
         return [*lines, *self.notes]
 
 
@@ -119,7 +117,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
     base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
-    files, left_out = _chosen(folder)
+    files = _chosen(folder)
     files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
     notes = [line for line in [merge_words(folder)] if is_merged and line]
     if "adapter_config.json" in files:
@@ -132,7 +130,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
         notes.append(f"{name} is private and stays so; its settings on the hub change that")
     is_private = (not is_public) if is_private_there is None else is_private_there
     return Upload(
-        run.folder.path, folder, name, dict(sorted(files.items())), tuple(left_out),
+        run.folder.path, folder, name, dict(sorted(files.items())),
         exists=is_private_there is not None, is_private=is_private, notes=tuple(notes),
     )  # fmt: skip
 
@@ -208,11 +206,12 @@ def _asking_hub(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {one_line(redact(str(error)), limit=300)}") from error
 
 
-def _chosen(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def _chosen(folder: Path) -> dict[str, Path | bytes]:
+    names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
     # as a path: `*` stays within a folder
-    kept = [name for name in names if any(PurePosixPath(f"/{name}").match(f"/{one}") for one in UPLOADED)]
-    return {name: folder / name for name in kept}, [name for name in names if name not in kept]
+    return {
+        name: folder / name for name in names if any(PurePosixPath(f"/{name}").match(f"/{one}") for one in UPLOADED)
+    }
 
 
 def _card(run: FinishedRun, folder: Path, base: Base) -> str:
