@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from sft_play.data.sources.formats import Chat
 from sft_play.errors import BackendError, ConfigError, ModelError, RunFolderError, TokenizerError
-from sft_play.finished.export import check_export, gguf_model
+from sft_play.finished.export import gguf_model
 from sft_play.finished.export.check_export import Answering, export_test
 from sft_play.finished.export.check_merge import limit_of
 from sft_play.finished.export.export import export_run
@@ -252,9 +252,8 @@ def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
     tested = export_test(run, path=copy, rows=3)
     assert not tested.ok
     wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
-    assert names <= wrong or "llama.cpp" in wrong
-    of_llama_cpp = {"llama.cpp", "answers of llama.cpp", "tokenizer of llama.cpp"}  # where its library is installed
-    assert not wrong - names - {"answers of gguf"} - of_llama_cpp
+    assert names <= wrong
+    assert not wrong - names - {"answers of gguf"}
     assert "Verdict: the exported model answers" not in "\n".join(tested.lines())
 
 
@@ -265,12 +264,11 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     file = export_run(other, "gguf").file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
-    assert wrong - {"Answers of llama.cpp"} == {"Weights", "Answers of GGUF"}
+    assert wrong == {"Weights", "Answers of GGUF"}
 
 
-def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path, monkeypatch):
+def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path):
     converter()
-    monkeypatch.setattr(check_export, "has_llama_cpp", lambda: False)
     run = run_of(tmp_path, model("Olmo2"))
     export_run(run, "gguf")
     tested = export_test(run, rows=3)
@@ -712,17 +710,6 @@ def test_the_starters_model_and_tokenizer_pass(tmp_path):
     assert 'PARAMETER stop "<|im_end|>"' in (exported.path / "Modelfile").read_text()
     tested = export_test(run, rows=4)
     assert tested.ok, "\n".join(tested.lines())
-
-
-@pytest.mark.slow
-def test_llama_cpp_itself_answers_as_the_trained_model(exported):
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (it compiles for minutes)")
-    run, _ = exported
-    tested = export_test(run, rows=5)
-    assert tested.ok, "\n".join(tested.lines())
-    own = next(one for one in tested.answering if one.name == "llama.cpp")
-    assert own.same_token > 0.95
-    assert any(check.name == "Tokenizer of llama.cpp" and check.ok for check in tested.checks)
 
 
 def test_a_template_that_ollama_cannot_say_is_refused(tmp_path, exported):

@@ -363,34 +363,28 @@ def test_versions_are_read_without_importing(monkeypatch):
     assert nccl_package() == ("nvidia-nccl-cu12", "2.27.5")
 
 
-TOLD = {
-    "version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "sees_gpus": True, "built_for": ["sm_90"], "nccl": "2.28.9",
-    "gpus": [{"name": "NVIDIA H200", "total_bytes": 140 * GIB, "compute_capability": "9.0"}],
-}  # fmt: skip
-
-
 def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
     asked = []
-    monkeypatch.setattr(gpu_info, "ask_torch", lambda environment: asked.append(environment) or TOLD)
+    monkeypatch.setattr(gpu_info, "ask_torch", lambda environment: asked.append(environment) or ["PyTorch version: 2"])
     assert "FULL=1 asks it what it sees" in seen_text()
     assert not asked
     text = seen_text(full=True)
     assert len(asked) == 1
-    for part in ("torch, asked: 2.13.0+cu130, built for CUDA 13.0", "with NCCL 2.28.9", "cuda:0: NVIDIA H200, 140.0"):
-        assert part in text
+    assert "torch, asked:\n  PyTorch version: 2" in text
 
 
 @pytest.mark.build
 def test_torch_answers_from_a_process_of_its_own():
     told = gpu_info.ask_torch(dict(os.environ))
-    assert told["version"] == version_of("torch")
-    assert told["sees_gpus"] is bool(told["gpus"])
+    assert f"PyTorch version: {version_of('torch')}" in told
+    assert any(line.startswith("Is CUDA available: ") for line in told)
+    assert not any("Vulnerability" in line for line in told)
 
 
 def test_a_torch_that_does_not_answer_is_said():
-    assert "did not answer within 0.01 s" in gpu_info.ask_torch(dict(os.environ), timeout_s=0.01)["trouble"]
+    assert "timed out after 0.01" in gpu_info.ask_torch(dict(os.environ), timeout_s=0.01)[0]
     broken = gpu_info.ask_torch({"PYTHONHOME": "/nowhere"})
-    assert "exit code" in broken["trouble"]
+    assert "exit code" in broken[0]
 
 
 def test_nothing_heavy_is_imported_for_it():

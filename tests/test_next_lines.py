@@ -85,7 +85,7 @@ def export_test() -> Any:
 def push() -> Any:
     from sft_play.finished.export.push import Pushed, Upload
 
-    return Pushed(Upload(RUN, RUN / "adapter", "me/it", {}, (), exists=False, is_private=True, notes=()), "abc")
+    return Pushed(Upload(RUN, RUN / "adapter", "me/it", {}, exists=False, is_private=True, notes=()), "abc")
 
 
 def record() -> Any:

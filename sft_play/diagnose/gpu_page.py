@@ -3,7 +3,6 @@ what a plan assumes of a machine that is only named."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ def machine_lines(machine: Machine) -> list[str]:
         parts += ["", *_gpu_lines(shown), *_process_lines(shown)]
     parts += [*_topology_lines(shown.topology), "", *_software_lines(machine), *_host_lines(machine.host)]
     if machine.asked_torch is not None:
-        parts += _torch_lines(machine.asked_torch)
+        parts += ["", "torch, asked:", *(f"  {line}" for line in machine.asked_torch)]
     if not machine.trainable:
         parts += ["", *without_gpu_lines(machine)]
     return [escape_control(part) for part in parts]
@@ -121,25 +120,6 @@ def _host_lines(host: Host) -> list[str]:
         f"RAM: {gib(host.ram_bytes)} GiB, {gib(host.ram_free_bytes)} free",
         f"Disk: {gib(host.disk_free_bytes)} of {gib(host.disk_bytes)} GiB free at {where}{disk}",
     ]
-
-
-def _torch_lines(report: Mapping[str, Any]) -> list[str]:
-    if "version" not in report:
-        return ["", f"torch, asked: {one_line(str(report.get('trouble')))}"]
-    page = ["", f"torch, asked: {report['version']}, built for {_built_for(report.get('cuda'), report.get('hip'))}"]
-    if report.get("built_for"):
-        page.append(f"  compiled for {' '.join(map(str, report['built_for']))}")
-    if report.get("nccl"):
-        page.append(f"  with NCCL {report['nccl']}")
-    gpus = report.get("gpus") or []
-    page.append(f"  sees {len(gpus)} GPU{'' if len(gpus) == 1 else 's'}" + ("" if gpus else ": none can be used"))
-    page += [
-        f"  cuda:{device}: {one_line(str(gpu['name']))}, {gib(gpu['total_bytes'])} GiB, {gpu['compute_capability']}"
-        for device, gpu in enumerate(gpus)
-    ]
-    if report.get("trouble"):
-        page.append(f"  {one_line(str(report['trouble']))}")
-    return page
 
 
 def without_gpu_lines(machine: Machine) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from sft_play.finished.export import gguf_model
 from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
 from sft_play.finished.export.file_checks import ExportCheck, file_checks
 from sft_play.finished.export.gguf_tokenizer import read_fields
-from sft_play.finished.export.llama_cpp import find_converter, has_llama_cpp
+from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.places import find_gguf
 from sft_play.finished.export.pre_tokenizers import read_pre_tokenizers
@@ -178,12 +178,6 @@ def export_test(
     checks = [*_prompt_checks(run, prompts, asked, fields, known), ExportCheck("Settings", not problems, words)]
     seen, weights, read_checks = _read_and_answer(file, model, material, types)
     checks += read_checks
-    if has_llama_cpp():
-        try:
-            own, check = _answered_by_llama_cpp(file, material)
-            seen, checks = [*seen, own], [*checks, check]
-        except gguf_model.NotReadHere as error:
-            checks.append(ExportCheck("llama.cpp", False, str(error)))
     base_divergence, answering = _beside_trained(run, material, seen, types)
     checks += [_answer_check(one) for one in answering]
     return ExportTest(
@@ -204,9 +198,7 @@ def _prompt_checks(
     if same < len(asked) and given:
         words += f"; training passed chat_template_kwargs={given}, and so has every request"
     checks = [ExportCheck("Prompts", same == len(asked) > 0, words)]
-    of_file = file_checks(fields, known, prompts, asked)
-    is_covered = has_llama_cpp() or None  # which is asked itself where its tokenizer cannot be read here
-    return [*checks, *(replace(one, ok=is_covered) if one.ok is None else one for one in of_file)]
+    return [*checks, *file_checks(fields, known, prompts, asked)]
 
 
 def _read_and_answer(
@@ -218,9 +210,7 @@ def _read_and_answer(
     try:
         read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=gguf_model.embedding_rows(file))
     except gguf_model.NotReadHere as error:
-        words, is_covered = f"{error}; llama.cpp itself is asked", has_llama_cpp()
-        words += "" if is_covered else " where llama-cpp-python is installed"
-        return seen, None, [ExportCheck("Weights", is_covered or None, words)]
+        return seen, None, [ExportCheck("Weights", None, str(error))]
     weights = gguf_model.compare_gguf_weights(read, whole, types, rows=gguf_model.embedding_rows(file))
     del whole
     free_memory()
@@ -234,17 +224,6 @@ def _read_and_answer(
     if weights.first:
         words += f"; the first other one is {weights.first}"
     return seen, weights, [ExportCheck("Weights", weights.equal == weights.tensors, words)]
-
-
-def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, ExportCheck]:
-    asked, most = material.asked, material.max_new_tokens
-    lengths = [*(len(one.ids) + most for one in asked), *(len(row["input_ids"]) for row in material.rows)]
-    model = gguf_model.LlamaCppModel(file, context=max(lengths) + 1)
-    same = sum(model.prompt_ids(one.text) == one.ids for one in asked)
-    given = [model.answer(one.ids, stop=material.stop, max_new_tokens=most) for one in asked]
-    words = f"{same} of {len(asked)} prompts have training's token ids by llama.cpp itself"
-    seen = _Seen("llama.cpp", given, model.log_probs(material.rows), {"float16"}, is_file=True)
-    return seen, ExportCheck("Tokenizer of llama.cpp", same == len(asked), words)
 
 
 def _beside_trained(

@@ -1,13 +1,9 @@
-"""A GGUF read back: its weights and settings by transformers, compared with the model that it was made of, and its
-answers by llama.cpp itself, where llama-cpp-python is installed.
-
-Shape letters: T tokens, P trained places, V the vocabulary.
-"""
+"""A GGUF read back by transformers: its weights and settings, compared with those of the model that it was made of."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,6 @@ from typing import Any
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.finished.export.check_merge import PLACES, Scored
 from sft_play.finished.load import this_device
 from sft_play.log import one_line
 from sft_play.training.model import sdpa
@@ -48,7 +43,7 @@ _FARTHEST = 0.5
 
 
 class NotReadHere(ModelError):
-    """transformers cannot read a GGUF of this architecture, or llama.cpp cannot load it."""
+    """transformers cannot read a GGUF of this architecture."""
 
 
 def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
@@ -212,49 +207,3 @@ def _different_positions(file: Path, fields: Mapping[str, Any], text: Any, archi
     if rope.get("rope_type") == "llama3" and all(one.name != "rope_freqs.weight" for one in _tensors(file)):
         problems.append("rope_freqs is missing, and the model scales its positions (llama3)")
     return problems
-
-
-class LlamaCppModel:
-    """A GGUF with room for `context` tokens; greedy, one prompt at a time."""
-
-    def __init__(self, file: Path, *, context: int) -> None:
-        from llama_cpp import Llama
-
-        # logits_all: without it the scores of a prompt's own tokens are not kept
-        try:
-            self._llama: Any = Llama(model_path=str(file), n_ctx=context, n_batch=512, logits_all=True, verbose=False)
-        except ValueError as error:
-            raise NotReadHere(f"llama.cpp does not load this GGUF: {one_line(str(error), limit=120)}") from None
-        self._adds_bos = self._llama.metadata.get("tokenizer.ggml.add_bos_token") == "true"
-
-    def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a chat template's text, as llama.cpp's server makes them: a BOS is not doubled."""
-        if self._adds_bos:
-            bos = self._llama.detokenize([self._llama.token_bos()], special=True).decode("utf-8", "replace")
-            text = text.removeprefix(bos)
-        return list(self._llama.tokenize(text.encode(), add_bos=True, special=True))
-
-    def answer(self, prompt: Sequence[int], *, stop: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
-        """Greedy tokens after a prompt, up to one that ends an answer."""
-        self._llama.reset()
-        self._llama.eval(list(prompt))
-        given: list[int] = []
-        while len(given) < max_new_tokens and self._llama.n_tokens < self._llama.n_ctx():
-            given.append(int(self._llama.scores[self._llama.n_tokens - 1].argmax()))
-            if given[-1] in stop:
-                break
-            self._llama.eval([given[-1]])
-        return tuple(given)
-
-    def log_probs(self, rows: Sequence[dict[str, list[int]]]) -> list[Scored]:
-        """As `check_merge.log_probs`."""
-        scored = []
-        for row in rows:
-            self._llama.reset()
-            self._llama.eval(list(row["input_ids"]))
-            labels_T = torch.tensor(row["labels"])[1:]
-            places = torch.nonzero(labels_T >= 0).flatten()[:PLACES]
-            # a copy: the next row is evaluated into the same array
-            logits_TV = torch.from_numpy(self._llama.scores[: self._llama.n_tokens].copy())
-            scored.append((torch.log_softmax(logits_TV[places].float(), dim=-1), labels_T[places]))
-        return scored
