@@ -141,10 +141,8 @@ def see_memory(
 ) -> MemorySeen:
     """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running.
 
-    `peaks` is what was seen before, and is updated.
-
-    Raises:
-        RunFolderError: a name was given, and it is not a run of this toolkit.
+    `peaks` is what was seen before, and is updated. Raises RunFolderError where a name was given, and it is not a run
+    of this toolkit.
     """
     peaks = HighestSeen() if peaks is None else peaks
     run = find_run(output, named=named)

@@ -203,11 +203,8 @@ class SeenRun:
 
 
 def find_run(output: Path, *, named: str | None = None) -> SeenRun:
-    """The run that is named; else the newest that is being written in `output`.
-
-    Raises:
-        RunFolderError: a name was given, and it is not a run of this toolkit.
-    """
+    """The run that is named; else the newest that is being written in `output`. Raises RunFolderError where a name was
+    given, and it is not a run of this toolkit."""
     if named is not None:
         return _seen(run_named(output, named))
     folders: list[RunFolder] = []

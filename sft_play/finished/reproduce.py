@@ -261,10 +261,8 @@ def _losses(path: Path) -> dict[tuple[str | None, int], float]:
 def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False) -> str:
     """The code that trains, in words: this one, by the digest that the manifest records.
 
-    `by_this_code`: where it is not the recorded one, this one all the same.
-
-    Raises:
-        RunFolderError: it is not the recorded code.
+    `by_this_code`: where it is not the recorded one, this one all the same. Raises RunFolderError where it is not the
+    recorded code.
     """
     recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
@@ -281,11 +279,8 @@ def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_
 
 def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:
     """How many tensors two folders of weights have, and those that differ bit by bit, in the order of the first one's
-    files: by how much at most, infinite where shapes or dtypes do, or one is not a number.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
+    files: by how much at most, infinite where shapes or dtypes do, or one is not a number; raises ModelError where a
+    file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     differing: dict[str, float] = {}

@@ -125,11 +125,8 @@ def _prepare(responder: Responder) -> None:
 
 
 def request_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
-    """Token ids of a request's messages, read and rendered as training reads and renders a row.
-
-    Raises:
-        DataError: they are no conversation that an answer can follow.
-    """
+    """Token ids of a request's messages, read and rendered as training reads and renders a row; raises DataError where
+    they are no conversation that an answer can follow."""
     turns = [*messages, {"role": "assistant", "content": "."}]
     row = RawRow("the request", {"messages": turns, **({"tools": tools} if tools else {})})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)

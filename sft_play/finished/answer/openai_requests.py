@@ -131,11 +131,8 @@ class ResponseRequest(_Asked):
 
 
 def accepted(body: Mapping[str, Any], kind: type[_Asked]) -> dict[str, Any]:
-    """The options of a request that ask for something, as they were sent; `stop` as a list.
-
-    Raises:
-        HTTPException: 400, with the option in OpenAI's `param`, where one is unknown, not supported or a wrong value.
-    """
+    """The options of a request that ask for something, as they were sent; `stop` as a list. Raises HTTPException,
+    a 400 with the option in OpenAI's `param`, where one is unknown, not supported or a wrong value."""
     _refuse_surrogates(body)
     try:
         asked = kind.model_validate(body)

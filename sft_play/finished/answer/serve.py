@@ -94,11 +94,8 @@ def read_port(text: str | None) -> int:
 
 
 def claimed(host: str, port: int) -> socket.socket:
-    """A socket that listens there, so that nobody takes the port while the model is loaded.
-
-    Raises:
-        ConfigError: the port is taken, or this machine has no such address.
-    """
+    """A socket that listens there, so that nobody takes the port while the model is loaded; raises ConfigError where
+    the port is taken, or this machine has no such address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

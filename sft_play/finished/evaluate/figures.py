@@ -58,11 +58,8 @@ class Metric:
 
 
 def metrics_named(names: Sequence[str]) -> list[Metric]:
-    """The metrics of METRICS=; without names all built-in ones that are installed.
-
-    Raises:
-        ConfigError: a name is unknown, its package is not installed, or a `module:function` cannot be imported.
-    """
+    """The metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a name is
+    unknown, its package is not installed, or a `module:function` cannot be imported."""
     if not names:
         lacking = [name for name in PACKAGES if not _is_installed(name)]
         if lacking:

@@ -52,11 +52,8 @@ class Replayed:
 
 
 def replay(path: Path) -> Replayed:
-    """The verdict of a ship.json computed again from its evidence and thresholds, without the model.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not what `make ship` writes.
-    """
+    """The verdict of a ship.json computed again from its evidence and thresholds, without the model; raises ConfigError
+    where the file cannot be read, or is not what `make ship` writes."""
     named = one_line(str(path))
     try:
         recorded = json.loads(path.read_text(encoding="utf-8"))

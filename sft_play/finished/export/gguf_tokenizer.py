@@ -28,10 +28,8 @@ class UnreadableTokenizer(ModelError):
 class GgufTokenizer:
     """Token ids of texts by a GGUF's own tokenizer.
 
-    `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers by name.
-
-    Raises:
-        UnreadableTokenizer: its kind or its pre-tokenizer is not known here.
+    `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers by name. Raises UnreadableTokenizer where its
+    kind or its pre-tokenizer is not known here.
     """
 
     def __init__(self, fields: Mapping[str, Any], known: Mapping[str, PreTokenizer]) -> None:

@@ -141,11 +141,8 @@ def _download(folder: Path) -> Path:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Write the converters of the source package, whose digest has been compared, into the folder `target`.
-
-    Raises:
-        ConfigError: it cannot be unpacked.
-    """
+    """Write the converters of the source package, whose digest has been compared, into the folder `target`; raises
+    ConfigError where it cannot be unpacked."""
     try:
         with tarfile.open(archive) as package:
             for member in package:

@@ -26,11 +26,8 @@ class NoGoTemplate(TokenizerError):
 
 
 def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: bool) -> tuple[str, tuple[str, ...]]:
-    """The Modelfile, and notes on it. `adds_bos`: the engine puts BOS before a prompt.
-
-    Raises:
-        NoGoTemplate: a Modelfile cannot render what the chat template does.
-    """
+    """The Modelfile, and notes on it. `adds_bos`: the engine puts BOS before a prompt. Raises NoGoTemplate where a
+    Modelfile cannot render what the chat template does."""
     tokenizer = prompts.tokenizer
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stops]
     for stop in stops:
@@ -64,10 +61,7 @@ def _check_probes(prompts: Prompts, parts: Parts, *, bos: str) -> None:
 
 def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | None, context: int) -> str:
     """The text of a Modelfile. `context`: tokens of the longest conversation; Ollama's own limit cuts prompts silently.
-
-    Raises:
-        NoGoTemplate: a text in it cannot be quoted.
-    """
+    Raises NoGoTemplate where a text in it cannot be quoted."""
     for text in (template, system or "", *stops):
         if '"""' in text:
             raise NoGoTemplate('it writes """, which ends a text in a Modelfile')
@@ -160,11 +154,8 @@ def ollama_text(parts: Parts, messages: Sequence[Mapping[str, str]], *, bos: str
 
 
 def learn(render: Render, special: Sequence[str]) -> Parts:
-    """The parts of a chat template, from probe conversations.
-
-    Raises:
-        NoGoTemplate: the turns are not written one after the other, each in the same way.
-    """
+    """The parts of a chat template, from probe conversations; raises NoGoTemplate where the turns are not written one
+    after the other, each in the same way."""
     turns = [_turn("user", _USERS[0]), _turn("assistant", _ANSWERS[0]), _turn("user", _USERS[1]),
              _turn("assistant", _ANSWERS[1]), _turn("user", _USERS[2])]  # fmt: skip
     head, *between, tail = _cut(render(turns), [turn["content"] for turn in turns])

@@ -62,11 +62,8 @@ def require_export_place(target: Path, *, replace: bool) -> None:
 
 
 def find_gguf(run: FinishedRun, path: Path | None) -> Path:
-    """The exported GGUF: the file or the folder `path`, else that in the run folder.
-
-    Raises:
-        RunFolderError: there is none, or several.
-    """
+    """The exported GGUF: the file or the folder `path`, else that in the run folder; raises RunFolderError where there
+    is none, or several."""
     if path is not None and path.is_file():
         return path
     folders = [path] if path is not None else [run.folder.path / EXPORT / name for name in ("gguf", "ollama")]

@@ -136,11 +136,7 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
 
 
 def push(upload: Upload) -> Pushed:
-    """Upload; one commit, so that the repository has all files or none.
-
-    Raises:
-        ConfigError: the hub refuses it.
-    """
+    """Upload; one commit, so that the repository has all files or none. Raises ConfigError where the hub refuses it."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()

@@ -89,11 +89,7 @@ class Chart:
 
 
 def draw_charts(charts: Sequence[Chart]) -> list[str]:
-    """An SVG for each chart.
-
-    Raises:
-        NotDrawn: vl-convert is not installed, or its process failed.
-    """
+    """An SVG for each chart; raises NotDrawn where vl-convert is not installed, or its process failed."""
     if not charts:
         return []
     specs = json.dumps([_spec(chart) for chart in charts])

@@ -72,11 +72,8 @@ class RunReport(Outcome):
 
 
 def report(record: Record, *, path: Path | None = None, screen: Screen | None = None) -> RunReport:
-    """Write the report of a run; `screen`: how curves are drawn for the terminal, None draws none.
-
-    Raises:
-        ConfigError: the page cannot be written there.
-    """
+    """Write the report of a run; `screen`: how curves are drawn for the terminal, None draws none. Raises ConfigError
+    where the page cannot be written there."""
     charts, problem = charts_of(record), None
     try:
         svgs = draw_charts(charts)
