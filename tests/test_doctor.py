@@ -284,9 +284,9 @@ def test_equal_gpus_pass_and_others_fail():
 
 def test_too_few_gpus_fail():
     _, found = gpus.choose(machine(gpu(0)), LaunchOptions(processes=2))
-    assert (found.verdict, found.remedy) == ("FAIL", "NPROC=1, or more GPUs")
+    assert (found.verdict, found.remedy) == ("FAIL", "NPROC=1, or GPUS= of those that there are")
     _, found = gpus.choose(machine(gpu(0)), LaunchOptions(gpus=(0, 3)))
-    assert found.found == "GPUS= names 3, but there are 0"
+    assert "need a GPU each (GPUS=0,3), and 0 is a NVIDIA A100" in found.found
     _, found = gpus.choose(machine(gpu(0, mig="1g.10gb")), LaunchOptions(processes=2))
     assert "a process sees only one of several MIG instances" in found.found
     _, found = gpus.choose(CPU, LaunchOptions(gpus=(0,)))

@@ -67,10 +67,9 @@ def examine(
     planned, plan_findings = _plan(planner, gpus.over_nodes(machine, options.nodes.count), chosen)
     around = surroundings.read_surroundings(machine, environment)
     findings = [
-        *_machine_findings(around, options, planned, chosen, on_cpu=on_cpu),
+        *_machine_findings(around, options, planned, chosen),
         *plan_findings,
-        *(gpus.check_blocks(planned.config, whole, environment) if planned else ()),
-        *(gpus.check_flash(planned.config, whole) if planned else ()),
+        *([gpus.check_start(planned.config, whole, environment, params=planned.shape.params)] if planned else ()),
         *(slow_findings(planned, whole) if planned else ()),
         *(disk_findings(planned.config, planned.shape, planned.plan, options, environment) if planned else ()),
         *_together(around, options, chosen, environment, meeting_s=meeting_s, started=started),
@@ -92,7 +91,7 @@ def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned
 
 
 def _machine_findings(
-    around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding, *, on_cpu: bool
+    around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding
 ) -> list[Finding]:
     machine, nodes = around.hardware, options.nodes.count
     config, plan = (planned.config, planned.plan) if planned else (None, None)
@@ -109,9 +108,7 @@ def _machine_findings(
         system.check_python(around.python, around.python_wanted),
         system.check_packages(around.versions, around.requirements, optional=optional),
         chosen,
-        *gpus.check_unseen(around, planned.shape.params if planned else 0, on_cpu=on_cpu),
         *gpus.check_build(around),
-        *gpus.check_compiler(around),
         *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
         *known_bad.find_known_bad(
             around,

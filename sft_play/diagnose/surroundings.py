@@ -20,8 +20,7 @@ from typing import Any
 
 from packaging.utils import canonicalize_name
 
-from sft_play.facts import compiler
-from sft_play.facts.gpus import nvml, unseen
+from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.host import Space, space_of
@@ -73,10 +72,6 @@ class Surroundings:
     driver_cuda: tuple[int, int] | None = None
     bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
     """CUDA versions for which the installed bitsandbytes has a library."""
-    toolchain: compiler.Toolchain | None = None
-    """The compiler that Triton would use; None without a GPU."""
-    devices: unseen.Devices | None = None
-    """What the machine shows of accelerators; None where GPUs were detected."""
     gpus: tuple[GpuState, ...] = ()
     shm: Space | None = None
     """None where /dev/shm is not a separate file system."""
@@ -106,8 +101,6 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         driver=driver,
         driver_cuda=driver_cuda,
         bitsandbytes_cuda=_bitsandbytes_cuda(),
-        toolchain=compiler.find_toolchain(environment) if hardware.gpus else None,
-        devices=None if hardware.gpus else unseen.read_devices(environment),
         gpus=states,
         shm=space_of(SHM) if SHM.is_mount() else None,
         environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
