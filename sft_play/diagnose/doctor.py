@@ -14,15 +14,14 @@ from sft_play.diagnose.pages import DoctorReport, each_once
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.installed import COMPUTING, missing_kernels
+from sft_play.facts.installed import COMPUTING
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import Nodes
-from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.findings import Finding, failed, passed, skipped
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
-from sft_play.planner.reasons import eager_words, missing_words
 
 MEETING_S = 30.0
 """How long nodes wait for each other: time to start the command by hand on the next one."""
@@ -70,7 +69,6 @@ def examine(
         *_machine_findings(around, options, planned, chosen),
         *plan_findings,
         *([gpus.check_start(planned.config, whole, environment, params=planned.shape.params)] if planned else ()),
-        *(slow_findings(planned, whole) if planned else ()),
         *(disk_findings(planned.config, planned.shape, planned.plan, options, environment) if planned else ()),
         *_together(around, options, chosen, environment, meeting_s=meeting_s, started=started),
     ]
@@ -126,20 +124,6 @@ def _machine_findings(
             batch_tokens=plan.batch.micro_batch * plan.max_seq_len if plan else 0,
         ),
     ]
-
-
-def slow_findings(planned: Planned, machine: Hardware) -> list[Finding]:
-    """Experts that would run one after another, and packages that the model's linear attention lacks, with the cost."""
-    if machine.device != "cuda":
-        return []
-    config, shape, plan = planned.config, planned.shape, planned.plan
-    findings = system.check_kernels(missing_words(shape, plan.choice, missing_kernels()), plan.choice.step.capability)
-    words = eager_words(config, shape, plan.choice)
-    if words is not None:
-        by_choice = config.model.experts_implementation == "eager"
-        no_setting = "there is no setting that changes it: take another model"
-        findings.append(warned("experts", words, "model.experts_implementation=auto" if by_choice else no_setting))
-    return findings
 
 
 def _together(

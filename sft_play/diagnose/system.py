@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion
 
 from sft_play.facts.host import Space
-from sft_play.facts.installed import COMPUTING, unsound
+from sft_play.facts.installed import COMPUTING
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.units import GIB, MIB, size_of
 
@@ -56,16 +56,6 @@ def check_packages(versions: Mapping[str, str], requirements: Sequence[str], *, 
         return warned("packages", words, "make setup, before a run that does")
     shown = ", ".join(f"{name} {versions[name]}" for name in COMPUTING if name in versions)
     return passed("packages", shown) if requirements else skipped("packages", f"{shown}: no ranges")
-
-
-def check_kernels(slow: Mapping[str, str], capability: tuple[int, int] | None) -> list[Finding]:
-    """A warning for each package whose kernels the model would run if it were installed (`slow_code.missing_words`);
-    none where they fail on such a GPU."""
-    return [
-        passed(f"kernels of {name}", words) if unsound(name, capability) else
-        warned(f"kernels of {name}", words, f"pip install {name}, into the environment that trains; it needs CUDA")
-        for name, words in slow.items()
-    ]  # fmt: skip
 
 
 def _problem(text: str, versions: Mapping[str, str]) -> str | None:

@@ -89,7 +89,8 @@ def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
     if isinstance(raw, BadRow):
         return raw.reason
     key = "messages" if "messages" in raw.data else "prompt"
-    turns, others = raw.data.get(key), {name: value for name, value in raw.data.items() if name != key}
+    turns: Any = raw.data.get(key)
+    others = {name: value for name, value in raw.data.items() if name != key}
     if isinstance(turns, str) and not others:
         return Prompt(({"role": "user", "content": turns},))
     if key == "prompt" and not others and not isinstance(turns, list):
