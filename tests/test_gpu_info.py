@@ -414,8 +414,8 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     assert max(map(len, text)) <= 100
     answer = gpu_page.assumed_json(machine)
     assert (answer["assumed"], answer["number_of_gpus"]) == (True, 2)
-    assert answer["gpus"][1]["bandwidth_bytes_per_s"] == 4800e9
-    assert answer["gpus"][0]["usable_bytes"] == machine.gpus[0].total_bytes
+    assert answer["gpus"][1]["bandwidth"] == 4800e9
+    assert answer["gpus"][0]["total_bytes"] == machine.gpus[0].total_bytes
     assert (answer["ram_bytes"], answer["ram_given"]) == (2**40, True)
 
 

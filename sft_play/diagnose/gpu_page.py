@@ -136,35 +136,8 @@ def without_gpu_lines(machine: Machine) -> list[str]:
 
 def assumed_json(hardware: Hardware) -> dict[str, Any]:
     """What a plan assumes of a named machine: bytes, rates per second, dense operations; null: not known."""
-    return {
-        "number_of_gpus": len(hardware.gpus),
-        "assumed": True,
-        "nodes": hardware.nodes,
-        "gpus_per_node": hardware.gpus_per_node if hardware.gpus else 0,
-        "gpus": [
-            {
-                "index": gpu.index,
-                "name": gpu.name,
-                "usable_bytes": gpu.total_bytes,
-                "compute_capability": None if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}",
-                "bandwidth_bytes_per_s": gpu.bandwidth,
-                "bf16_flops_per_s": gpu.bf16_flops,
-                "fp16_flops_per_s": gpu.fp16_flops,
-                "fp8_flops_per_s": gpu.fp8_flops,
-                "fp32_flops_per_s": gpu.fp32_flops,
-                "power_limit_watts": gpu.tdp_watts,
-            }
-            for gpu in hardware.gpus
-        ],
-        "link_bytes_per_s": hardware.link_bytes_per_s,
-        "network_bytes_per_s": hardware.network_bytes_per_s,
-        "budget_bytes": budget_bytes(hardware),
-        "price_per_gpu_hour": hardware.price_per_gpu_hour,
-        "ram_bytes": hardware.ram_bytes,
-        "ram_given": hardware.ram_given,
-        "cpu_cores": hardware.cpu_cores,
-        "notes": list(hardware.notes),
-    }
+    count = {"number_of_gpus": len(hardware.gpus), "assumed": True, "budget_bytes": budget_bytes(hardware)}
+    return count | hardware.as_json()
 
 
 def assumed_lines(hardware: Hardware, text: str) -> list[str]:

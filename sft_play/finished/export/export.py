@@ -20,9 +20,7 @@ from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose import engines
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.facts.models.architecture import local_folder
 from sft_play.finished.export import gguf_tokenizer
 from sft_play.finished.export.file_checks import file_checks
 from sft_play.finished.export.llama_cpp import (
@@ -154,20 +152,8 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
     write_generation_config(run, prompts.tokenizer, model, building)
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     name, length = run.folder.path.name, run.plan().max_seq_len
-    commands = [
-        f"vllm serve {shlex.quote(str(target))} --served-model-name {shlex.quote(name)} --max-model-len {length}"
-    ]
-    values = read_json(model / "config.json")
-    # the base with the adapter is offered as well, but only where vLLM computes what was trained
-    limits = engines.engine_findings("vllm", engines.served_of(run.config, engines.architecture_of(values)))
-    rank = engines.vllm_rank(run.config.tuning.lora.rank)
-    if run.is_adapter and not run.is_quantized and rank and all(limit.verdict != "FAIL" for limit in limits):
-        base = local_folder(run.config.model.name) or run.config.model.name
-        commands.append(
-            f"vllm serve {shlex.quote(str(base))} --enable-lora --max-lora-rank {rank} "
-            f"--lora-modules {shlex.quote(f'{name}={run.weights}')} --max-model-len {length}"
-        )
-    return Exported(run.folder.path, "vllm", target, size, tuple(commands))
+    words = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(length)]
+    return Exported(run.folder.path, "vllm", target, size, (shlex.join(words),))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
