@@ -69,7 +69,7 @@ def examine(
         *_machine_findings(around, options, planned, chosen),
         *plan_findings,
         *([gpus.check_start(planned.config, whole, environment, params=planned.shape.params)] if planned else ()),
-        *(disk_findings(planned.config, planned.shape, planned.plan, options, environment) if planned else ()),
+        *(disk_findings(planned.config, planned.shape, planned.plan, options) if planned else ()),
         *_together(around, options, chosen, environment, meeting_s=meeting_s, started=started),
     ]
     return DoctorReport(tuple(findings), time.monotonic() - started)

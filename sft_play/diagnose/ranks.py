@@ -132,9 +132,7 @@ def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
         return [failed(NAME, f"the sum is wrong: {counts}", remedy)]
     if len(done) < len(outcome.expected) or (outcome.result is None and nodes.rank == 0):
-        # a rank that says "timed out" was healthy and waited for another: that is a hang, and no failure of its own
-        only_waited = bool(errors) and all(re.search(r"[Tt]imed? ?out", text) for text in errors.values())
-        return [_hung(outcome, around, errors) if outcome.timed_out or only_waited else _died(outcome, errors)]
+        return [_failed(outcome, around, errors)]
     ranks = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes.values())
     return [_sum(outcome, ranks, around), *_bandwidth(outcome, around, nodes)]
 
@@ -165,14 +163,28 @@ _STAGES = {
 }
 
 
-def _hung(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
+# errors of ranks that only lost another one, or waited for it: it failed first
+_SECONDARY = re.compile(
+    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
+)
+
+
+def _failed(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
+    """The first rank that failed by itself; where there is none, which ranks wait for which."""
+    own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)}
+    if own:
+        text = next(iter(own.values()))
+        same = [rank for rank, message in own.items() if message == text]
+        return failed(NAME, f"{numbered(same)}: {redact(one_line(text, limit=300))}", *explained(text))
     by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected:
         by_stage.setdefault(str(outcome.notes.get(rank, {}).get("stage", "absent")), []).append(rank)
     words = "; ".join(f"{numbered(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in by_stage.items())
+    if not outcome.timed_out and not errors:
+        found = f"{words}, exit code {outcome.code}: {outcome.tail or 'no output'}"
+        return failed(NAME, found, *explained(outcome.tail))
     reason = f" ({one_line(next(iter(errors.values())), limit=200)})" if errors else ""
-    found = f"not done after {outcome.limit_s:.0f} s: {words}{reason}"
-    return failed(NAME, found, *_hang_remedy(around, outcome))
+    return failed(NAME, f"not done after {outcome.limit_s:.0f} s: {words}{reason}", *_hang_remedy(around, outcome))
 
 
 def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
@@ -187,27 +199,8 @@ def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
             "export NCCL_P2P_DISABLE=1 and run make doctor again: where that passes, boot with iommu=pt and switch ACS "
             "off in the BIOS; NCCL_DEBUG=INFO shows where it hangs",
             "https://github.com/NVIDIA/nccl/issues/2079",
-            "https://github.com/NVIDIA/nccl/issues/631",
         )
     return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
-
-
-# errors of ranks that only lost another one, which failed first
-_SECONDARY = re.compile(
-    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
-)
-
-
-def _died(outcome: Outcome, errors: Mapping[int, str]) -> Finding:
-    """The first rank that failed by itself, not because another was gone."""
-    own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)} or dict(errors)
-    if not own:
-        absent = [rank for rank in outcome.expected if rank not in outcome.notes]
-        who = f"{numbered(absent)} never started" if absent else "a rank was killed"
-        return failed(NAME, f"{who}, exit code {outcome.code}: {outcome.tail or 'no output'}", *explained(outcome.tail))
-    text = next(iter(own.values()))
-    same = [other for other, message in own.items() if message == text]
-    return failed(NAME, f"{numbered(same)}: {redact(one_line(text, limit=300))}", *explained(text))
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:

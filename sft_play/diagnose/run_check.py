@@ -339,7 +339,7 @@ class _Checks:
             yield skipped("disk", "not without a memory plan; see there")
             return
         planned = self._planned
-        yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions(), os.environ)
+        yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions())
 
 
 def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
@@ -356,7 +356,7 @@ def _weights_problem(config: RunConfig) -> str:
     folder = local_folder(name)
     if folder is None:
         check_available(name, revision=config.model.revision)
-        if disk.has_weights(config, os.environ) or hub_answers():
+        if disk.has_weights(config) or hub_answers():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     config_json(name)
