@@ -153,13 +153,13 @@ def checked_repo(repo: str | None) -> str:
     """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if repo is None or repo.count("/") != 1:
-        given = "" if repo is None else f"REPO={one_line(repo)} is not one: "
-        raise ConfigError(f"make push needs a repository of the hub: {given}REPO=user/name")
     try:
-        validate_repo_id(repo)
+        validate_repo_id(repo or "")
+        why = "" if str(repo).count("/") == 1 else f"REPO={one_line(repo or '')} names no user"
     except HFValidationError as error:
-        raise ConfigError(f"REPO={one_line(repo)} cannot be a repository: {one_line(str(error), limit=200)}") from None
+        why = f"REPO={one_line(repo or '')}: {one_line(str(error), limit=200)}"
+    if repo is None or why:
+        raise ConfigError(f"make push needs a repository of the hub, REPO=user/name{f' ({why})' if repo else ''}")
     return repo
 
 

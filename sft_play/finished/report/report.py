@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -276,23 +275,10 @@ def _data(manifest: Mapping[str, Any]) -> Section:
 
 
 def _reproduce(record: Record) -> Section:
-    manifest = record.manifest
-    config = manifest.get("config_path")
-    if not config:
-        return Section("How to reproduce it")
-    layout, processes = manifest.get("layout"), manifest.get("processes") or 1
-    words = ["make", "train", f"CONFIG={config}"]
-    if processes > 1:
-        words = ["make", "train-distributed", f"CONFIG={config}", f"NPROC={processes}", f"STRATEGY={layout}"]
-    # without the name, which is taken by this run
-    overrides = [str(word) for word in manifest.get("overrides") or () if not str(word).startswith("output.name=")]
-    commit = (manifest.get("git") or {}).get("commit")
-    settings = f" SET={shlex.quote(shlex.join(overrides))}" if overrides else ""
-    commands = [*([f"git checkout {commit}"] if commit else []), shlex.join(words) + settings]
     path = record.folder.path / "config.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return Section(
         "How to reproduce it",
-        commands="\n".join([*commands, f"make reproduce RUN={record.folder.quoted}"]),
+        commands=f"make reproduce RUN={record.folder.quoted}" if record.manifest.get("config_path") else "",
         folded=[("config.yaml, as given", text)] if text else [],
     )
