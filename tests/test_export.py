@@ -100,7 +100,7 @@ def test_the_exported_model_is_the_trained_one(tmp_path, kind):
     assert tested.ok, "\n".join(tested.lines())
     assert tested.weights.equal == tested.weights.tensors > 15
     assert (tested.weights.rounded > 0) == (written not in ("bf16", "f32"))
-    of_file = next(one for one in tested.answering if one.name == "GGUF")
+    of_file = tested.answering
     assert of_file.divergence < tested.divergence_of_base / 10
 
 
@@ -145,7 +145,7 @@ def test_fewer_bits_are_those_of_llama_cpp_and_measured(tmp_path, quant, dtype, 
     assert tested.weights.equal == tested.weights.tensors
     bits = min(bits for name in found if (bits := gguf_model.bits_of(name)))
     assert 0.05 * 2.0**-bits < tested.weights.relative_rounding < 2.0 ** (1 - bits)
-    of_file = next(one for one in tested.answering if one.name == "GGUF")
+    of_file = tested.answering
     assert 0 < of_file.divergence < of_file.limit == limit_of(f"q{bits}", tested.divergence_of_base)
     assert 0 <= of_file.equal_answers <= 1
 
@@ -192,7 +192,7 @@ def test_a_lossless_export_answers_token_for_token(exported, tmp_path):
     run, file = exported
     tested = export_test(run, rows=5)
     assert tested.ok, "\n".join(tested.lines())
-    assert [one.equal_answers for one in tested.answering][:2] == [1.0, 1.0]
+    assert tested.answering.equal_answers == 1.0
     assert tested.prompts == 5
     assert tested.as_json()["ok"] is True
     assert tested.lines()[-1] == f"Next: llama-server --jinja -m {file}"
@@ -253,7 +253,7 @@ def test_export_test_names_what_is_wrong_in_a_file(exported, tmp_path, what):
     assert not tested.ok
     wrong = {check.name.lower() for check in tested.checks if check.ok is not True}
     assert names <= wrong
-    assert not wrong - names - {"answers of gguf"}
+    assert not wrong - names - {"answers"}
     assert "Verdict: the exported model answers" not in "\n".join(tested.lines())
 
 
@@ -264,7 +264,7 @@ def test_the_file_of_another_adapter_is_not_this_runs(exported, tmp_path):
     file = export_run(other, "gguf").file
     tested = export_test(run, path=file, rows=5)
     wrong = {check.name for check in tested.checks if check.ok is False}
-    assert wrong == {"Weights", "Answers of GGUF"}
+    assert wrong == {"Weights", "Answers"}
 
 
 def test_a_model_that_transformers_does_not_read_back_is_not_called_equal(tmp_path):
@@ -282,7 +282,7 @@ def test_the_limit_of_a_divergence_is_that_of_the_bits():
     for _ in range(200):
         limit = limit_of(draw.choice(["float32", "bfloat16", "q8", "q4"]), draw.random() / 10)
         divergence = limit * draw.choice([0.5, 1.0, 1.001, 3])
-        assert Answering("GGUF", divergence, 1.0, 0.5, 0.5, limit).ok == (divergence <= limit)
+        assert Answering(divergence, 1.0, 0.5, 0.5, limit).ok == (divergence <= limit)
     assert limit_of("q8", 0.0) == 2e-3
     assert limit_of("q8", 10.0) == 2e-2
 

@@ -38,9 +38,8 @@ _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True)
 class Answering:
-    """A model's answers beside the trained model's. Divergences are means over places, in nats."""
+    """The file's answers beside the trained model's. Divergences are means over places, in nats."""
 
-    name: str
     divergence: float
     """KL(trained ‖ this)."""
     same_token: float
@@ -59,7 +58,7 @@ class Answering:
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
         return {
-            "name": self.name, "kl": self.divergence, "same_token": self.same_token,
+            "kl": self.divergence, "same_token": self.same_token,
             "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "kl_limit": self.limit,
         }  # fmt: skip
 
@@ -75,7 +74,7 @@ class ExportTest(Outcome):
     """Where the prompts are from: test, val, or test conversations where the run has no held-out rows."""
     prompts: int
     checks: tuple[ExportCheck, ...]
-    answering: tuple[Answering, ...]
+    answering: Answering | None
     weights: gguf_model.Weights | None
     divergence_of_base: float | None
 
@@ -91,7 +90,7 @@ class ExportTest(Outcome):
             "ok": self.ok, "run": str(self.run), "file": str(self.file), "types": list(self.types),
             "split": self.split, "prompts": self.prompts,
             "checks": [{"name": check.name, "ok": check.ok, "reason": check.words} for check in self.checks],
-            "answers": [one.as_json() for one in self.answering],
+            "answers": self.answering.as_json() if self.answering else None,
             "weights": None if weights is None else {
                 "tensors": weights.tensors, "equal": weights.equal, "rounded": weights.rounded,
                 "relative_rounding": weights.relative_rounding,
@@ -119,12 +118,9 @@ class ExportTest(Outcome):
 class _Seen:
     """What one model gave: its answers, and its log-probabilities."""
 
-    name: str
     answers: list[tuple[int, ...]]
     scored: list[Scored]
-    dtypes: set[str]
-    is_file: bool
-    """Whether its weights are the file's, not the merged model's."""
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -136,7 +132,7 @@ class _Material:
     most_tokens: int
     tokenizer: Any
 
-    def seen_by(self, model: Any, name: str, *, is_file: bool = False) -> _Seen:
+    def seen_by(self, model: Any) -> _Seen:
         """Answers and log-probabilities of a model of transformers."""
         questions = [Question(asked.ids, "", "") for asked in self.asked]
         given = answers(
@@ -144,7 +140,7 @@ class _Material:
             most_tokens=self.most_tokens,
         )  # fmt: skip
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return _Seen(name, [answer.ids for answer in given], log_probs(model, self.rows), {dtype}, is_file)
+        return _Seen([answer.ids for answer in given], log_probs(model, self.rows), dtype)
 
 
 def export_test(
@@ -176,13 +172,14 @@ def export_test(
     problems = gguf_model.different_settings(file, fields, AutoConfig.from_pretrained(model))
     words = "; ".join(problems) or "layers, heads and positions are the model's"
     checks = [*_prompt_checks(run, prompts, asked, fields, known), ExportCheck("Settings", not problems, words)]
-    seen, weights, read_checks = _read_and_answer(file, model, material, types)
-    checks += read_checks
-    base_divergence, answering = _beside_trained(run, material, seen, types)
-    checks += [_answer_check(one) for one in answering]
+    seen, weights, check = _read_and_answer(file, model, material, types)
+    checks.append(check)
+    base_divergence, answering = _beside_trained(run, material, seen, types) if seen is not None else (None, None)
+    if answering is not None:
+        checks.append(_answer_check(answering))
     return ExportTest(
-        run.folder.path, file, tuple(sorted(types)), source, len(material.asked), tuple(checks), tuple(answering),
-        weights, base_divergence,
+        run.folder.path, file, tuple(sorted(types)), source, len(material.asked), tuple(checks), answering, weights,
+        base_divergence,
     )  # fmt: skip
 
 
@@ -203,62 +200,51 @@ def _prompt_checks(
 
 def _read_and_answer(
     file: Path, model: Path, material: _Material, types: set[str]
-) -> tuple[list[_Seen], gguf_model.Weights | None, list[ExportCheck]]:
-    """The merged model, and the file as transformers reads it: answers of both, and their weights compared."""
-    whole = load_folder(model)
-    seen = [material.seen_by(whole, "merged")]  # its answers tell the merge's faults from the file's
+) -> tuple[_Seen | None, gguf_model.Weights | None, ExportCheck]:
+    """The file as transformers reads it: its answers, and its weights compared with the merged model's."""
+    whole, rows = load_folder(model), gguf_model.embedding_rows(file)
     try:
-        read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=gguf_model.embedding_rows(file))
+        read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=rows)
     except gguf_model.NotReadHere as error:
-        return seen, None, [ExportCheck("Weights", None, str(error))]
-    weights = gguf_model.compare_gguf_weights(read, whole, types, rows=gguf_model.embedding_rows(file))
+        return None, None, ExportCheck("Weights", None, str(error))
+    weights = gguf_model.compare_gguf_weights(read, whole, types, rows=rows)
     del whole
     free_memory()
-    seen.append(material.seen_by(read, "GGUF", is_file=True))
+    seen = material.seen_by(read)
     del read
     free_memory()
     is_exact = all((gguf_model.bits_of(name) or 8) >= 8 for name in types)
     words = f"{weights.equal} of {weights.tensors} tensors are the merged model's{', bit for bit' if is_exact else ''}"
     if weights.rounded:
         words += f" after rounding ({weights.rounded} rounded, by {weights.relative_rounding:.2%} of their size)"
-    if weights.first:
-        words += f"; the first other one is {weights.first}"
-    return seen, weights, [ExportCheck("Weights", weights.equal == weights.tensors, words)]
+    words += f"; the first other one is {weights.first}" if weights.first else ""
+    return seen, weights, ExportCheck("Weights", weights.equal == weights.tensors, words)
 
 
 def _beside_trained(
-    run: FinishedRun, material: _Material, others: Sequence[_Seen], types: set[str]
-) -> tuple[float | None, list[Answering]]:
-    """The divergence of the base from the trained model, and the others' answers beside the trained model's own."""
+    run: FinishedRun, material: _Material, seen: _Seen, types: set[str]
+) -> tuple[float | None, Answering]:
+    """The divergence of the base from the trained model, and the file's answers beside the trained model's own."""
     model = load_as_trained(run)
-    trained = material.seen_by(model, "trained")
-    base_divergence = None
+    trained, base_divergence = material.seen_by(model), None
     if run.is_adapter:
         with model.disable_adapter():
             base_divergence = compared(trained.scored, log_probs(model, material.rows))[0]
-    # the coarsest rounding decides the limit
-    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, gguf_model.bits_of(name) or 8)}" for name in types}
-    answering = []
-    for other in others:
-        divergence, same = compared(trained.scored, other.scored)
-        pairs = list(zip(trained.answers, other.answers, strict=True))
-        dtypes = {run.plan().precision.compute, *trained.dtypes, *other.dtypes, *(of_file if other.is_file else ())}
-        answering.append(
-            Answering(
-                other.name,
-                divergence,
-                same,
-                equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
-                equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
-                limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
-            )
-        )
     del model
     free_memory()
-    return base_divergence, answering
+    # the coarsest rounding decides the limit
+    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, gguf_model.bits_of(name) or 8)}" for name in types}
+    dtypes = {run.plan().precision.compute, trained.dtype, seen.dtype, *of_file}
+    pairs = list(zip(trained.answers, seen.answers, strict=True))
+    return base_divergence, Answering(
+        *compared(trained.scored, seen.scored),
+        equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
+        equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
+        limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
+    )
 
 
 def _answer_check(one: Answering) -> ExportCheck:
     words = f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens)"
     words += f", KL {one.divergence:.2g} nats (limit {one.limit:.2g})"
-    return ExportCheck(f"Answers of {one.name}", one.ok, words)
+    return ExportCheck("Answers", one.ok, words)
