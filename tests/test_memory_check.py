@@ -207,15 +207,15 @@ def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
 def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp_path):
     run_folder(tmp_path, "mine", on_gpu=False)
     ranks = (rank(0, 11, workers=(12, 13), workers_rss_bytes=GIB), rank(1, 21, rss_bytes=2 * GIB))
-    output = machine(group=Group(ranks, 1.0, beside=(9,), beside_bytes=GIB), hardware=CPU)
+    output = machine(group=Group(ranks, 1.0), hardware=CPU)
     check = see_memory(output, {})
     assert [(use.rank, use.rss_bytes, use.peak_rss_bytes, use.workers) for use in check.ranks] == [
         (0, 3 * GIB, 4 * GIB, 2),
         (1, 2 * GIB, 4 * GIB, 0),
     ]
-    assert check.ram.run_bytes == 7 * GIB
+    assert check.ram.run_bytes == 6 * GIB
     text = "\n".join(memory_lines(check))
-    assert "this run holds 7.00; no GPU here" in text
+    assert "this run holds 6.00; no GPU here" in text
     assert "= resident" in text
     assert "on top of what a process holds after its imports" in text
 

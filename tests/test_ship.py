@@ -376,7 +376,7 @@ def world(tmp_path_factory) -> Path:
     sample = general_sample()
     others = [("sums", tuple(sum_chat(n)["messages"])) for n in range(160, 400)]  # how such answers begin
     sample = dataclasses.replace(sample, chats=(*sample.chats, *others))
-    rows = [*text_rows(sample, renderer).rows, *chat_rows(sample, renderer)[0].rows]
+    rows = [row for _, row in [*text_rows(sample, renderer), *chat_rows(sample, renderer)]]
     stream = torch.tensor([token for row in rows for token in row["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)

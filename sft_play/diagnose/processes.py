@@ -50,22 +50,20 @@ class RankProcess:
 
 @dataclass(frozen=True)
 class Group:
-    """The processes of one run on this machine. `beside` are the command and the launcher, which are not ranks."""
+    """The processes of one run on this machine that train."""
 
     ranks: tuple[RankProcess, ...]
     started: float
-    beside: tuple[int, ...] = ()
-    beside_bytes: int = 0
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Every process of the run."""
-        return (*(pid for rank in self.ranks for pid in (rank.pid, *rank.workers)), *self.beside)
+        return tuple(pid for rank in self.ranks for pid in (rank.pid, *rank.workers))
 
     @property
     def rss_bytes(self) -> int:
         """Resident memory of all of them; pages that they share count for each."""
-        return sum(rank.rss_bytes + rank.workers_rss_bytes for rank in self.ranks) + self.beside_bytes
+        return sum(rank.rss_bytes + rank.workers_rss_bytes for rank in self.ranks)
 
 
 @dataclass(frozen=True)
@@ -91,15 +89,8 @@ def group_of(folder: RunFolder, holders: tuple[int, ...]) -> Group | None:
         family = [item for item in tops if item.parent == writer.parent] if writer.pid in ranks else [writer]
     if not family:
         return None
-    above = table.get(family[0].parent)
-    launcher = {above.pid} if above is not None and named and _names(above, place) else set()
-    beside = (launcher | {pid for pid in holders if pid in table}) - {item.pid for item in family}
-    return Group(
-        ranks=tuple(sorted(map(_rank, family), key=lambda rank: rank.rank or 0)),
-        started=min(item.created for item in family),
-        beside=tuple(sorted(beside)),
-        beside_bytes=sum(_resident(table[pid].own) for pid in beside),
-    )
+    ranks_of_run = tuple(sorted(map(_rank, family), key=lambda rank: rank.rank or 0))
+    return Group(ranks_of_run, started=min(item.created for item in family))
 
 
 def _names(process: _Process, place: Path) -> bool:

@@ -183,6 +183,15 @@ def changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]
     return wrong
 
 
+def require_split(split: str | None, data: str | None) -> None:
+    """Raises ConfigError where SPLIT names no held-out rows, or is given together with DATA."""
+    if split is not None and data is not None:
+        raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
+    if split not in (None, "val", "test"):
+        hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
+        raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
+
+
 def text_only_of(run: FinishedRun) -> tuple[str, ...]:
     """A line on a run that trained the language model of a larger class; none for others."""
     model = run.config.model

@@ -17,8 +17,7 @@ from transformers import AutoConfig
 
 from sft_play.finished.export import gguf_model
 from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
-from sft_play.finished.export.file_checks import ExportCheck, file_checks
-from sft_play.finished.export.gguf_tokenizer import read_fields
+from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.places import find_gguf

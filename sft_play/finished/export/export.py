@@ -22,7 +22,6 @@ from typing import Any
 
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
 from sft_play.finished.export import gguf_tokenizer
-from sft_play.finished.export.file_checks import file_checks
 from sft_play.finished.export.llama_cpp import (
     PACKAGE,
     VERSION,
@@ -301,7 +300,7 @@ def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Conve
     """How many prompts were compared, and notes; raises TokenizerError where tokenizer or template are others."""
     fields, known = gguf_tokenizer.read_fields(file), read_pre_tokenizers(converter.vocabularies)
     asked = _some_prompts(run, prompts)
-    checks = {check.name: check for check in file_checks(fields, known, prompts, asked)}
+    checks = {check.name: check for check in gguf_tokenizer.file_checks(fields, known, prompts, asked)}
     for check in checks.values():
         if check.ok is False and check.name != "Stop tokens":
             way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
