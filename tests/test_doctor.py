@@ -143,7 +143,7 @@ def test_the_versions_of_this_environment_are_read():
 
 def known(*, names: tuple[str, ...] = (), capability: tuple[int, int] = (8, 0), **given: Any) -> list[Finding]:
     """The findings on a machine of these GPUs; what is neither the run's nor the GPUs' was read of it."""
-    run = {name: given.pop(name) for name in ("ranks", "nodes", "layout", "quantised", "packages") if name in given}
+    run = {name: given.pop(name) for name in ("ranks", "nodes", "layout", "packages") if name in given}
     cards = tuple(Gpu(index, name, GIB, GIB, capability) for index, name in enumerate(names))
     return find_known_bad(Surroundings(hardware=machine(*cards), **given), **run)
 
@@ -157,7 +157,6 @@ FLA = "flash-linear-attention"
 B200 = {"names": ("NVIDIA B200",), "capability": (10, 0), "packages": (FLA,), "versions": {FLA: "0.5.2"}}
 H100_FLA = {"names": ("NVIDIA H100 80GB HBM3",), "capability": (9, 0), "packages": (FLA,),
             "versions": {FLA: "0.6.0", "triton": "3.6.0"}}  # fmt: skip
-BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
 
 
 @pytest.mark.parametrize(
@@ -172,16 +171,6 @@ BNB = {**A100, "quantised": True, "bitsandbytes_cuda": ((12, 8), (13, 0))}
             {"versions": {"torch": "2.10.0"}},
         ),
         ("no kernels for GPUs older than Turing", {**V100, "torch_cuda": "13.0"}, {"capability": (7, 5)}),
-        (
-            "bitsandbytes 0.49.0 has no library for CUDA 12.9",
-            {**BNB, "torch_cuda": "12.9", "versions": {"bitsandbytes": "0.49.0"}},
-            {"versions": {"bitsandbytes": "0.50.2"}},
-        ),
-        (
-            "bitsandbytes 0.50.2 has no library for CUDA 14.0",
-            {**BNB, "torch_cuda": "14.0", "versions": {"bitsandbytes": "0.50.2"}},
-            {"quantised": False},
-        ),
         ("accelerate refuses to start", {**TWO_4090, "driver": "535.183.01"}, {"driver": "550.40.07"}),
         (
             "accelerate refuses to start",

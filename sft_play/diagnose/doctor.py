@@ -113,7 +113,6 @@ def _machine_findings(
             ranks=here * nodes,
             nodes=nodes,
             layout=layout,
-            quantised=quantised,
             packages=planned.shape.kernel_packages if planned else (),
         ),
         system.check_shared_memory(

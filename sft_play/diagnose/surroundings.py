@@ -6,10 +6,8 @@ The only module of the doctor that reads them; the checks get what was read as a
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import platform
-import re
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -70,8 +68,6 @@ class Surroundings:
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
-    bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
-    """CUDA versions for which the installed bitsandbytes has a library."""
     gpus: tuple[GpuState, ...] = ()
     shm: Space | None = None
     """None where /dev/shm is not a separate file system."""
@@ -100,7 +96,6 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
         driver_cuda=driver_cuda,
-        bitsandbytes_cuda=_bitsandbytes_cuda(),
         gpus=states,
         shm=space_of(SHM) if SHM.is_mount() else None,
         environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
@@ -121,17 +116,6 @@ def _project() -> dict[str, Any]:
         "dependencies": metadata.requires(DISTRIBUTION) or [],
         "requires-python": (installed.get_all("Requires-Python") or [""])[0],
     }
-
-
-def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
-    """CUDA versions by the names of bitsandbytes' libraries: libbitsandbytes_cuda128.so is for CUDA 12.8."""
-    with contextlib.suppress(Exception):
-        spec = importlib.util.find_spec("bitsandbytes")
-        if spec is not None and spec.origin is not None:
-            names = [path.name for path in Path(spec.origin).parent.glob("libbitsandbytes_cuda*")]
-            matches = [re.match(r"libbitsandbytes_cuda(\d\d)(\d)\.", name) for name in names]
-            return tuple(sorted({(int(match[1]), int(match[2])) for match in matches if match}))
-    return ()
 
 
 def _driver(gpus: tuple[Gpu, ...]) -> tuple[str | None, tuple[int, int] | None, tuple[GpuState, ...]]:
