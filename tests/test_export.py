@@ -282,7 +282,7 @@ def test_the_limit_of_a_divergence_is_that_of_the_bits():
     for _ in range(200):
         limit = limit_of(draw.choice(["float32", "bfloat16", "q8", "q4"]), draw.random() / 10)
         divergence = limit * draw.choice([0.5, 1.0, 1.001, 3])
-        assert Answering(divergence, 1.0, 0.5, 0.5, limit).ok == (divergence <= limit)
+        assert Answering(divergence, 0.5, 0.5, limit).ok == (divergence <= limit)
     assert limit_of("q8", 0.0) == 2e-3
     assert limit_of("q8", 10.0) == 2e-2
 

@@ -65,7 +65,7 @@ def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
     from sft_play.finished.export.check_merge import MergeTest
 
     loss = {"adapter": 1.0, "merged": 1.0, "base": 2.0}
-    return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, 1.0, loss)
+    return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, loss)
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:

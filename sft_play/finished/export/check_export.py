@@ -16,7 +16,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from sft_play.finished.export import gguf_model
-from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
+from sft_play.finished.export.check_merge import Scored, divergence, limit_of, log_probs, spaced
 from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
@@ -41,8 +41,6 @@ class Answering:
 
     divergence: float
     """KL(trained ‖ this)."""
-    same_token: float
-    """Share of the places at which both think the same token likeliest."""
     equal_answers: float
     equal_tokens: float
     """Share of the trained model's tokens before the first that differs."""
@@ -57,7 +55,7 @@ class Answering:
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
         return {
-            "kl": self.divergence, "same_token": self.same_token,
+            "kl": self.divergence,
             "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "kl_limit": self.limit,
         }  # fmt: skip
 
@@ -228,7 +226,7 @@ def _beside_trained(
     trained, base_divergence = material.seen_by(model), None
     if run.is_adapter:
         with model.disable_adapter():
-            base_divergence = compared(trained.scored, log_probs(model, material.rows))[0]
+            base_divergence = divergence(trained.scored, log_probs(model, material.rows))
     del model
     free_memory()
     # the coarsest rounding decides the limit
@@ -236,7 +234,7 @@ def _beside_trained(
     dtypes = {run.plan().precision.compute, trained.dtype, seen.dtype, *of_file}
     pairs = list(zip(trained.answers, seen.answers, strict=True))
     return base_divergence, Answering(
-        *compared(trained.scored, seen.scored),
+        divergence(trained.scored, seen.scored),
         equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
         equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
         limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
