@@ -118,7 +118,8 @@ def file_checks(
 ) -> list[ExportCheck]:
     """The comparisons of a GGUF, by its metadata, with training, on the prompts `asked`.
 
-    `known`: llama.cpp's pre-tokenizers. Of a tokenizer that only llama.cpp itself reads `ok` is None.
+    `known`: llama.cpp's pre-tokenizers. Of a tokenizer that only llama.cpp itself reads, and without prompts, `ok` is
+    None.
     """
     checks = []
     if prompts.template is not None:
@@ -131,7 +132,7 @@ def file_checks(
         return [*checks, ExportCheck("Tokenizer", None, str(error))]
     same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
     words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
-    checks.append(ExportCheck("Tokenizer", same == len(asked) > 0, words))
+    checks.append(ExportCheck("Tokenizer", same == len(asked) if asked else None, words))
     lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stops) - own.stop_ids))
     words = f"the file does not end at {', '.join(lost)}" if lost else "the file ends answers at training's stop tokens"
     return [*checks, ExportCheck("Stop tokens", not lost, words)]
