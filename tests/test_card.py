@@ -17,11 +17,13 @@ import torch
 import yaml
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.merge import merge_run
+from sft_play.finished.export.merge import card_facts, merge_run
 from sft_play.finished.export.push import upload_of
-from sft_play.finished.load import load_as_trained, load_folder
+from sft_play.finished.load import load_as_trained, load_folder, renderer_of
 from sft_play.finished.run import find_finished
-from sft_play.training.checkpoints.card import HERE, Base, base_of, card_of
+from sft_play.training.checkpoints.card import HERE, Base, CardFacts, base_of, card_of, stops_of
+from sft_play.training.prepare.model_spec import build_model_spec
+from sft_play.training.prepare.tokenizer import added_rows, load_tokenizer
 from tests.conftest import chat
 from tests.finished_runs import finished_run, make_base
 from tests.test_merge import gemma3_with_images, llama, logits
@@ -39,6 +41,19 @@ KINDS = {
 SECRET = "hf_" + "abcdefghijklmnopqrstuvwxyz12345678"
 
 
+def facts_of(run) -> CardFacts:
+    """What the card of a fabricated run says."""
+    tokenizer = load_tokenizer(run.config).tokenizer
+    size, new_rows = len(tokenizer), added_rows(tokenizer, run.config)
+    spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=size, new_rows=new_rows)
+    stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
+    return card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model")
+
+
+def card(run) -> str:
+    return card_of(facts_of(run), base_of(run.config))
+
+
 @pytest.fixture(scope="module")
 def world(tmp_path_factory) -> Path:
     """A folder with a finished run of each kind, each on a base of its own."""
@@ -46,6 +61,8 @@ def world(tmp_path_factory) -> Path:
     for kind, (build, options) in KINDS.items():
         make_base(folder / f"base of {kind}", build())
         finished_run(folder / kind, folder / f"base of {kind}", **options)
+        run = find_finished(folder, kind)
+        (run.weights / "README.md").write_text(card(run))
     return folder
 
 
@@ -93,11 +110,6 @@ def hub(monkeypatch) -> Hub:
     given = Hub()
     given.take_the_place(monkeypatch)
     return given
-
-
-def card(run) -> str:
-    """The card of a fabricated run, which push makes where there is none."""
-    return upload_of(run, "me/it", is_merged=False, is_public=False, yes=True).files["README.md"].decode()
 
 
 def snippet(text: str, **names: Path) -> str:
@@ -198,19 +210,11 @@ def test_a_base_is_named_by_its_hub_id_or_its_folder(tmp_path, monkeypatch):
     assert base_of(starter) == Base("sft-play/starter-base", False, {})
 
 
-def test_front_matter_names_base_licence_and_data_of_the_hub(world, hub, monkeypatch):
-    from sft_play.finished.export import push
-
+def test_front_matter_names_base_licence_and_data_of_the_hub(world):
     run = find_finished(world, "lora")
     data = run.config.data.model_copy(update={"train_path": "hub:org/rows:main", "text_path": "texts/*.txt"})
     changed = replace(run, config=run.config.model_copy(update={"data": data}))
-    seen = {}
-    monkeypatch.setattr(
-        "sft_play.training.checkpoints.card.card_of", lambda facts, base: seen.update(facts=facts) or "# x"
-    )
-    push._card(changed, run.weights, Base("x", False, {}))
-    monkeypatch.undo()
-    text = card_of(seen["facts"], Base("Org/Base", True, {"license": "apache-2.0"}))
+    text = card_of(facts_of(changed), Base("Org/Base", True, {"license": "apache-2.0"}))
     front = yaml.safe_load(text.split("---")[1])
     assert front["base_model"] == "Org/Base"
     assert front["license"] == "apache-2.0"

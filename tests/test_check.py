@@ -116,13 +116,11 @@ def test_a_missing_model_does_not_hide_bad_rows(tmp_path):
     assert sum("no-such-model does not exist" in check.found for check in report.findings) == 1
 
 
-def test_a_missing_file_does_not_hide_the_others(tiny_llama, tmp_path):
+def test_a_missing_file_is_a_problem_of_its_own(tiny_llama, tmp_path):
     write_rows(tmp_path / "train.jsonl", SUMS)
     report = checked(run_yaml(tmp_path, tiny_llama, val_path=str(tmp_path / "nope.jsonl")))
-    found = states(report)
-    assert found["data files"] == "problem"
     assert "nope.jsonl does not exist" in one(report, "data files", "problem").found
-    assert found["rows: train"] == found["masks: train"] == "ok"
+    assert states(report)["memory plan"] == "ok"
 
 
 def test_every_error_of_the_config_is_one_problem(tmp_path):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from sft_play.config.load import config_from_text
-from sft_play.diagnose import gpus as device
 from sft_play.errors import ConfigError, HardwareError
 from sft_play.facts import compiler
 from sft_play.facts.compiler import Toolchain, require_for_blocks
@@ -196,17 +195,6 @@ def test_a_cpu_needs_a_cpp_compiler_before_anything_loads(monkeypatch, tmp_path)
         require_for_blocks(CPU, environment)
     monkeypatch.setattr(compiler, "_trial", lambda *_: None)
     require_for_blocks(CPU, environment)
-
-
-def test_the_doctor_says_what_inductor_lacks(monkeypatch):
-    missing = replace(THERE, compiler=None)
-    monkeypatch.setattr(compiler, "find_toolchain", lambda _: missing)
-    assert device.check_blocks(config(compile=False), named("H100"), {}) == []
-    (finding,) = device.check_blocks(config(), named("H100"), {})
-    assert (finding.verdict, finding.name) == ("FAIL", "train.compile")
-    monkeypatch.setattr(compiler, "find_toolchain", lambda _: THERE)
-    (finding,) = device.check_blocks(config(), named("H100"), {})
-    assert finding.verdict == "PASS"
 
 
 def test_a_layout_with_an_engine_of_its_own_says_why():

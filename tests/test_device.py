@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sft_play.config.load import load_config
+from sft_play.config.load import config_from_text, load_config
 from sft_play.diagnose import gpus as rules
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
@@ -359,27 +359,20 @@ def verdicts(findings) -> list[tuple[str, str]]:
     return [(item.verdict, item.name) for item in findings]
 
 
-def test_the_doctor_finds_what_a_run_would_stop_for():
-    around = Surroundings(hardware=CPU, devices=nvidia())
-    assert verdicts(rules.check_unseen(around, 0, on_cpu=False)) == [("FAIL", "accelerator")]
-    assert verdicts(rules.check_unseen(around, 0, on_cpu=True)) == [("SKIP", "accelerator")]
-    bare = replace(around, devices=Devices())
-    assert verdicts(rules.check_unseen(bare, CPU_PARAMS, on_cpu=False)) == [("PASS", "accelerator")]
-    assert verdicts(rules.check_unseen(bare, CPU_PARAMS + 1, on_cpu=False)) == [("FAIL", "accelerator")]
-    mac = replace(bare, devices=Devices(chip="Apple M4"))
-    assert verdicts(rules.check_unseen(mac, 0, on_cpu=False)) == [("FAIL", "accelerator")]
-    assert rules.check_unseen(Surroundings(hardware=named("1xL4")), CPU_PARAMS + 1, on_cpu=False) == []
+def test_the_doctor_finds_what_a_run_would_stop_for(monkeypatch):
+    config = config_from_text("model: {name: m}", name="r")
 
+    def found(machine: Hardware, devices: Devices, params: int = 0, tools: Toolchain = THERE) -> str:
+        monkeypatch.setattr(launched, "read_devices", lambda environment: devices)
+        monkeypatch.setattr(compiler, "find_toolchain", lambda environment: tools)
+        return rules.check_start(config, machine, {}, params=params).verdict
 
-def test_the_doctor_looks_for_triton_s_compiler_where_there_are_gpus():
-    gpus = Surroundings(hardware=named("1xL4"), toolchain=THERE)
-    assert verdicts(rules.check_compiler(gpus)) == [("PASS", "compiler")]
-    failing = replace(gpus, toolchain=replace(THERE, failed=NO_HEADERS))
-    assert verdicts(rules.check_compiler(failing)) == [("FAIL", "compiler")]
-    assert verdicts(rules.check_compiler(replace(gpus, toolchain=replace(THERE, triton=False)))) == [
-        ("WARN", "compiler")
-    ]
-    assert rules.check_compiler(Surroundings(hardware=CPU)) == []
+    assert found(CPU, nvidia()) == "FAIL"
+    assert found(CPU, Devices(), CPU_PARAMS) == "PASS"
+    assert found(CPU, Devices(), CPU_PARAMS + 1) == "FAIL"
+    assert found(CPU, Devices(chip="Apple M4")) == "FAIL"
+    assert found(named("1xL4"), Devices(), CPU_PARAMS + 1) == "PASS"
+    assert found(named("1xL4"), Devices(), tools=replace(THERE, failed=NO_HEADERS)) == "FAIL"
 
 
 def test_the_doctor_wants_a_torch_for_the_gpus():

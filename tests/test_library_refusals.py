@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from sft_play.config.schema import RunConfig
-from sft_play.diagnose.gpus import check_flash
+from sft_play.diagnose.gpus import check_start
 from sft_play.diagnose.known_bad import find_known_bad
 from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import HardwareError
@@ -147,9 +147,7 @@ def test_flash_attention_without_kernels_is_refused_before_anything_loads(monkey
     config = run_with(model={"attn_implementation": "flash_attention_2"})
     with pytest.raises(HardwareError, match=refused) if refused else contextlib.nullcontext():
         launched.require_machine(config, machine, {}, params=lambda: 0)
-    findings = check_flash(config, machine)
-    assert [finding.verdict for finding in findings] == (["FAIL"] if refused else [])
-    assert check_flash(run_with(), machine) == []
+    assert check_start(config, machine, {}, params=0).verdict == ("FAIL" if refused else "PASS")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -19,7 +19,7 @@ from rich.console import Console
 from sft_play.diagnose import memory_check, memory_page, processes
 from sft_play.diagnose.memory_check import HighestSeen, MemorySeen, see_memory
 from sft_play.diagnose.memory_page import memory_lines, watch
-from sft_play.diagnose.processes import Group, RankProcess, command_of, find_run, lock_holder
+from sft_play.diagnose.processes import Group, RankProcess, find_run, lock_holder
 from sft_play.errors import RunFolderError
 from sft_play.facts.gpus.gpu import Gpu, GpuProcess, Seen, SeenGpu
 from sft_play.facts.hardware import Hardware
@@ -85,7 +85,8 @@ def machine(monkeypatch, tmp_path):
         )  # fmt: skip
         monkeypatch.setattr(memory_check, "detect", lambda environment: found)
         monkeypatch.setattr(memory_check, "all_gpus", lambda **_: Seen(gpus, "NVML"))
-        monkeypatch.setattr(processes, "groups", lambda: [group] if group else [])
+        monkeypatch.setattr(processes, "group_of", lambda folder, holders: group)
+        monkeypatch.setattr(processes, "lock_holder", lambda folder: OTHER if group else None)
         return tmp_path
 
     return install
@@ -110,7 +111,7 @@ def test_each_gpu_shows_the_runs_the_others_and_what_nobody_is_listed_for(machin
     output = machine(
         gpu(0, GpuProcess(11, "python", 30 * GIB), GpuProcess(12, "python", GIB), used=32 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 4 * GIB), used=35 * GIB),
-        group=Group(ranks, folder.path, 1.0),
+        group=Group(ranks, 1.0),
     )
     check = see_memory(output, {})
     one, two = check.gpus
@@ -133,11 +134,11 @@ def test_each_gpu_shows_the_runs_the_others_and_what_nobody_is_listed_for(machin
 
 
 def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
+    run_folder(tmp_path, "mine")
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), GpuProcess(OTHER, "jupy\x1bter", 17 * GIB), used=67 * GIB),
         gpu(1, GpuProcess(21, "python", 30 * GIB), GpuProcess(OTHER, "jupyter", 22 * GIB), used=52 * GIB),
-        group=Group((rank(0, 11), rank(1, 21)), folder.path, 1.0),
+        group=Group((rank(0, 11), rank(1, 21)), 1.0),
     )
     check = see_memory(output, {})
     # 80 - 17 - 60 = 3 of 5 are left on the first; 80 - 22 - 60 = 2 too few on the second
@@ -148,18 +149,18 @@ def test_another_process_that_eats_the_margin_is_named(machine, tmp_path):
 
 
 def test_a_gpu_that_the_run_does_not_use_gives_no_warning(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
+    run_folder(tmp_path, "mine")
     output = machine(
         gpu(0, GpuProcess(11, "python", 50 * GIB), used=51 * GIB),
         gpu(1, GpuProcess(OTHER, "jupyter", 79 * GIB), used=79 * GIB),
-        group=Group((rank(0, 11),), folder.path, 1.0),
+        group=Group((rank(0, 11),), 1.0),
     )
     assert not see_memory(output, {}).warnings
 
 
 def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
-    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    run_folder(tmp_path, "mine")
+    group = Group((rank(0, 11), rank(1, 21)), 1.0)
     output = machine(gpu(0, GpuProcess(NOWHERE, None, 70 * GIB), used=71 * GIB), gpu(1, used=71 * GIB), group=group)
     check = see_memory(output, {})
     for use in check.gpus:  # pids of the host on the first, none listed on the second
@@ -170,8 +171,8 @@ def test_a_container_that_sees_other_pids_says_so_and_warns_of_nothing(machine, 
 
 
 def test_a_driver_that_lists_nothing_gives_n_a(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
-    output = machine(gpu(0, used=71 * GIB, listed=False), group=Group((rank(0, 11),), folder.path, 1.0))
+    run_folder(tmp_path, "mine")
+    output = machine(gpu(0, used=71 * GIB, listed=False), group=Group((rank(0, 11),), 1.0))
     assert see_memory(output, {}).gpus[0].run_bytes is None
 
 
@@ -182,20 +183,20 @@ def test_ranks_are_put_on_the_gpus_that_their_environment_names(monkeypatch):
 
     monkeypatch.setattr(memory_check, "detect", detect)
     ranks = tuple(rank(n, n + 10, environment={"CUDA_VISIBLE_DEVICES": "3,1"}) for n in range(2))
-    assert memory_check._gpus_of(Group(ranks, None, 1.0)) == {3: [0], 1: [1]}
+    assert memory_check._gpus_of(Group(ranks, 1.0)) == {3: [0], 1: [1]}
     alone = rank(0, 9, rank=None, local_rank=None, environment={})
-    assert memory_check._gpus_of(Group((alone,), None, 1.0)) == {0: [0]}
+    assert memory_check._gpus_of(Group((alone,), 1.0)) == {0: [0]}
 
 
 def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine")
-    group, peaks = Group((rank(0, 11),), folder.path, 1.0), HighestSeen()
+    run_folder(tmp_path, "mine")
+    group, peaks = Group((rank(0, 11),), 1.0), HighestSeen()
     found = []
     for held in (20, 50, 30):
         output = machine(gpu(0, GpuProcess(11, "python", held * GIB), used=held * GIB), group=group)
         found.append(see_memory(output, {}, peaks=peaks).gpus[0].peak_bytes)
     assert found == [20 * GIB, 50 * GIB, 50 * GIB]
-    later = Group((rank(0, 11),), folder.path, 2.0)  # the run was started again
+    later = Group((rank(0, 11),), 2.0)  # the run was started again
     output = machine(gpu(0, GpuProcess(11, "python", 5 * GIB, peak_bytes=9 * GIB), used=5 * GIB), group=later)
     assert see_memory(output, {}, peaks=peaks).gpus[0].peak_bytes == 9 * GIB  # by the driver's own accounts
 
@@ -204,33 +205,32 @@ def test_the_peak_is_the_most_that_was_seen_of_this_run(machine, tmp_path):
 
 
 def test_without_a_gpu_the_ranks_rss_is_shown_beside_the_prediction(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", on_gpu=False)
+    run_folder(tmp_path, "mine", on_gpu=False)
     ranks = (rank(0, 11, workers=(12, 13), workers_rss_bytes=GIB), rank(1, 21, rss_bytes=2 * GIB))
-    output = machine(group=Group(ranks, folder.path, 1.0, beside=(9,), beside_bytes=GIB), hardware=CPU)
+    output = machine(group=Group(ranks, 1.0), hardware=CPU)
     check = see_memory(output, {})
     assert [(use.rank, use.rss_bytes, use.peak_rss_bytes, use.workers) for use in check.ranks] == [
         (0, 3 * GIB, 4 * GIB, 2),
         (1, 2 * GIB, 4 * GIB, 0),
     ]
-    assert check.ram.run_bytes == 7 * GIB
+    assert check.ram.run_bytes == 6 * GIB
     text = "\n".join(memory_lines(check))
-    assert "this run holds 7.00; no GPU here" in text
+    assert "this run holds 6.00; no GPU here" in text
     assert "= resident" in text
     assert "on top of what a process holds after its imports" in text
 
 
-def test_ram_below_the_margin_is_warned_of_with_the_biggest_others(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", on_gpu=False)
+def test_ram_below_the_margin_is_warned_of(machine, tmp_path):
+    run_folder(tmp_path, "mine", on_gpu=False)
     scarce = Hardware((), "CPU", 8, 64 * GIB, 8 * GIB)
-    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    group = Group((rank(0, 11), rank(1, 21)), 1.0)
     (warning,) = see_memory(machine(group=group, hardware=scarce), {}).warnings
     assert "8.00 GiB are free, less than the plan's margin of 10.00" in warning  # two ranks of 5
-    assert "the biggest others: pid " in warning
 
 
 def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", host=40 * GIB)
-    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    run_folder(tmp_path, "mine", host=40 * GIB)
+    group = Group((rank(0, 11), rank(1, 21)), 1.0)
     seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
     (warning,) = see_memory(machine(*seen, group=group), {}).warnings
     assert "the plan counts on 80.0 GiB" in warning  # 60 are free, 6 held
@@ -238,8 +238,8 @@ def test_offloaded_states_count_on_the_hosts_ram(machine, tmp_path):
 
 @pytest.mark.parametrize(("save", "wanted"), [(0, 80), (10, 70), (40, None)])
 def test_one_rank_alone_counts_on_ram_to_write_a_checkpoint(save, wanted, machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", host=40 * GIB, host_save_bytes=save * GIB)
-    group = Group((rank(0, 11), rank(1, 21)), folder.path, 1.0)
+    run_folder(tmp_path, "mine", host=40 * GIB, host_save_bytes=save * GIB)
+    group = Group((rank(0, 11), rank(1, 21)), 1.0)
     seen = (gpu(0, GpuProcess(11, "x", GIB), used=GIB), gpu(1, GpuProcess(21, "x", GIB), used=GIB))
     found = see_memory(machine(*seen, group=group), {}).warnings
     assert len(found) == (wanted is not None)  # 60 are free, 6 held
@@ -278,48 +278,16 @@ def test_a_run_that_is_not_there_is_refused(machine, tmp_path):
         find_run(output, named="plain")
 
 
-def test_a_run_elsewhere_is_shown_where_the_output_folder_has_none(machine, tmp_path):
-    folder = run_folder(tmp_path / "elsewhere", "run")
-    output = machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU)
-    found = find_run(output / "outputs")
-    assert found.running
-    assert f"this one is: {folder.path}" in found.said[0]
-    starting = machine(group=Group((rank(0, 11, rank=None),), None, 1.0), hardware=CPU)
-    assert "a training has no run folder yet" in find_run(starting / "outputs").said[0]
-
-
 def test_a_damaged_plan_is_said(machine, tmp_path):
     folder = run_folder(tmp_path, "mine")
     (folder.path / "plan.json").write_text('{"peak_bytes": []}')
-    check = see_memory(machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU), {})
+    check = see_memory(machine(group=Group((rank(0, 11),), 1.0), hardware=CPU), {})
     assert check.prediction is None
     assert any("its plan.json cannot be read" in line for line in memory_lines(check))
     assert not check.warnings
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        ("/v/bin/python -m sft_play train --config a.yaml", "train"),
-        ("/v/bin/python -u -m sft_play --json train-distributed", "train-distributed"),
-        ("/v/bin/python /v/bin/sft-play resume", "resume"),
-        ("/v/bin/python -m sft_play rank --config a.yaml", "rank"),
-        ("/v/bin/python scripts/train.py --config a.yaml", "train"),
-        ("/v/bin/python /p/scripts/resume.py", "resume"),
-        ("/v/bin/python scripts/train_distributed.py --nproc 2", "train-distributed"),
-        ("/v/bin/python -u scripts/train_deepspeed.py", "train-deepspeed"),
-        ("/v/bin/python scripts/plan.py", "plan"),
-        ("/v/bin/python -m sft_play plan", "plan"),
-        ("/v/bin/python other/train.py", None),
-        ("/v/bin/python -m pytest sft_play", None),
-        ("vim sft_play/training", None),
-    ],
-)
-def test_command_lines_that_train_are_known(words, command):
-    assert command_of(words.split()) == command
 
 
 PROGRAM = """
@@ -343,7 +311,7 @@ time.sleep(60)
 
 @pytest.fixture
 def training(tmp_path) -> Iterator[Any]:
-    """A function that starts a process whose command line is that of `scripts/train.py`, and which holds a run."""
+    """A function that starts a process which holds a run, as a training does."""
     script = tmp_path / "scripts" / "train.py"
     script.parent.mkdir()
     script.write_text(PROGRAM)
@@ -463,22 +431,6 @@ def test_a_process_that_trains_under_another_name_is_found_by_its_lock(training,
         end(started)
 
 
-def test_what_waits_for_a_training_is_no_training(training, tmp_path):
-    folder = run_folder(tmp_path / "out", "waited")
-    script = str(tmp_path / "scripts" / "train.py")
-    words = ["timeout", "60", sys.executable, script, str(folder.path), "0"]
-    started = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert started.stdout is not None
-        started.stdout.readline()
-        group = find_run(tmp_path / "out").group
-        assert group is not None
-        assert [one.pid for one in group.ranks] != [started.pid]
-        assert processes.peak_resident(group.ranks[0].pid) is not None
-    finally:
-        end(started)
-
-
 # --- live -------------------------------------------------------------------------------------------------------------
 
 
@@ -497,8 +449,8 @@ def test_watching_writes_a_block_at_a_time_and_ctrl_c_ends_it(machine, tmp_path)
 
 
 def test_on_a_terminal_one_table_is_renewed_in_place(machine, tmp_path):
-    folder = run_folder(tmp_path, "mine", on_gpu=False)
-    output = machine(group=Group((rank(0, 11),), folder.path, 1.0), hardware=CPU)
+    run_folder(tmp_path, "mine", on_gpu=False)
+    output = machine(group=Group((rank(0, 11),), 1.0), hardware=CPU)
     screen, pauses = io.StringIO(), []
     console = Console(file=screen, force_terminal=True, width=110, height=50)
     watch(lambda: see_memory(output, {}), write=lambda _: pytest.fail("written"), console=console, rounds=2,
@@ -520,7 +472,6 @@ def config(tmp_path) -> Path:
 
 
 def test_the_command_shows_the_machine_and_answers_0(command, config, monkeypatch):
-    monkeypatch.setattr(processes, "groups", list)
     code, printed = command("memory-check", "--config", str(config))
     assert code == 0
     assert "No run is in progress in" in printed

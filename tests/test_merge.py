@@ -312,9 +312,6 @@ def test_a_qlora_adapter_goes_into_the_weights_that_it_was_trained_on(tmp_path):
     expected = logits(load_as_trained(run))
     torch.testing.assert_close(logits(load_folder(dequantized.path)), expected, rtol=1e-3, atol=1e-3)
     assert (logits(load_folder(original.path)) - expected).abs().max() > 0.01
-    # NF4's rounding is known: some 9% of normally distributed weights
-    assert dequantized.relative_quantization_error == pytest.approx(0.09, abs=0.02)
-    assert original.relative_quantization_error == dequantized.relative_quantization_error
     assert original.lines()[-1] == f"Next: make merge-test RUN={run.folder.path} OUT={original.path}"
     assert "merge-test has not been run" in str(merge_words(original.path))
     one, other = merge_test(run), merge_test(run, path=original.path)

@@ -34,7 +34,7 @@ def serve() -> Any:
 def evaluate() -> Any:
     from sft_play.finished.evaluate.evaluation import Evaluation
 
-    return Evaluation(RUN, None, 0, (), (), {"before": None, "recorded": None}, (), None, OTHER)
+    return Evaluation(RUN, None, 0, (), (), {"before": None}, None, OTHER)
 
 
 def ship(*, reason: str = "") -> Any:
@@ -57,18 +57,18 @@ def ship(*, reason: str = "") -> Any:
 def merge(path: Path = RUN / "merged") -> Any:
     from sft_play.finished.export.merge import Merged
 
-    return Merged(RUN, path, "bf16", None, 3, 0, False, None, None, 10, True, 1.0)
+    return Merged(RUN, path, "bf16", None, 3, False, 10, True, 1.0)
 
 
 def merge_test(path: Path = RUN / "merged", *, divergence: float = 0.0) -> Any:
     from sft_play.finished.export.check_merge import MergeTest
 
     loss = {"adapter": 1.0, "merged": 1.0, "base": 2.0}
-    return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, 0.0, 1.0, loss)
+    return MergeTest(RUN, path, "val", 1, 1, divergence, 1.0, 1e-6, loss)
 
 
 def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gguf", is_adapter: bool = True) -> Any:
-    from sft_play.finished.export.exported import Exported
+    from sft_play.finished.export.export import Exported
 
     written = path / file if file else None
     merge = "Merged (bf16)" if is_adapter else None
@@ -78,13 +78,13 @@ def export(file: str | None = "first.gguf", *, path: Path = RUN / "export" / "gg
 def export_test() -> Any:
     from sft_play.finished.export.check_export import ExportTest
 
-    return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), (), None, None)
+    return ExportTest(RUN, RUN / "first.gguf", ("F32",), "val", 1, (), None, None, None)
 
 
 def push() -> Any:
     from sft_play.finished.export.push import Pushed, Upload
 
-    return Pushed(Upload(RUN, RUN / "adapter", "me/it", {}, (), exists=False, is_private=True, notes=()), "abc")
+    return Pushed(Upload(RUN, RUN / "adapter", "me/it", {}, exists=False, is_private=True, notes=()), "abc")
 
 
 def record() -> Any:
@@ -132,7 +132,7 @@ ANSWERS: dict[str, list[tuple[Callable[[], Any], list[str]]]] = {
     "eval": [(evaluate, ["make", "ship", f"RUN={RUN}"])],
     "ship": [
         (ship, ["make", "export", f"RUN={RUN}", "FORMAT=gguf"]),
-        (lambda: ship(reason="it is worse"), ["make", "eval", f"RUN={RUN}", "shows", "rows"]),
+        (lambda: ship(reason="it is worse"), ["make", "eval", f"RUN={RUN}", "writes", "every", "row"]),
     ],
     "merge": [
         (merge, ["make", "merge-test", f"RUN={RUN}"]),

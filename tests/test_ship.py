@@ -376,7 +376,7 @@ def world(tmp_path_factory) -> Path:
     sample = general_sample()
     others = [("sums", tuple(sum_chat(n)["messages"])) for n in range(160, 400)]  # how such answers begin
     sample = dataclasses.replace(sample, chats=(*sample.chats, *others))
-    rows = [*text_rows(sample, renderer).rows, *chat_rows(sample, renderer)[0].rows]
+    rows = [row for _, row in [*text_rows(sample, renderer), *chat_rows(sample, renderer)]]
     stream = torch.tensor([token for row in rows for token in row["input_ids"]])
     model = AutoModelForCausalLM.from_pretrained(base)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
@@ -660,10 +660,10 @@ def test_looser_thresholds_are_said(tmp_path):
         (lambda data: "[]", "not a file that make ship writes"),
         (lambda data: json.dumps(data | {"format": "other"}), "not a file that make ship writes"),
         (lambda data: json.dumps(data | {"evidence": None}), "not whole"),
-        (lambda data: json.dumps(data | {"thresholds": {"level": 2}}), "none of an interval"),
-        (lambda data: json.dumps(data).replace("[1.0,", "[NaN,", 1), "NaN"),
-        (lambda data: json.dumps(data).replace("[1.0,", "[1e999,", 1), "no finite loss"),
-        (lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [0,', 1), "no tokens"),
+        (lambda data: json.dumps(data | {"thresholds": {"level": 2}}), "level: Input should be less than 1"),
+        (lambda data: json.dumps(data).replace("[1.0,", "[NaN,", 1), "finite number"),
+        (lambda data: json.dumps(data).replace("[1.0,", "[1e999,", 1), "finite number"),
+        (lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [0,', 1), "greater than or equal to 1"),
         (lambda data: json.dumps(data).replace('"tokens": [1,', '"tokens": [', 1), "different lengths"),
     ],
 )

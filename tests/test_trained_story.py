@@ -46,7 +46,6 @@ def test_train_then_infer_chat_merge_and_prune(tmp_path, tiny_llama, sums, comma
     assert code == 0, printed
     merged = json.loads(next(line for line in printed.splitlines() if line.startswith('{"ok"')))
     assert merged["base"] == ("dequantized" if mode == "qlora" else None)
-    assert (merged["relative_quantization_error"] is None) == (mode == "lora")
     code, printed = command("merge-test", *config)
     assert code == 0, printed
 

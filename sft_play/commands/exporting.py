@@ -12,9 +12,17 @@ from sft_play.commands.answer import Answer, agreed, answer_of, stdout_to_stderr
 from sft_play.commands.request import Request, finished_run, output_dir_of, trusts_code
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.facts.hardware import detect
-from sft_play.finished.export.exported import EXPORT, Format, Quant
 from sft_play.finished.export.llama_cpp import find_converter
-from sft_play.finished.export.places import MERGED, find_gguf, require_export_place, require_mergeable, require_merged
+from sft_play.finished.export.places import (
+    EXPORT,
+    MERGED,
+    Format,
+    Quant,
+    find_gguf,
+    require_export_place,
+    require_mergeable,
+    require_merged,
+)
 from sft_play.finished.export.push import checked_repo, push, upload_of
 from sft_play.finished.run import FinishedRun
 from sft_play.log import one_line

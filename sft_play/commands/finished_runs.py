@@ -11,13 +11,12 @@ from collections.abc import Callable
 from sft_play.commands.answer import Answer, agreed, answer_of, give, refuse_place, stdout_to_stderr
 from sft_play.commands.request import Request, finished_run, output_dir_of, require_source
 from sft_play.errors import ConfigError
-from sft_play.finished.evaluate.split_asked import require_split
 from sft_play.finished.listing import What, list_runs, prune, to_prune
 from sft_play.finished.report.charts import screen_of
 from sft_play.finished.report.compare import PAGE, Comparison, compare
 from sft_play.finished.report.record import read_record
 from sft_play.finished.report.report import RunReport, report
-from sft_play.finished.run import find_any, next_line
+from sft_play.finished.run import find_any, next_line, require_split
 from sft_play.log import one_line
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.units import gib

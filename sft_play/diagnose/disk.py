@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,12 +67,10 @@ def disk_use(config: RunConfig, shape: ModelShape, plan: Plan) -> DiskUse:
     return DiskUse(checkpoint + OTHER_BYTES, weights + OTHER_BYTES, min(counts) if counts else None)
 
 
-def disk_findings(
-    config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions, environment: Mapping[str, str]
-) -> list[Finding]:
+def disk_findings(config: RunConfig, shape: ModelShape, plan: Plan, options: LaunchOptions) -> list[Finding]:
     """Whether the weights to download and the checkpoints fit on their disks."""
-    existing, space = free_at(hub_cache(environment))
-    fetch = check_fetch(shape, cached=has_weights(config, environment), there=existing, space=space)
+    existing, space = free_at(hub_cache())
+    fetch = check_fetch(shape, cached=has_weights(config), there=existing, space=space)
     if options.nodes.rank > 0 and not plan.choice.layout.is_zero:
         return [skipped("disk", "node 0 writes checkpoints and the final weights"), fetch]
     try:
@@ -85,19 +82,18 @@ def disk_findings(
     return [check_disk(use, folder=folder, there=existing, space=space, may_write=may_write), fetch]
 
 
-def has_weights(config: RunConfig, environment: Mapping[str, str]) -> bool:
+def has_weights(config: RunConfig) -> bool:
     """Whether the model's weights are on this machine already."""
     name = config.model.name
-    if local_folder(name) is not None:
-        return True
-    snapshots: Path = hub_cache(environment) / f"models--{name.replace('/', '--')}" / "snapshots"
-    return any(snapshots.glob("*/*.safetensors"))
+    cached = hub_cache() / f"models--{name.replace('/', '--')}" / "snapshots"
+    return local_folder(name) is not None or any(cached.glob("*/*.safetensors"))
 
 
-def hub_cache(environment: Mapping[str, str]) -> Path:
-    """Where weights from the hub are kept (huggingface_hub's HF_HUB_CACHE and HF_HOME)."""
-    home = environment.get("HF_HOME") or str(Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(environment.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
+def hub_cache() -> Path:
+    """Where weights from the hub are kept."""
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return Path(HF_HUB_CACHE)
 
 
 def check_disk(use: DiskUse, *, folder: Path, there: Path, space: Space | None, may_write: bool) -> Finding:

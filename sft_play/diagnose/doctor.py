@@ -11,18 +11,17 @@ from sft_play.config.schema import RunConfig
 from sft_play.diagnose import gpus, known_bad, ranks, surroundings, system
 from sft_play.diagnose.disk import disk_findings
 from sft_play.diagnose.pages import DoctorReport, each_once
-from sft_play.diagnose.surroundings import DISTRIBUTION, Surroundings
+from sft_play.diagnose.surroundings import Surroundings
 from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.facts.installed import COMPUTING, missing_kernels
+from sft_play.facts.installed import COMPUTING
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.facts.network import Nodes
-from sft_play.findings import Finding, failed, passed, skipped, warned
+from sft_play.findings import Finding, failed, passed, skipped
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.launch.machine import without_bad_p2p
 from sft_play.log import one_line
 from sft_play.planner.plan import Plan
-from sft_play.planner.reasons import eager_words, missing_words
 
 MEETING_S = 30.0
 """How long nodes wait for each other: time to start the command by hand on the next one."""
@@ -54,7 +53,6 @@ def examine(
     environment: Mapping[str, str] | None = None,
     on_cpu: bool = False,
     meeting_s: float = MEETING_S,
-    all_reduce_s: float = ALL_REDUCE_S,
 ) -> DoctorReport:
     """Check everything that can stop or spoil a run of `planner`'s config, launched by `options`; nothing is written.
 
@@ -68,21 +66,11 @@ def examine(
     planned, plan_findings = _plan(planner, gpus.over_nodes(machine, options.nodes.count), chosen)
     around = surroundings.read_surroundings(machine, environment)
     findings = [
-        *_machine_findings(around, options, planned, chosen, on_cpu=on_cpu),
+        *_machine_findings(around, options, planned, chosen),
         *plan_findings,
-        *(gpus.check_blocks(planned.config, whole, environment) if planned else ()),
-        *(gpus.check_flash(planned.config, whole) if planned else ()),
-        *(slow_findings(planned, whole) if planned else ()),
-        *(disk_findings(planned.config, planned.shape, planned.plan, options, environment) if planned else ()),
-        *_together(
-            around,
-            options,
-            chosen,
-            environment,
-            meeting_s=meeting_s,
-            # asked late: nodes that met after half a minute leave less of the whole
-            all_reduce_s=lambda: min(all_reduce_s, max(LEAST_S, WHOLE_S - (time.monotonic() - started))),
-        ),
+        *([gpus.check_start(planned.config, whole, environment, params=planned.shape.params)] if planned else ()),
+        *(disk_findings(planned.config, planned.shape, planned.plan, options) if planned else ()),
+        *_together(around, options, chosen, environment, meeting_s=meeting_s, started=started),
     ]
     return DoctorReport(tuple(findings), time.monotonic() - started)
 
@@ -101,7 +89,7 @@ def _plan(planner: Planner, machine: Hardware, chosen: Finding) -> tuple[Planned
 
 
 def _machine_findings(
-    around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding, *, on_cpu: bool
+    around: Surroundings, options: LaunchOptions, planned: Planned | None, chosen: Finding
 ) -> list[Finding]:
     machine, nodes = around.hardware, options.nodes.count
     config, plan = (planned.config, planned.plan) if planned else (None, None)
@@ -116,19 +104,15 @@ def _machine_findings(
     optional = frozenset(name for name, used in uses.items() if not used)
     return [
         system.check_python(around.python, around.python_wanted),
-        *system.check_packages(around.versions, around.requirements, own=DISTRIBUTION, optional=optional),
+        system.check_packages(around.versions, around.requirements, optional=optional),
         chosen,
-        *gpus.check_unseen(around, planned.shape.params if planned else 0, on_cpu=on_cpu),
         *gpus.check_build(around),
-        *gpus.check_compiler(around),
         *gpus.check_health(around.gpus, gpus=len(machine.gpus)),
-        *gpus.check_peer_path(around.gpus),
         *known_bad.find_known_bad(
             around,
             ranks=here * nodes,
             nodes=nodes,
             layout=layout,
-            quantised=quantised,
             packages=planned.shape.kernel_packages if planned else (),
         ),
         system.check_shared_memory(
@@ -138,25 +122,7 @@ def _machine_findings(
             workers=workers,
             batch_tokens=plan.batch.micro_batch * plan.max_seq_len if plan else 0,
         ),
-        system.check_locked_memory(
-            around.locked_memory, infiniband=around.infiniband_bytes_per_s > 0 and bool(machine.gpus), nodes=nodes
-        ),
-        system.check_open_files(around.open_files, workers=workers),
     ]
-
-
-def slow_findings(planned: Planned, machine: Hardware) -> list[Finding]:
-    """Experts that would run one after another, and packages that the model's linear attention lacks, with the cost."""
-    if machine.device != "cuda":
-        return []
-    config, shape, plan = planned.config, planned.shape, planned.plan
-    findings = system.check_kernels(missing_words(shape, plan.choice, missing_kernels()), plan.choice.step.capability)
-    words = eager_words(config, shape, plan.choice)
-    if words is not None:
-        by_choice = config.model.experts_implementation == "eager"
-        no_setting = "there is no setting that changes it: take another model"
-        findings.append(warned("experts", words, "model.experts_implementation=auto" if by_choice else no_setting))
-    return findings
 
 
 def _together(
@@ -166,7 +132,7 @@ def _together(
     environment: Mapping[str, str],
     *,
     meeting_s: float,
-    all_reduce_s: Callable[[], float],
+    started: float,
 ) -> list[Finding]:
     findings: list[Finding] = []
     given = dict(environment)
@@ -181,7 +147,9 @@ def _together(
     if "torch" not in around.versions:
         return [*findings, skipped(ranks.NAME, "torch is not installed")]
     without_bad_p2p(around.hardware, given)  # as a run's ranks communicate
-    outcome = ranks.run_ranks(around.hardware, options, limit_s=all_reduce_s(), environment=given)
+    # nodes that met after half a minute leave less of the whole
+    limit_s = min(ALL_REDUCE_S, max(LEAST_S, WHOLE_S - (time.monotonic() - started)))
+    outcome = ranks.run_ranks(around.hardware, options, limit_s=limit_s, environment=given)
     return [*findings, *ranks.judge(outcome, around, options.nodes)]
 
 

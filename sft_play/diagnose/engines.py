@@ -138,11 +138,7 @@ def served_of(config: RunConfig, architecture: str | None, targets: Iterable[str
 
 
 def engine_names(asked: Sequence[str]) -> tuple[str, ...]:
-    """The engines that SERVE= names, each once.
-
-    Raises:
-        ConfigError: a name is not one of them.
-    """
+    """The engines that SERVE= names, each once; raises ConfigError where a name is not one of them."""
     names = tuple(dict.fromkeys(name.lower() for name in asked))
     unknown = [one_line(name) for name in names if name not in ENGINES]
     if unknown:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,30 +18,9 @@ from sft_play.facts.hardware import Hardware, detect
 from sft_play.facts.host import free_at
 from sft_play.facts.installed import nccl_package, torch_cuda, torch_hip, version_of
 from sft_play.log import one_line
-from sft_play.process.endings import ends_with_me
 
 TORCH_TIMEOUT_S = 120.0
 """An import of torch from a cold network disk takes a minute and more."""
-_ASK_TORCH = """
-import json, sys
-sys.path.append(sys.argv[1])
-from sft_play.process.endings import leave_with_starter
-leave_with_starter()
-import torch
-report = {"version": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip,
-        "sees_gpus": torch.cuda.is_available(), "gpus": []}
-try:
-    if report["sees_gpus"]:
-        report["gpus"] = [{"name": p.name, "total_bytes": p.total_memory, "compute_capability": f"{p.major}.{p.minor}"}
-                        for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))]
-        report["bf16"] = torch.cuda.is_bf16_supported()
-    report["built_for"] = torch.cuda.get_arch_list()
-    if torch.version.cuda:
-        report["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-except Exception as error:
-    report["trouble"] = f"{type(error).__name__}: {error}"
-print("torch says " + json.dumps(report))
-"""
 
 
 @dataclass(frozen=True)
@@ -85,7 +62,7 @@ class Machine:
     hardware: Hardware
     host: Host
     software: Software
-    asked_torch: Mapping[str, Any] | None = None
+    asked_torch: list[str] | None = None
     unused: Unseen | None = None
     """An accelerator of this machine that a run would not see."""
 
@@ -121,7 +98,7 @@ class Machine:
             "driver": {"version": seen["driver"], "newest_cuda": seen["driver_cuda"]},
             "host": asdict(self.host),
             "software": asdict(self.software),
-            "torch": dict(self.asked_torch) if self.asked_torch is not None else None,
+            "torch": self.asked_torch,
             "unused_accelerator": self.unused.message if self.unused else None,
             "without_a_gpu": without_gpu() if not self.trainable else [],
         }
@@ -165,28 +142,21 @@ def all_gpus(*, topology: bool = True) -> Seen:
     return nvml.see(topology=topology) or Seen()
 
 
-def ask_torch(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> dict[str, Any]:
-    """Torch's own report, from a separate process; `trouble` is why there is none."""
+def ask_torch(environment: Mapping[str, str], *, timeout_s: float = TORCH_TIMEOUT_S) -> list[str]:
+    """Torch's own report of its build and of the GPUs that it sees, line by line (`torch.utils.collect_env`)."""
+    words = [sys.executable, "-W", "ignore", "-m", "torch.utils.collect_env"]
     try:
         answer = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH, str(Path(__file__).resolve().parents[2])],
-            env={**ends_with_me(environment), "TORCH_CPP_LOG_LEVEL": "ERROR"},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=timeout_s,
-        )
-    except subprocess.TimeoutExpired:
-        return {"trouble": f"it did not answer within {timeout_s:g} s"}
-    except OSError as error:
-        return {"trouble": f"it could not be started: {error}"}
-    match = re.search(r"^torch says (\{.*\})$", answer.stdout, re.MULTILINE)  # libraries print lines of their own
-    if match is None:
+            words, env=dict(environment), stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+            timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [f"it did not answer: {one_line(str(error))}"]
+    if answer.returncode:
         last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"trouble": f"it ended with exit code {answer.returncode}: {one_line(last)}"}
-    report: dict[str, Any] = json.loads(match[1])
-    return report
+        return [f"it ended with exit code {answer.returncode}: {one_line(last)}"]
+    about_torch = answer.stdout.partition("\nCPU:")[0]  # the rest is of the machine, and known
+    return [one_line(line) for line in about_torch.splitlines()[1:] if line.strip()]
 
 
 def without_gpu() -> list[str]:

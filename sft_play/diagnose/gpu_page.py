@@ -3,27 +3,15 @@ what a plan assumes of a machine that is only named."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sft_play.diagnose.gpu_info import Host, Machine, without_gpu
-from sft_play.diagnose.pages import NOT_KNOWN, WIDTH, gib, lines_of, table_of, value_text, yes_no
+from sft_play.diagnose.pages import NOT_KNOWN, gib, lines_of, table_of, value_text, yes_no
 from sft_play.facts.gpus.gpu import Seen, SeenGpu, Topology
 from sft_play.facts.hardware import Hardware
 from sft_play.log import escape_control, one_line
 from sft_play.planner.plan import budget_bytes
-
-_TOPOLOGY_WORDS = {
-    "X": "itself",
-    "PSB": "two GPUs of one board",
-    "PIX": "one PCIe switch",
-    "PXB": "several PCIe switches",
-    "PHB": "the host bridge of one CPU",
-    "NODE": "host bridges of one NUMA node",
-    "SYS": "from one CPU socket to another",
-}
 
 
 def machine_lines(machine: Machine) -> list[str]:
@@ -36,7 +24,7 @@ def machine_lines(machine: Machine) -> list[str]:
         parts += ["", *_gpu_lines(shown), *_process_lines(shown)]
     parts += [*_topology_lines(shown.topology), "", *_software_lines(machine), *_host_lines(machine.host)]
     if machine.asked_torch is not None:
-        parts += _torch_lines(machine.asked_torch)
+        parts += ["", "torch, asked:", *(f"  {line}" for line in machine.asked_torch)]
     if not machine.trainable:
         parts += ["", *without_gpu_lines(machine)]
     return [escape_control(part) for part in parts]
@@ -65,11 +53,6 @@ def _gpu_lines(seen: Seen) -> list[str]:
         for item in gpu.instances:
             sizes = f"{gib(item.total_bytes)} GiB, {gib(item.free_bytes)} free"
             page.append(f"GPU {gpu.index} instance {value_text(item.profile)}: {sizes}, {value_text(item.uuid)}")
-        if gpu.mig_pending is not None and gpu.mig_pending != gpu.mig_enabled:
-            page.append(f"GPU {gpu.index}: MIG will be {'on' if gpu.mig_pending else 'off'} after its next reset")
-    links = [gpu.pcie for gpu in seen.gpus]
-    if any((link.generation, link.lanes) != (link.max_generation, link.max_lanes) for link in links):
-        page.append("PCIe: generation x lanes; an idle GPU lowers the generation, not the lanes")
     return page
 
 
@@ -94,42 +77,21 @@ def _process_lines(seen: Seen) -> list[str]:
         for gpu in seen.gpus
         for item in gpu.all_processes
     ]
-    unlisted = [str(gpu.index) for gpu in seen.gpus if gpu.processes is None and not gpu.trouble and not gpu.unified]
     page = ["", *lines_of(table_of(("GPU", "pid", "process", "GiB"), rows, left=(2,)))] if rows else []
-    if unlisted:
-        page.append(f"Processes: {seen.source} lists none for GPU {', '.join(unlisted)} (n/a)")
-    elif not rows and any(gpu.processes is not None for gpu in seen.gpus):
-        page.append("Processes: none is listed")
-    return page
+    unlisted = [str(gpu.index) for gpu in seen.gpus if gpu.processes is None and not gpu.trouble and not gpu.unified]
+    return [*page, *([f"Processes: none is listed for GPU {', '.join(unlisted)} (n/a)"] if unlisted else [])]
 
 
 def _topology_lines(topology: Topology | None) -> list[str]:
     if topology is None:
         return []
-    rows = zip(topology.links, topology.peer, strict=True)
-    cells = [[f"{link}!" if peer is False else link for link, peer in zip(*row, strict=True)] for row in rows]
-    names = [f"GPU{index}" for index in topology.indices]
-    each = max(len(text) for text in [*names, *(cell for row in cells for cell in row)]) + 2
-    columns = max(1, (WIDTH - each) // each)  # a matrix of 16 GPUs is wider than a terminal: in blocks of columns
-    page = [""]
-    for start in range(0, len(names), columns):
-        part = slice(start, start + columns)
-        page.append((" " * each + "".join(name.ljust(each) for name in names[part])).rstrip())
-        page += [
-            (name.ljust(each) + "".join(cell.ljust(each) for cell in row[part])).rstrip()
-            for name, row in zip(names, cells, strict=True)
-        ]
-    return [*page, *lines_of(_legend(topology))]
-
-
-def _legend(topology: Topology) -> str:
-    links = {link for row in topology.links for link in row} - {"X"}
-    words = [f"{link}: {_TOPOLOGY_WORDS[link]}" for link in _TOPOLOGY_WORDS if link in links]
-    if any(re.fullmatch(r"NV\d+", link) for link in links):
-        words.insert(0, "NV and a number: that many NVLinks")
-    peers = {peer for row in topology.peer for peer in row} - {None}
-    access = "peer-to-peer access between all" if peers else "peer-to-peer access: n/a"
-    return "; ".join([*words, "!: no peer-to-peer access" if False in peers else access])
+    rows = [
+        [f"GPU{index}", *(f"{link}!" if peer is False else link for link, peer in zip(links, peers, strict=True))]
+        for index, links, peers in zip(topology.indices, topology.links, topology.peer, strict=True)
+    ]
+    heads = ["", *(f"GPU{index}" for index in topology.indices)]
+    matrix = lines_of(table_of(heads, rows, left=range(len(heads))), width=None)
+    return ["", *matrix, "Links as nvidia-smi topo -m names them; !: no peer-to-peer access"]
 
 
 def _software_lines(machine: Machine) -> list[str]:
@@ -160,35 +122,12 @@ def _host_lines(host: Host) -> list[str]:
     ]
 
 
-def _torch_lines(report: Mapping[str, Any]) -> list[str]:
-    if "version" not in report:
-        return ["", f"torch, asked: {one_line(str(report.get('trouble')))}"]
-    page = ["", f"torch, asked: {report['version']}, built for {_built_for(report.get('cuda'), report.get('hip'))}"]
-    if report.get("built_for"):
-        page.append(f"  compiled for {' '.join(map(str, report['built_for']))}")
-    if report.get("nccl"):
-        page.append(f"  with NCCL {report['nccl']}")
-    gpus = report.get("gpus") or []
-    page.append(f"  sees {len(gpus)} GPU{'' if len(gpus) == 1 else 's'}" + ("" if gpus else ": none can be used"))
-    page += [
-        f"  cuda:{device}: {one_line(str(gpu['name']))}, {gib(gpu['total_bytes'])} GiB, {gpu['compute_capability']}"
-        for device, gpu in enumerate(gpus)
-    ]
-    if report.get("trouble"):
-        page.append(f"  {one_line(str(report['trouble']))}")
-    return page
-
-
 def without_gpu_lines(machine: Machine) -> list[str]:
     """The same as lines, with the reason where the machine's GPUs cannot be used."""
-    if machine.unused:
-        head = f"{machine.unused.message}. What still works:"
-    elif any(gpu.trouble for gpu in machine.seen.gpus):
-        head = "Planning and training find no GPU as long as one does not answer. What still works:"
-    elif machine.seen.gpus:
-        head = "No GPU is visible to a run, or none can be used. What still works:"
-    else:
-        head = "Without a GPU this works:"
+    why = machine.unused.message if machine.unused else ""
+    if machine.seen.gpus:
+        why = why or "No GPU is visible to a run, or one does not answer"
+    head = f"{why}. What still works:" if why else "Without a GPU this works:"
     return [head, *(f"  {text}" for text in without_gpu())]
 
 
@@ -197,35 +136,8 @@ def without_gpu_lines(machine: Machine) -> list[str]:
 
 def assumed_json(hardware: Hardware) -> dict[str, Any]:
     """What a plan assumes of a named machine: bytes, rates per second, dense operations; null: not known."""
-    return {
-        "number_of_gpus": len(hardware.gpus),
-        "assumed": True,
-        "nodes": hardware.nodes,
-        "gpus_per_node": hardware.gpus_per_node if hardware.gpus else 0,
-        "gpus": [
-            {
-                "index": gpu.index,
-                "name": gpu.name,
-                "usable_bytes": gpu.total_bytes,
-                "compute_capability": None if gpu.capability is None else f"{gpu.capability[0]}.{gpu.capability[1]}",
-                "bandwidth_bytes_per_s": gpu.bandwidth,
-                "bf16_flops_per_s": gpu.bf16_flops,
-                "fp16_flops_per_s": gpu.fp16_flops,
-                "fp8_flops_per_s": gpu.fp8_flops,
-                "fp32_flops_per_s": gpu.fp32_flops,
-                "power_limit_watts": gpu.tdp_watts,
-            }
-            for gpu in hardware.gpus
-        ],
-        "link_bytes_per_s": hardware.link_bytes_per_s,
-        "network_bytes_per_s": hardware.network_bytes_per_s,
-        "budget_bytes": budget_bytes(hardware),
-        "price_per_gpu_hour": hardware.price_per_gpu_hour,
-        "ram_bytes": hardware.ram_bytes,
-        "ram_given": hardware.ram_given,
-        "cpu_cores": hardware.cpu_cores,
-        "notes": list(hardware.notes),
-    }
+    count = {"number_of_gpus": len(hardware.gpus), "assumed": True, "budget_bytes": budget_bytes(hardware)}
+    return count | hardware.as_json()
 
 
 def assumed_lines(hardware: Hardware, text: str) -> list[str]:

@@ -1,5 +1,5 @@
-"""What a run computes on: GPUs that are enough, alike, healthy, free and able to reach each other, torch's build and a
-compiler for them, or a CPU beside which no accelerator is left unused."""
+"""What a run computes on: GPUs that are enough, alike, healthy and free, torch's build for them, and what a run is
+refused for before it starts."""
 
 from __future__ import annotations
 
@@ -9,57 +9,47 @@ from dataclasses import replace
 from sft_play.config.schema import RunConfig
 from sft_play.diagnose.pages import each_once
 from sft_play.diagnose.surroundings import GpuState, Surroundings
-from sft_play.facts.compiler import WITHOUT_TRITON, block_obstacle, obstacle
-from sft_play.facts.gpus.unseen import ON_CPU, unseen
+from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
-from sft_play.launch.machine import CPU_PARAMS, flash_obstacle
+from sft_play.launch.machine import require_machine
 from sft_play.units import GIB
 
 CPU_RANKS = 2
 """Ranks on a machine without GPUs where the number is not given, as `make train-distributed` starts them."""
 EXCLUSIVE, PROHIBITED = 3, 2
-FABRIC_READY = 3
-"""NVML_GPU_FABRIC_STATE_COMPLETED."""
 BUSY_BYTES = GIB // 2
 """A CUDA context alone takes about this much (`CUDA_CONTEXT_BYTES` in planner/memory/estimate.py)."""
 
 
 def choose(hardware: Hardware, options: LaunchOptions) -> tuple[Hardware, Finding]:
     """The GPUs of this node that the ranks would use, or its CPU, and whether they match what was asked for."""
+    asked = ",".join(map(str, options.gpus))
     if not hardware.gpus:
         count = options.processes or CPU_RANKS
         machine = replace(hardware, cpu_ranks=count)
         if options.gpus:
-            asked = ",".join(map(str, options.gpus))
             remedy = "install the driver, give the container its GPUs (docker run --gpus all), or leave GPUS= out"
             return machine, failed("GPUs", f"GPUS={asked} names GPUs, but the driver shows none", remedy)
         return machine, skipped("GPUs", f"none found; {count} CPU ranks are used instead")
-    by_index = {gpu.index: gpu for gpu in hardware.gpus}
-    missing = [index for index in options.gpus if index not in by_index]
-    chosen = [by_index[index] for index in options.gpus if index in by_index] or list(hardware.gpus)
+    chosen = [gpu for gpu in hardware.gpus if gpu.index in options.gpus] if options.gpus else list(hardware.gpus)
     wanted = options.processes or len(options.gpus) or len(chosen)
-    machine = replace(hardware, gpus=tuple(chosen[:wanted]))
-    if missing:
-        return machine, failed("GPUs", f"GPUS= names {each_once(missing)}, but there are {each_once(by_index)}",
-                               "name GPUs that nvidia-smi shows and CUDA_VISIBLE_DEVICES leaves visible")  # fmt: skip
-    if wanted > len(chosen):
-        why = "; a process sees only one of several MIG instances" if any(gpu.mig for gpu in chosen) else ""
-        return machine, failed("GPUs", f"{wanted} ranks on this node need a GPU each, but there are {len(chosen)}{why}",
-                               f"NPROC={len(chosen)}, or more GPUs",
-                               *(("https://github.com/NVIDIA/nccl/issues/1716",) if why else ()))  # fmt: skip
-    names = [gpu.name for gpu in machine.gpus]
-    kinds = each_once(f"{names.count(name)} x {name}" for name in names)
+    machine = replace(hardware, gpus=tuple(chosen[:wanted]) or hardware.gpus)
+    there = each_once(f"{gpu.index} is a {gpu.name} of {gpu.total_bytes / GIB:.0f} GiB" for gpu in hardware.gpus)
+    if wanted > len(chosen) or len(chosen) < len(options.gpus):
+        why = "; a process sees only one of several MIG instances" if any(gpu.mig for gpu in hardware.gpus) else ""
+        found = f"{wanted} ranks on this node need a GPU each{f' (GPUS={asked})' if asked else ''}, and {there}{why}"
+        return machine, failed("GPUs", found, f"NPROC={len(hardware.gpus)}, or GPUS= of those that there are")
     # by memory too: an A100 comes with 40 and with 80 GB, and the plan is for identical ranks
     if len({(gpu.name, gpu.total_bytes) for gpu in machine.gpus}) > 1:
         same = ",".join(str(gpu.index) for gpu in chosen if gpu.total_bytes == chosen[0].total_bytes)
-        some = replace(machine, gpus=tuple(chosen))
-        choices = some.alike_words(processes=options.processes) if len(some.alike) > 1 else f"GPUS={same}"
-        shown = each_once(f"{gpu.index} is a {gpu.name} of {gpu.total_bytes / GIB:.0f} GiB" for gpu in machine.gpus)
-        return machine, failed("GPUs", f"they differ: {shown}; every rank would be held to the smallest and slowest",
-                               f"name identical GPUs: {choices}")  # fmt: skip
-    return machine, passed("GPUs", kinds)
+        is_mixed = len(hardware.alike) > 1
+        choices = hardware.alike_words(processes=options.processes) if is_mixed else f"GPUS={same}"
+        found = f"they differ: {there}; every rank would be held to the smallest and slowest"
+        return machine, failed("GPUs", found, f"name identical GPUs: {choices}")
+    names = [gpu.name for gpu in machine.gpus]
+    return machine, passed("GPUs", each_once(f"{names.count(name)} x {name}" for name in names))
 
 
 def over_nodes(machine: Hardware, nodes: int) -> Hardware:
@@ -77,28 +67,13 @@ def check_health(states: Sequence[GpuState], *, gpus: int) -> list[Finding]:
         return []
     if not states:
         return [skipped("GPU health", "NVML does not answer: errors, modes and other processes are not known")]
-    findings = [*_fabric(states), *_errors(states), *_modes(states), *_busy(states)]
+    findings = [*_errors(states), *_modes(states), *_busy(states)]
     if not any(item.name == "GPU health" for item in findings):
         findings.insert(0, passed("GPU health", f"{len(states)} GPU{'s' if len(states) > 1 else ''} without errors"))
     if len(states) < gpus:
         told = each_once(state.index for state in states)
         findings.append(skipped("GPU health", f"NVML tells the state of GPU {told} only, not of all {gpus}"))
     return findings
-
-
-def _fabric(states: Sequence[GpuState]) -> list[Finding]:
-    waiting = [state.index for state in states if state.fabric not in (None, FABRIC_READY)]
-    if not waiting:
-        return []
-    return [
-        failed(
-            "NVSwitch fabric",
-            f"GPU {each_once(waiting)}: not ready; CUDA will report `system not yet initialized` (error 802)",
-            "systemctl start nvidia-fabricmanager, of exactly the driver's version (rented machines: ask the owner)",
-            "https://github.com/pytorch/pytorch/issues/35710",
-            "https://github.com/huggingface/huggingface_hub/issues/4134",
-        )
-    ]
 
 
 def _errors(states: Sequence[GpuState]) -> list[Finding]:
@@ -116,14 +91,6 @@ def _errors(states: Sequence[GpuState]) -> list[Finding]:
     if pending:
         findings.append(warned("GPU health", f"GPU {each_once(pending)}: a memory row waits to be remapped",
                             "reset the GPU or restart the machine before a long run"))  # fmt: skip
-    narrow = [
-        f"{state.index} (x{state.pcie_lanes[0]} of x{state.pcie_lanes[1]})"
-        for state in states
-        if state.pcie_lanes and state.pcie_lanes[0] < state.pcie_lanes[1]
-    ]
-    if narrow:
-        findings.append(warned("PCIe lanes", f"GPU {each_once(narrow)}: copies and all-reduces are slower by as much",
-                            "reseat the card or use another slot; risers and shared slots halve lanes"))  # fmt: skip
     return findings
 
 
@@ -149,45 +116,15 @@ def _busy(states: Sequence[GpuState]) -> list[Finding]:
     return [warned("other processes", "; ".join(busy), remedy)] if busy else []
 
 
-def check_peer_path(states: Sequence[GpuState]) -> list[Finding]:
-    """Whether the IOMMU translates between GPUs without NVLink."""
-    if len(states) < 2 or any(state.nvlinks for state in states):
-        return []
-    translated = [state.index for state in states if state.translated]
-    if not translated:
-        return []
-    return [
-        warned(
-            "IOMMU",
-            f"GPU {each_once(translated)}: the IOMMU translates addresses, and there is no NVLink: P2P over PCIe may "
-            "hang or be slow; see the all-reduce below",
-            "boot with iommu=pt and switch ACS off in the BIOS (or amd_iommu=off, intel_iommu=off); until then export "
-            "NCCL_P2P_DISABLE=1 if it hangs",
-            "https://github.com/NVIDIA/nccl/issues/2079",
-            "https://github.com/NVIDIA/nccl/issues/631",
-        )
-    ]
-
-
-_COMPILER_SOURCES = (
-    "https://github.com/theroyallab/tabbyAPI/issues/453",
-    "https://github.com/sgl-project/sglang/issues/1117",
-)
-
-
-def check_unseen(around: Surroundings, params: int, *, on_cpu: bool) -> list[Finding]:
-    """An accelerator that exists but would not be used, or a model too large to train on a CPU."""
-    if around.hardware.gpus or around.devices is None:
-        return []
-    if on_cpu:
-        return [skipped("accelerator", "not looked for: train.device=cpu")]
-    accelerator = unseen(around.devices)
-    if accelerator is not None:
-        return [failed("accelerator", accelerator.found, f"{accelerator.remedy}; or {ON_CPU}")]
-    if params > CPU_PARAMS:
-        return [failed("accelerator", f"none was detected, and the model has {params / 1e9:.1f} billion parameters",
-                       f"plan for another machine (make plan HARDWARE=1xL4); or {ON_CPU}")]  # fmt: skip
-    return [passed("accelerator", "neither device files nor the PCI bus show one")]
+def check_start(config: RunConfig, machine: Hardware, environment: Mapping[str, str], *, params: int) -> Finding:
+    """What a run on this machine is refused for before anything loads: an accelerator that it would not use, a model
+    too large for a CPU, no compiler for its kernels."""
+    try:
+        require_machine(config, machine, environment, params=lambda: params)
+    except SftPlayError as error:
+        found, _, remedy = str(error).partition("; ")
+        return failed("machine", found, remedy or "see docs/setup.md")
+    return passed("machine", "a run would start: its device, compiler and kernels are here")
 
 
 def check_build(around: Surroundings) -> list[Finding]:
@@ -209,34 +146,3 @@ def check_build(around: Surroundings) -> list[Finding]:
 
 def _built_for(around: Surroundings) -> str:
     return f"built for CUDA {around.torch_cuda}" if around.torch_cuda else "a build without CUDA"
-
-
-def check_compiler(around: Surroundings) -> list[Finding]:
-    """Whether Triton can build the kernel that the loss needs on a GPU."""
-    toolchain = around.toolchain
-    if toolchain is None:
-        return []
-    missing = obstacle(toolchain)
-    if missing is not None:
-        return [failed("compiler", f"{missing[0]}; the loss is a Triton kernel, compiled at the first step", missing[1],
-                       *_COMPILER_SOURCES)]  # fmt: skip
-    if not toolchain.triton:
-        return [warned("compiler", "Triton is not installed, although torch's GPU builds bring it", WITHOUT_TRITON)]
-    found = "Triton's module was built here earlier" if toolchain.built else f"{toolchain.compiler}"
-    return [passed("compiler", found)]
-
-
-def check_blocks(config: RunConfig, machine: Hardware, environment: Mapping[str, str]) -> list[Finding]:
-    """Whether inductor can compile the blocks of a run that asks for it."""
-    if not config.train.compile:
-        return []
-    missing = block_obstacle(machine, environment)
-    if missing is not None:
-        return [failed("train.compile", f"{missing[0]}; inductor compiles blocks with it", missing[1])]
-    return [passed("train.compile", "what inductor needs is here")]
-
-
-def check_flash(config: RunConfig, machine: Hardware) -> list[Finding]:
-    """Whether flash-attn 2 has kernels here, where the run asks for it."""
-    missing = flash_obstacle(config, machine)
-    return [failed("model.attn_implementation", *missing)] if missing is not None else []

@@ -45,7 +45,7 @@ def _meets(fact: Any, wanted: Any) -> bool:
 
 
 NAME = "known bad pairs"
-_PACKAGES = ("torch", "triton", "deepspeed", "bitsandbytes")
+_PACKAGES = ("torch", "triton", "deepspeed")
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 _OTHER_ERROR = ("NCCL_DEBUG=INFO make doctor shows more; docs/diagnose.md says what each check needs",)
 
@@ -56,17 +56,15 @@ def find_known_bad(
     ranks: int = 1,
     nodes: int = 1,
     layout: str = "single",
-    quantised: bool = False,
     packages: Collection[str] = (),
 ) -> list[Finding]:
     """A finding for each entry that applies; a single PASS if none does.
 
     Args:
         ranks: of all nodes.
-        quantised: whether bitsandbytes is used: QLoRA or an 8-bit optimizer.
         packages: whose kernels the model's class runs where they are installed.
     """
-    facts = _facts(around, packages, ranks=ranks, nodes=nodes, layout=layout, quantised=quantised)
+    facts = _facts(around, packages, ranks=ranks, nodes=nodes, layout=layout)
     words = {name: "?" if value is None else value for name, value in facts.items()}
     findings = [
         Finding(NAME, entry["verdict"], entry["what"].format(**words), entry["remedy"], tuple(entry["sources"]))
@@ -84,9 +82,7 @@ def explained(error: str) -> tuple[str, ...]:
     return _OTHER_ERROR
 
 
-def _facts(
-    around: Surroundings, packages: Collection[str], *, ranks: int, nodes: int, layout: str, quantised: bool
-) -> Facts:
+def _facts(around: Surroundings, packages: Collection[str], *, ranks: int, nodes: int, layout: str) -> Facts:
     gpus = around.hardware.gpus
     capabilities = [gpu.capability for gpu in gpus if gpu.capability]
     built, newest = _numbers(around.torch_cuda), around.driver_cuda
@@ -113,17 +109,7 @@ def _facts(
         "over_nccl": over_nccl,
         "layout": layout,
         "accelerate_refuses_p2p": over_nccl and not is_off and refuses_p2p([gpu.name for gpu in gpus], around.driver),
-        "bitsandbytes_has_library": _has_library(around) if gpus and quantised else None,
     }
-
-
-def _has_library(around: Surroundings) -> bool | None:
-    """bitsandbytes uses a library of the same major CUDA version (from 0.50 on), never of another."""
-    build, version = _numbers(around.torch_cuda), _numbers(around.versions.get("bitsandbytes"))
-    if not build or not version:
-        return None
-    same_major = any(major == build[0] for major, _ in around.bitsandbytes_cuda)
-    return build[:2] in around.bitsandbytes_cuda or (same_major and version >= (0, 50))
 
 
 def _numbers(version: str | None) -> tuple[int, ...]:

@@ -17,7 +17,6 @@ from sft_play.diagnose.pages import gib, value_text
 from sft_play.diagnose.processes import Group, RankProcess, find_run, manifest_of
 from sft_play.facts.gpus.gpu import GpuProcess, SeenGpu
 from sft_play.facts.hardware import Hardware, detect
-from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
 
 BIG_OTHERS = 3
@@ -142,10 +141,8 @@ def see_memory(
 ) -> MemorySeen:
     """Memory of this machine and of the run on it, now: the run that is named, or the newest that is running.
 
-    `peaks` is what was seen before, and is updated.
-
-    Raises:
-        RunFolderError: a name was given, and it is not a run of this toolkit.
+    `peaks` is what was seen before, and is updated. Raises RunFolderError where a name was given, and it is not a run
+    of this toolkit.
     """
     peaks = HighestSeen() if peaks is None else peaks
     run = find_run(output, named=named)
@@ -243,12 +240,12 @@ def warnings(gpus: tuple[GpuUse, ...], ram: Ram, prediction: Prediction | None, 
         if wanted > ram.free_bytes + ram.run_bytes:
             free = f"{gib(ram.free_bytes)} are free beside the {gib(ram.run_bytes)} that they hold"
             counted = f"the plan counts on {gib(wanted)} GiB for the ranks of this machine"
-            yield f"RAM: {counted}, and {free}{_biggest(group)}"
+            yield f"RAM: {counted}, and {free}"
         return
     margin = prediction.margin * len(group.ranks)
     if ram.free_bytes < margin:
         least = f"less than the plan's margin of {gib(margin, digits=2)}"
-        yield f"RAM: {gib(ram.free_bytes, digits=2)} GiB are free, {least}{_biggest(group)}"
+        yield f"RAM: {gib(ram.free_bytes, digits=2)} GiB are free, {least}"
 
 
 def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
@@ -269,13 +266,3 @@ def _gpu_warnings(use: GpuUse, prediction: Prediction) -> Iterator[str]:
     if left <= 0:
         rest = f"{margin} is gone, and {gib(-left, digits=2)} more"
     yield f"GPU {use.index}: {who}: beside the predicted peak {rest}"
-
-
-def _biggest(group: Group) -> str:
-    every = [process.info for process in psutil.process_iter(["pid", "name", "memory_info"])]
-    others = [one for one in every if one["pid"] not in group.pids and one["memory_info"] is not None]
-    biggest = sorted(others, key=lambda one: -one["memory_info"].rss)[:BIG_OTHERS]
-    listed = ", ".join(
-        f"pid {one['pid']} ({one_line(str(one['name']))}) {gib(one['memory_info'].rss)} GiB" for one in biggest
-    )
-    return f"; the biggest others: {listed}" if listed else ""

@@ -33,7 +33,10 @@ NVLINK_SHARE = 0.30
 """Fraction of an NVLink's rate below which something is wrong; nccl-tests reach 0.75 to 0.95 of it."""
 PCIE_SHARE = 0.15
 """The same for PCIe, where data may pass through the host's memory or between sockets."""
-NETWORK_SHARE = 0.30
+_SLOW = (
+    "NCCL_DEBUG=INFO shows which path NCCL took (NET/Socket: it found no InfiniBand); nvidia-smi topo -m and nvlink -s "
+    "show links and which are down; PCIe: switch ACS off and boot with iommu=pt; unset NCCL_P2P_DISABLE"
+)
 BUS_SOURCE = "https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md"
 _TAIL_LINES = 3
 
@@ -118,8 +121,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]:
-    """The findings of the all-reduce: the sum, the ranks that did not arrive, whether ranks are identical, the
-    bandwidth."""
+    """The findings of the all-reduce: the sum, the ranks that did not arrive, the bandwidth."""
     errors = {rank: str(note["error"]) for rank, note in outcome.notes.items() if "error" in note}
     wrong = {rank: int(note["wrong"]) for rank, note in outcome.notes.items() if note.get("wrong")}
     done = [rank for rank in outcome.expected if outcome.notes.get(rank, {}).get("stage") == "done"]
@@ -130,11 +132,9 @@ def judge(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Finding]
             remedy = "export NCCL_P2P_DISABLE=1 and run make doctor again; if that fixes it, P2P is broken here"
         return [failed(NAME, f"the sum is wrong: {counts}", remedy)]
     if len(done) < len(outcome.expected) or (outcome.result is None and nodes.rank == 0):
-        # a rank that says "timed out" was healthy and waited for another: that is a hang, and no failure of its own
-        only_waited = bool(errors) and all(re.search(r"[Tt]imed? ?out", text) for text in errors.values())
-        return [_hung(outcome, around, errors) if outcome.timed_out or only_waited else _died(outcome, errors)]
+        return [_failed(outcome, around, errors)]
     ranks = list(outcome.result["ranks"]) if outcome.result else list(outcome.notes.values())
-    return [_sum(outcome, ranks, around), *_ranks_alike(ranks), *_bandwidth(outcome, around, nodes)]
+    return [_sum(outcome, ranks, around), *_bandwidth(outcome, around, nodes)]
 
 
 def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundings) -> Finding:
@@ -151,19 +151,6 @@ def _sum(outcome: Outcome, ranks: Sequence[Mapping[str, Any]], around: Surroundi
     return passed(NAME, f"right over {how} on {len(ranks)} ranks{part}: {where}; {devices}; {versions}")
 
 
-def _ranks_alike(ranks: Sequence[Mapping[str, Any]]) -> list[Finding]:
-    first = ranks[0]
-    differing = [
-        f"{name} is {one_line(str(first.get(name)))} on rank {first['rank']} ({one_line(str(first.get('host')))}) and "
-        f"{one_line(str(note.get(name)))} on rank {note['rank']} ({one_line(str(note.get('host')))})"
-        for note in ranks[1:]
-        for name in ("torch", "cuda", "nccl", "device")
-        if note.get(name) != first.get(name)
-    ]
-    remedy = "give all nodes the same packages and GPUs (make setup on each)"
-    return [failed("ranks alike", "; ".join(differing[:4]), remedy)] if differing else []
-
-
 # by the last note that a rank of `training.ranks.collective_check` wrote
 _STAGES = {
     "absent": "never started",
@@ -176,14 +163,28 @@ _STAGES = {
 }
 
 
-def _hung(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
+# errors of ranks that only lost another one, or waited for it: it failed first
+_SECONDARY = re.compile(
+    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
+)
+
+
+def _failed(outcome: Outcome, around: Surroundings, errors: Mapping[int, str]) -> Finding:
+    """The first rank that failed by itself; where there is none, which ranks wait for which."""
+    own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)}
+    if own:
+        text = next(iter(own.values()))
+        same = [rank for rank, message in own.items() if message == text]
+        return failed(NAME, f"{numbered(same)}: {redact(one_line(text, limit=300))}", *explained(text))
     by_stage: dict[str, list[int]] = {}
     for rank in outcome.expected:
         by_stage.setdefault(str(outcome.notes.get(rank, {}).get("stage", "absent")), []).append(rank)
     words = "; ".join(f"{numbered(ranks)} {_STAGES.get(stage, stage)}" for stage, ranks in by_stage.items())
+    if not outcome.timed_out and not errors:
+        found = f"{words}, exit code {outcome.code}: {outcome.tail or 'no output'}"
+        return failed(NAME, found, *explained(outcome.tail))
     reason = f" ({one_line(next(iter(errors.values())), limit=200)})" if errors else ""
-    found = f"not done after {outcome.limit_s:.0f} s: {words}{reason}"
-    return failed(NAME, found, *_hang_remedy(around, outcome))
+    return failed(NAME, f"not done after {outcome.limit_s:.0f} s: {words}{reason}", *_hang_remedy(around, outcome))
 
 
 def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
@@ -198,27 +199,8 @@ def _hang_remedy(around: Surroundings, outcome: Outcome) -> tuple[str, ...]:
             "export NCCL_P2P_DISABLE=1 and run make doctor again: where that passes, boot with iommu=pt and switch ACS "
             "off in the BIOS; NCCL_DEBUG=INFO shows where it hangs",
             "https://github.com/NVIDIA/nccl/issues/2079",
-            "https://github.com/NVIDIA/nccl/issues/631",
         )
     return ("stop other work on this machine and run it again; each rank needs a core, and all need 1 GiB",)
-
-
-# errors of ranks that only lost another one, which failed first
-_SECONDARY = re.compile(
-    r"closed by peer|reset by peer|[Tt]imed? ?out|remote process exited|Broken pipe|store", re.IGNORECASE
-)
-
-
-def _died(outcome: Outcome, errors: Mapping[int, str]) -> Finding:
-    """The first rank that failed by itself, not because another was gone."""
-    own = {rank: text for rank, text in errors.items() if not _SECONDARY.search(text)} or dict(errors)
-    if not own:
-        absent = [rank for rank in outcome.expected if rank not in outcome.notes]
-        who = f"{numbered(absent)} never started" if absent else "a rank was killed"
-        return failed(NAME, f"{who}, exit code {outcome.code}: {outcome.tail or 'no output'}", *explained(outcome.tail))
-    text = next(iter(own.values()))
-    same = [other for other, message in own.items() if message == text]
-    return failed(NAME, f"{numbered(same)}: {redact(one_line(text, limit=300))}", *explained(text))
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
@@ -237,47 +219,18 @@ def _bandwidth(outcome: Outcome, around: Surroundings, nodes: Nodes) -> list[Fin
     words = f"{best / 1e9:.2f} GB/s a rank (" + ", ".join(f"{s // 2**20} MiB: {v / 1e9:.2f}" for s, v in measured) + ")"
     if not around.hardware.gpus:
         return [skipped(SPEED, f"{words}; CPU ranks have no expected rate")]
-    wanted, share, link = expected(around, nodes)
+    wanted, share, link = expected(around) if nodes.count == 1 else (None, 0.0, "the network")
     if wanted is None:
         return [skipped(SPEED, f"{words}; the expected rate of {link} is not known")]
     words += f", {best / wanted:.0%} of the {wanted / 1e9:.0f} GB/s of {link}"
     if best >= share * wanted:
         return [passed(SPEED, words)]
-    return [warned(SPEED, f"{words}; at least {share:.0%} is expected", _slow_remedy(link), BUS_SOURCE)]
+    return [warned(SPEED, f"{words}; at least {share:.0%} is expected", _SLOW, BUS_SOURCE)]
 
 
-def expected(around: Surroundings, nodes: Nodes) -> tuple[float | None, float, str]:
-    """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name.
-
-    Between nodes all GPUs of a node share its network, and 1/N of what they send stays on the node
-    (https://github.com/NVIDIA/nccl-tests/issues/130).
-    """
-    machine = around.hardware
-    link = machine.link_bytes_per_s
-    entries = find(machine.gpus[0].name)
+def expected(around: Surroundings) -> tuple[float | None, float, str]:
+    """The rate of a GPU's link, one way, in bytes per second; the fraction of it that is enough; and its name."""
+    link = around.hardware.link_bytes_per_s
+    entries = find(around.hardware.gpus[0].name)
     over_pcie = link is not None and bool(entries) and link <= entries[0].pcie
-    inner = (link, PCIE_SHARE, "PCIe") if over_pcie else (link, NVLINK_SHARE, "the link between the GPUs")
-    if nodes.count == 1:
-        return inner
-    network = around.infiniband_bytes_per_s or around.network_bytes_per_s
-    if network is None:
-        return None, NETWORK_SHARE, "the network"
-    share = network / len(machine.gpus) * nodes.count / (nodes.count - 1)
-    # on a node with a slow bus the GPUs' own link is what limits, whatever the network could do
-    if link is not None and link * inner[1] < share * NETWORK_SHARE:
-        return inner
-    return share, NETWORK_SHARE, "InfiniBand" if around.infiniband_bytes_per_s else "the network"
-
-
-def _slow_remedy(link: str) -> str:
-    if link == "PCIe":
-        return (
-            "nvidia-smi topo -m shows how the GPUs are connected, nvidia-smi -q the lanes in use; switch ACS off and "
-            "boot with iommu=pt so that P2P works; NCCL_DEBUG=INFO shows which path NCCL took"
-        )
-    if link == "the link between the GPUs":
-        return "nvidia-smi nvlink -s shows links that are down; unset NCCL_P2P_DISABLE and NCCL_P2P_LEVEL"
-    return (
-        "NCCL_DEBUG=INFO shows which network NCCL took: NET/Socket instead of NET/IB means that it found no InfiniBand "
-        "(give the container --device=/dev/infiniband, name the cards with NCCL_IB_HCA)"
-    )
+    return (link, PCIE_SHARE, "PCIe") if over_pcie else (link, NVLINK_SHARE, "the link between the GPUs")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -13,18 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from sft_play.config.load import LoadedConfig, load_config
-from sft_play.config.schema import DataConfig, RunConfig
+from sft_play.config.schema import RunConfig
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker, survey_rows
 from sft_play.data.preview import Shown, example_line
-from sft_play.data.sources.files import AnySource, data_paths, find_source, split_of
+from sft_play.data.sources.files import AnySource, data_paths, split_of
 from sft_play.data.token_pieces import TokenBytes, token_pieces
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
 from sft_play.diagnose.pages import CheckReport
-from sft_play.diagnose.row_tools import SPLITS, maker_of, prepare_hub
-from sft_play.errors import DataError, SftPlayError
+from sft_play.diagnose.row_tools import maker_of, prepare_hub
+from sft_play.errors import SftPlayError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.models.architecture import check_available, config_json, hub_answers, local_folder, positions_of
 from sft_play.findings import Finding, failed, passed, skipped, warned
@@ -154,13 +153,13 @@ class _Checks:
 
     def _data(self) -> Iterator[Finding]:
         config = self._config
+        files: list[tuple[str, AnySource]] = []
         try:
             paths = data_paths(config.data)
-            files: list[tuple[str, AnySource]] = list(paths.files())
+            files = list(paths.files())
             yield passed("data files", "\n".join([", ".join(str(path) for _, path in files), *paths.notes]))
         except SftPlayError as error:
             yield failed("data files", str(error), "name files that exist")
-            files = _existing_files(config.data)
         surveys: dict[str, RowStats] = {}
         named = {part for part, _ in files}
         for part, path in files:
@@ -339,7 +338,7 @@ class _Checks:
             yield skipped("disk", "not without a memory plan; see there")
             return
         planned = self._planned
-        yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions(), os.environ)
+        yield from disk.disk_findings(planned.config, planned.shape, planned.plan, LaunchOptions())
 
 
 def _guarded(name: str, checks: Iterator[Finding]) -> Iterator[Finding]:
@@ -356,7 +355,7 @@ def _weights_problem(config: RunConfig) -> str:
     folder = local_folder(name)
     if folder is None:
         check_available(name, revision=config.model.revision)
-        if disk.has_weights(config, os.environ) or hub_answers():
+        if disk.has_weights(config) or hub_answers():
             return ""
         return f"the weights of {name} are not in the local cache, and the hub cannot be reached"
     config_json(name)
@@ -372,15 +371,3 @@ def _weights_problem(config: RunConfig) -> str:
         return f"{index} cannot be read"
     missing = sorted(str(part) for part in parts if part not in names)
     return f"{folder} lacks {len(missing)} of {len(parts)} parts, such as {one_line(missing[0])}" if missing else ""
-
-
-def _existing_files(data: DataConfig) -> list[tuple[str, AnySource]]:
-    existing: list[tuple[str, AnySource]] = []
-    named = [(split, getattr(data, f"{split}_path")) for split in (*SPLITS, "text")]
-    for source, name in zip(data.sources, data.source_names, strict=True):
-        named += [(f"source {name}", source.path), (f"source {name} (val)", source.val_path)]
-    for part, value in named:
-        with contextlib.suppress(DataError):
-            if value is not None:
-                existing.append((part, find_source(value, encoding=data.encoding)))
-    return existing

@@ -1,4 +1,4 @@
-"""This machine as a run would find it: packages, driver, state of the GPUs, limits, networks.
+"""This machine as a run would find it: packages, driver, state of the GPUs, shared memory.
 
 The only module of the doctor that reads them; the checks get what was read as arguments.
 """
@@ -6,12 +6,8 @@ The only module of the doctor that reads them; the checks get what was read as a
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib.util
 import os
 import platform
-import re
-import resource
 import socket
 import tomllib
 from collections.abc import Mapping
@@ -20,11 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from sft_play.facts import compiler
-from sft_play.facts.gpus import nvml, unseen
+from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.host import Space, space_of
@@ -32,17 +26,14 @@ from sft_play.facts.installed import nccl_package, torch_cuda
 
 DISTRIBUTION = "sft-play"
 SHM = Path("/dev/shm")
-_SYS = Path("/sys")
 _PYPROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
-_BITS = 8
 
 
 @dataclass(frozen=True)
 class GpuState:
     """One GPU's health as the driver reports it; None: not reported.
 
-    `others` are the other processes on it: pid and bytes. `fabric` is NVML's state of the NVSwitch fabric (3: ready).
-    `translated`: whether the IOMMU translates its addresses (a kernel without `iommu=pt`).
+    `others` are the other processes on it: pid and bytes.
     """
 
     index: int
@@ -51,23 +42,17 @@ class GpuState:
     uncorrected_errors: int | None = None
     remap_failed: bool | None = None
     remap_pending: bool | None = None
-    fabric: int | None = None
-    pcie_lanes: tuple[int, int] | None = None
-    """Lanes in use, and lanes that the GPU has."""
-    nvlinks: int = 0
-    translated: bool | None = None
 
     @property
     def is_told(self) -> bool:
         """Whether the driver reports anything of its health to this user."""
-        told = (self.compute_mode, self.uncorrected_errors, self.remap_failed, self.fabric, self.pcie_lanes)
+        told = (self.compute_mode, self.uncorrected_errors, self.remap_failed)
         return bool(self.others) or any(value is not None for value in told)
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What was read. Sizes and limits are in bytes; a limit of None is unlimited; packages that are not installed are
-    absent."""
+    """What was read. Sizes are in bytes; packages that are not installed are absent."""
 
     hardware: Hardware
     python: str = ""
@@ -76,28 +61,16 @@ class Surroundings:
     kernel: str = ""
     host: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    requirements: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What each installed package, this one included, requires of others."""
+    requirements: tuple[str, ...] = ()
+    """What the project requires of other packages."""
     python_wanted: str = ""
     torch_cuda: str | None = None
     nccl: str | None = None
     driver: str | None = None
     driver_cuda: tuple[int, int] | None = None
-    bitsandbytes_cuda: tuple[tuple[int, int], ...] = ()
-    """CUDA versions for which the installed bitsandbytes has a library."""
-    toolchain: compiler.Toolchain | None = None
-    """The compiler that Triton would use; None without a GPU."""
-    devices: unseen.Devices | None = None
-    """What the machine shows of accelerators; None where GPUs were detected."""
     gpus: tuple[GpuState, ...] = ()
     shm: Space | None = None
     """None where /dev/shm is not a separate file system."""
-    locked_memory: int | None = None
-    open_files: int | None = None
-    infiniband_bytes_per_s: float = 0.0
-    """All active InfiniBand and RoCE ports together."""
-    network_bytes_per_s: float | None = None
-    """The fastest other network interface that is up."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -108,7 +81,7 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         with contextlib.suppress(Exception):  # a damaged distribution has no name
             installed.setdefault(canonicalize_name(item.name), item.version)  # the first on the path is imported
     driver, driver_cuda, states = _driver(hardware.gpus)
-    infiniband, network = _networks()
+    project = _project()
     return Surroundings(
         hardware=hardware,
         python=platform.python_version(),
@@ -117,21 +90,14 @@ def read_surroundings(hardware: Hardware, environment: Mapping[str, str]) -> Sur
         kernel=platform.release(),
         host=socket.gethostname(),
         versions=installed,
-        requirements=_requirements(installed),
-        python_wanted=_project().get("requires-python", ""),
+        requirements=tuple(project.get("dependencies", ())),
+        python_wanted=project.get("requires-python", ""),
         torch_cuda=torch_cuda(),
         nccl=(nccl_package() or (None, None))[1],
         driver=driver,
         driver_cuda=driver_cuda,
-        bitsandbytes_cuda=_bitsandbytes_cuda(),
-        toolchain=compiler.find_toolchain(environment) if hardware.gpus else None,
-        devices=None if hardware.gpus else unseen.read_devices(environment),
         gpus=states,
         shm=space_of(SHM) if SHM.is_mount() else None,
-        locked_memory=_limit(resource.RLIMIT_MEMLOCK),
-        open_files=_limit(resource.RLIMIT_NOFILE),
-        infiniband_bytes_per_s=infiniband,
-        network_bytes_per_s=network,
         environment={name: value for name, value in environment.items() if name.startswith("NCCL_")},
     )
 
@@ -150,28 +116,6 @@ def _project() -> dict[str, Any]:
         "dependencies": metadata.requires(DISTRIBUTION) or [],
         "requires-python": (installed.get_all("Requires-Python") or [""])[0],
     }
-
-
-def _requirements(installed: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
-    own = tuple(_project().get("dependencies", []))
-    required = {DISTRIBUTION: own}
-    for text in own:
-        with contextlib.suppress(Exception):  # a requirement or a distribution that cannot be read is checked by none
-            name = canonicalize_name(Requirement(text).name)
-            if name in installed:
-                required[name] = tuple(metadata.requires(name) or ())
-    return required
-
-
-def _bitsandbytes_cuda() -> tuple[tuple[int, int], ...]:
-    """CUDA versions by the names of bitsandbytes' libraries: libbitsandbytes_cuda128.so is for CUDA 12.8."""
-    with contextlib.suppress(Exception):
-        spec = importlib.util.find_spec("bitsandbytes")
-        if spec is not None and spec.origin is not None:
-            names = [path.name for path in Path(spec.origin).parent.glob("libbitsandbytes_cuda*")]
-            matches = [re.match(r"libbitsandbytes_cuda(\d\d)(\d)\.", name) for name in names]
-            return tuple(sorted({(int(match[1]), int(match[2])) for match in matches if match}))
-    return ()
 
 
 def _driver(gpus: tuple[Gpu, ...]) -> tuple[str | None, tuple[int, int] | None, tuple[GpuState, ...]]:
@@ -194,9 +138,7 @@ def _state(library: Any, gpu: Gpu) -> GpuState:
         return nvml.ask(library, name, handle, *arguments)
 
     remapped = ask("nvmlDeviceGetRemappedRows")  # corrected, uncorrected, pending, failed
-    lanes = (ask("nvmlDeviceGetCurrPcieLinkWidth"), ask("nvmlDeviceGetMaxPcieLinkWidth"))
     busy = ask("nvmlDeviceGetComputeRunningProcesses") or []
-    links = [ask("nvmlDeviceGetNvLinkState", link) for link in range(getattr(library, "NVML_NVLINK_MAX_LINKS", 0))]
     return GpuState(
         index=gpu.index,
         compute_mode=ask("nvmlDeviceGetComputeMode"),
@@ -207,55 +149,4 @@ def _state(library: Any, gpu: Gpu) -> GpuState:
         ),
         remap_failed=bool(remapped[3]) if remapped else None,
         remap_pending=bool(remapped[2]) if remapped else None,
-        fabric=_fabric(library, handle),
-        pcie_lanes=(int(lanes[0]), int(lanes[1])) if all(lanes) else None,
-        nvlinks=sum(link == 1 for link in links),
-        translated=_translated(nvml.text(getattr(ask("nvmlDeviceGetPciInfo"), "busId", "")) or ""),
     )
-
-
-def _fabric(library: Any, handle: Any) -> int | None:
-    """State of the NVSwitch fabric; None where the GPU has none (0: not supported)."""
-    try:
-        info = library.c_nvmlGpuFabricInfo_t()
-        library.nvmlDeviceGetGpuFabricInfo(handle, ctypes.byref(info))
-    except Exception:
-        return None
-    return int(info.state) or None
-
-
-def _translated(bus: str) -> bool | None:
-    """Whether the IOMMU translates a device's addresses: its group is not of type `identity`."""
-    # NVML writes the PCI domain with eight digits (00000000:17:00.0), sysfs with four
-    match = re.fullmatch(r"[0-9a-fA-F]*([0-9a-fA-F]{4}):(.+)", bus)
-    if match is None:
-        return None
-    kind = _read(_SYS / "bus/pci/devices" / f"{match[1]}:{match[2]}".lower() / "iommu_group/type")
-    return kind != "identity" if kind else None
-
-
-def _limit(which: int) -> int | None:
-    soft, _ = resource.getrlimit(which)
-    return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _networks() -> tuple[float, float | None]:
-    """Bytes per second one way: of all active InfiniBand ports together, and of the fastest other interface."""
-    infiniband = sum(
-        float(match[1]) * 1e9 / _BITS
-        for port in (_SYS / "class/infiniband").glob("*/ports/*")
-        if "ACTIVE" in _read(port / "state") and (match := re.match(r"([0-9.]+) Gb/sec", _read(port / "rate")))
-    )
-    speeds = [
-        int(text) * 1e6 / _BITS
-        for link in (_SYS / "class/net").glob("*")
-        if link.name != "lo" and (text := _read(link / "speed")).isdigit()
-    ]
-    return infiniband, max(speeds, default=None)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:  # also EINVAL: an interface that is down has no speed
-        return ""

@@ -224,11 +224,8 @@ def to_prune(output: Path, names: Sequence[str], what: What) -> dict[Path, int]:
 
 def parts_of(folder: RunFolder, what: What) -> dict[Path, int]:
     """Files and folders of a run that would be removed, with their bytes. Event files behind a link are left out: they
-    may be another user's.
-
-    Raises:
-        RunFolderError: the run is a link, is being written, or could still be resumed from what is to go.
-    """
+    may be another user's. Raises RunFolderError where the run is a link, is being written, or could still be resumed
+    from what is to go."""
     chosen = _parts(folder, what)
     if chosen and lock_holder(folder) is not None:
         raise RunFolderError(f"{folder.path} is being written by a process and is not removed; stop it first")

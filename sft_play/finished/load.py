@@ -39,22 +39,16 @@ def this_device() -> str:
 
 def load_as_trained(run: FinishedRun) -> Any:
     """The run's model as training left it, in eval mode on the first GPU or the CPU: the base in the precision that it
-    was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model.
-
-    Raises:
-        ModelError: the base is missing or another one, or weights are missing.
-    """
+    was trained in (NF4 for QLoRA) with the adapter on it, or the whole trained model; raises ModelError where the base
+    is missing or another one, or weights are missing."""
     if not run.is_adapter:
         return load_folder(run.weights, dtype=DTYPES[run.plan().precision.load])
     return load_adapter(load_base(run), run.weights)
 
 
 def load_base(run: FinishedRun) -> Any:
-    """The model as it was before the run, in eval mode on the first GPU or the CPU, in the precision of the run.
-
-    Raises:
-        ModelError: the base is missing or another one.
-    """
+    """The model as it was before the run, in eval mode on the first GPU or the CPU, in the precision of the run; raises
+    ModelError where the base is missing or another one."""
     config, precision = run.config, run.plan().precision
     base_folder(run)  # refuses a base that has changed since
     loaded = load_tokenizer(config)
@@ -84,11 +78,8 @@ def continued_by(run: FinishedRun) -> Continued | None:
 
 
 def load_before(run: FinishedRun) -> Any:
-    """The model that training began with: the base, with the adapter that was continued on it, where one was.
-
-    Raises:
-        ModelError: base or adapter is missing or another one.
-    """
+    """The model that training began with: the base, with the adapter that was continued on it, where one was; raises
+    ModelError where base or adapter is missing or another one."""
     before = continued_by(run)
     if before is None:
         return load_base(run)
@@ -104,10 +95,7 @@ def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T
     """What `measure(whose, model)` gives of the model before training and of the trained one, one after the other.
 
     Before: the base, for which a new adapter is switched off; of a run that continued an adapter, the base with that
-    one. `whose` names the model in lines on how far it is.
-
-    Raises:
-        ModelError: a model cannot be loaded.
+    one. `whose` names the model in lines on how far it is. Raises ModelError where a model cannot be loaded.
     """
     continued = continued_by(run)
     if run.is_adapter and continued is None:
@@ -127,11 +115,8 @@ def of_each_model(run: FinishedRun, measure: Callable[[str, Any], T]) -> tuple[T
 
 
 def load_folder(folder: Path, *, dtype: torch.dtype | None = None) -> Any:
-    """A whole model from a folder, in eval mode on the first GPU or the CPU; `dtype` None: as its files are.
-
-    Raises:
-        ModelError: it cannot be loaded.
-    """
+    """A whole model from a folder, in eval mode on the first GPU or the CPU; `dtype` None: as its files are. Raises
+    ModelError where it cannot be loaded."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sdpa.switch(cudnn=False)
@@ -164,11 +149,8 @@ def renderer_of(run: FinishedRun, tokenizer: Any) -> Renderer:
 
 
 def splits_of(run: FinishedRun, config: RunConfig, tokenizer: Any) -> Splits:
-    """The rows of `config`, the run's or one with other data, tokenised and divided as training did.
-
-    Raises:
-        DataError: the data is gone, or no longer has trained tokens.
-    """
+    """The rows of `config`, the run's or one with other data, tokenised and divided as training did; raises DataError
+    where the data is gone, or no longer has trained tokens."""
     return build_splits(
         config, data_paths(config.data), tokenizer, max_seq_len=run.plan().max_seq_len, today=first_day(run.folder)
     )
@@ -192,10 +174,7 @@ class HeldOut:
 
 def held_out(run: FinishedRun) -> HeldOut:
     """The run's test rows, else its validation rows, else the rows it was trained on; read as training read them.
-
-    Raises:
-        DataError: the data is gone, or no longer has trained tokens.
-    """
+    Raises DataError where the data is gone, or no longer has trained tokens."""
     splits = splits_of(run, run.config, load_tokenizer(run.config).tokenizer)
     # test before val: validation rows may have chosen the checkpoint (train.load_best_model_at_end)
     for name, split in (("test", splits.test), ("val", splits.val)):

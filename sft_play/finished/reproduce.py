@@ -2,8 +2,8 @@
 
 The manifest names the code (a digest of its files, and the commit), the versions, the machine, and a digest of every
 file that training read. If one of these has changed it would be another run, and is refused. Other versions or another
-machine are reported: they may be why the result differs. Where the code has changed since, the recorded commit is
-cloned into a temporary folder, and trains from there.
+machine are reported: they may be why the result differs. Where the code has changed since, a checkout of the recorded
+commit trains the run again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import logging
 import math
 import os
 import shlex
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from sft_play.data.sources.files import content_digest_of
 from sft_play.errors import DataError, Interrupted, ModelError, RunFolderError, TrainingError
 from sft_play.facts.hardware import detect
 from sft_play.facts.models.architecture import local_folder
+from sft_play.finished.report.compare import differences
+from sft_play.finished.report.record import read_record
 from sft_play.finished.run import FinishedRun, base_folder, changed_data, next_line
 from sft_play.log import one_line
 from sft_play.process import endings
@@ -35,17 +36,13 @@ from sft_play.process.environment import THREADS_VARIABLE, for_another_run
 from sft_play.runs.files import metric_lines, read_json
 from sft_play.runs.folder import DEEPSPEED_FILE, RunFolder
 from sft_play.runs.lookup import checked_name
-from sft_play.runs.manifest import PACKAGE, code_facts, git_answer, given_deepspeed, versions
+from sft_play.runs.manifest import PACKAGE, code_facts, given_deepspeed
 from sft_play.training.checkpoints.tensor_files import weight_files
 from sft_play.training.prepare.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
 
 SUFFIX = "-reproduced"
-_OF_PLAN = (
-    "layout", "micro_batch", "grad_accum", "micro_batches", "checkpointed_layers", "loss", "precision", "repeats_kv",
-)  # fmt: skip
-"""What of a plan changes the numbers of a run."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +52,6 @@ class Reproduced:
     run: Path
     path: Path
     code: str
-    """Where the code came from: in words."""
     told: tuple[str, ...]
     """What is not as the manifest says."""
     tensors: int
@@ -107,11 +103,11 @@ class Reproduced:
 def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     """Train a run again as its folder records it, into a new run folder beside it, and compare the weights.
 
-    `by_this_code`: where the run's own code is not available, the present code trains.
+    `by_this_code`: where the code has changed since, the present one trains all the same.
 
     Raises:
         DataError, ModelError: a file that training read is gone, or has changed.
-        RunFolderError: its code is not available, or its settings cannot be read.
+        RunFolderError: it was trained by other code, or its settings cannot be read.
         TrainingError: the training of the repetition failed.
         Interrupted: the user stopped it.
     """
@@ -121,25 +117,22 @@ def reproduce(run: FinishedRun, *, by_this_code: bool = False) -> Reproduced:
     with contextlib.chdir(place):
         loaded = load_config(old.absolute() / "resolved.json")
         _require_inputs(run, loaded)
-    told = [*_other_machine(run.manifest), *_other_settings(run, loaded)]
-    with code_of(run.manifest, by_this_code=by_this_code) as (package, code), _deepspeed_file(run.folder) as file:
-        logger.info("Code: %s", code)
-        for line in told:
-            logger.warning("Not as recorded: %s", line)
-        words = _words(run, loaded, deepspeed=file)
+    code = code_words(run.manifest, by_this_code=by_this_code)
+    logger.info("Code: %s", code)
+    with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as folder:
+        words = _words(run, loaded, deepspeed=_deepspeed_file(run.folder, Path(folder)))
         words += [f"output.dir={json.dumps(str(old.absolute().parent))}", f"output.name={name}"]
         logger.info("Training again: sft-play %s", shlex.join(words))
-        exit_code = _train(words, package, place, run.manifest)
+        exit_code = _train(words, place, run.manifest)
     if exit_code == Interrupted.exit_code:
         raise Interrupted(f"stopped by the user; what was trained is in {old.with_name(name)}")
     if exit_code:
         raise TrainingError(f"{old} could not be trained again: it ended with exit code {exit_code}; see above")
     new = RunFolder(old.with_name(name))
-    told += _other_plan(run.folder, new)
     tensors, differing = compare_weights(run.weights, new.model_path(adapter=run.is_adapter))
     first_loss = first_other_loss(run.folder.metrics_path, new.metrics_path)
     steps = int(read_json(new.path / "summary.json")["steps"])
-    return Reproduced(old, new.path, code, tuple(told), tensors, differing, first_loss, steps)
+    return Reproduced(old, new.path, code, tuple(_not_as_recorded(run, new)), tensors, differing, first_loss, steps)
 
 
 def _free_name(folder: RunFolder) -> str:
@@ -168,52 +161,24 @@ def _require_inputs(run: FinishedRun, loaded: LoadedConfig) -> None:
             raise ModelError(f"{run.folder.path} cannot be trained again: {why}")
 
 
-def _other_machine(manifest: Mapping[str, Any]) -> list[str]:
-    """How versions and machine differ from the recorded ones in what changes numbers."""
-    from sft_play.training.prepare.run_folder import cpu_facts
-
-    was, now = manifest.get("versions") or {}, versions()
-    told = [f"{name} {was[name]} then, {now.get(name)} now" for name in was if was[name] != now.get(name)]
-    recorded, here = manifest.get("hardware") or {}, detect().as_json()
-    gpus = [[gpu.get("name") for gpu in one.get("gpus") or ()] for one in (recorded, here)]
-    if gpus[0] and gpus[0] != gpus[1][: len(gpus[0])]:
-        told.append(f"GPUs {', '.join(map(str, gpus[0]))} then, {', '.join(map(str, gpus[1])) or 'none'} now")
-    if recorded.get("cpu_name") != here["cpu_name"]:
-        told.append(f"CPU {recorded.get('cpu_name')} then, {here['cpu_name']} now")
-    instructions, present = (manifest.get("cpu") or {}).get("capability"), cpu_facts()["capability"]
-    if instructions != present:
-        told.append(f"CPU instructions {instructions} then, {present} now")
-    return told
-
-
-def _other_settings(run: FinishedRun, loaded: LoadedConfig) -> list[str]:
+def _not_as_recorded(run: FinishedRun, new: RunFolder) -> Iterator[str]:
+    """How versions, machine and plan of the repetition differ from the run's."""
     if run.manifest.get("resumed"):
-        return [f"the run was resumed {len(run.manifest['resumed'])} times; it is repeated without a break"]
-    seed, train = loaded.config.train.seed, loaded.config.train
-    stops = {name: getattr(train, name) for name in ("stop_after_steps", "max_hours")}
-    told = [f"train.{name}={value} is left out" for name, value in stops.items() if value is not None]
-    if run.manifest.get("seed") not in (None, seed):
-        told.append(f"train.seed {run.manifest['seed']} in the manifest, {seed} in resolved.json")
-    return told
+        yield f"the run was resumed {len(run.manifest['resumed'])} times, and repeated without a break"
+    differing = differences([read_record(run.folder), read_record(new)])
+    for name, (was, now) in differing.items():
+        if name.startswith(("plan: ", "version of ", "machine", "CPU instructions")):
+            yield f"{name}: {was} then, {now} now"
 
 
-def _other_plan(old: RunFolder, new: RunFolder) -> list[str]:
-    one, other = (read_json(folder.path / "plan.json") for folder in (old, new))
-    return [f"the plan's {name}: {json.dumps(one.get(name))} then, {json.dumps(other.get(name))} now"
-            for name in _OF_PLAN if one.get(name) != other.get(name)]  # fmt: skip
-
-
-@contextlib.contextmanager
-def _deepspeed_file(folder: RunFolder) -> Iterator[Path | None]:
+def _deepspeed_file(folder: RunFolder, place: Path) -> Path | None:
     """A file with DeepSpeed's config as the run was given it; None where another engine ran it."""
     given = given_deepspeed(folder)
     if given is None:
-        yield None
-        return
-    with tempfile.TemporaryDirectory(prefix="sft_play_deepspeed_") as place:
-        file = Path(place) / DEEPSPEED_FILE
-        file.write_text(json.dumps(given), encoding="utf-8")
-        yield file
+        return None
+    file = place / DEEPSPEED_FILE
+    file.write_text(json.dumps(given), encoding="utf-8")
+    return file
 
 
 def _words(run: FinishedRun, loaded: LoadedConfig, *, deepspeed: Path | None) -> list[str]:
@@ -267,9 +232,9 @@ def _as_planned(prefix: str, folder: RunFolder, config: RunConfig) -> list[str]:
     return words
 
 
-def _train(words: Sequence[str], package: Path, place: Path, manifest: Mapping[str, Any]) -> int:
+def _train(words: Sequence[str], place: Path, manifest: Mapping[str, Any]) -> int:
     """Run `sft-play` with these words as a process of its own; returns its exit code."""
-    environment = for_another_run(os.environ) | {"PYTHONPATH": str(package)}
+    environment = for_another_run(os.environ) | {"PYTHONPATH": str(PACKAGE.parent)}
     threads = (manifest.get("cpu") or {}).get("threads")
     if isinstance(threads, int) and threads > 0:  # sums of another number of threads round differently
         environment |= {"OMP_NUM_THREADS": str(threads), THREADS_VARIABLE: str(threads)}
@@ -293,62 +258,29 @@ def _losses(path: Path) -> dict[tuple[str | None, int], float]:
             if "loss" in entry}  # fmt: skip
 
 
-@contextlib.contextmanager
-def code_of(
-    manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False
-) -> Iterator[tuple[Path, str]]:
-    """The folder that holds the package as the run used it, and where it comes from: this one, or a clone of the
-    recorded commit, which is removed afterwards.
+def code_words(manifest: Mapping[str, Any], *, package: Path = PACKAGE, by_this_code: bool = False) -> str:
+    """The code that trains, in words: this one, by the digest that the manifest records.
 
-    `by_this_code`: where neither is the recorded code, this one all the same.
-
-    Raises:
-        RunFolderError: neither is the recorded code.
+    `by_this_code`: where it is not the recorded one, this one all the same. Raises RunFolderError where it is not the
+    recorded code.
     """
-    recorded, now = manifest.get("code") or {}, code_facts(package)
+    recorded = manifest.get("code") or {}
     git = recorded.get("git") or {}
-    commit, digest = git.get("commit"), recorded.get("sha256")
-    at = f"commit {str(commit)[:12]}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
-    if digest == now["sha256"]:
-        yield package.parent, f"{package.parent}, unchanged since the run ({at})"
-        return
-    with contextlib.ExitStack() as held:
-        try:
-            place, words = held.enter_context(_cloned(package, commit, digest, at))
-        except RunFolderError as error:
-            if not by_this_code:
-                raise RunFolderError(f"{error}; FORCE=1 trains by the present code all the same") from None
-            place, words = package.parent, f"{package.parent}, which is not the run's ({at})"
-        yield place, words
-
-
-@contextlib.contextmanager
-def _cloned(package: Path, commit: str | None, digest: str | None, at: str) -> Iterator[tuple[Path, str]]:
-    """A clone of this checkout at a commit, while it is used; raises RunFolderError where that is not the code."""
-    root = git_answer(package, "rev-parse", "--show-toplevel")
-    if commit is None or root is None or git_answer(package, "cat-file", "-e", f"{commit}^{{commit}}") is None:
-        where = f"{root} does not have" if root else f"{package.parent}, which is no checkout, does not have"
-        raise RunFolderError(f"the run was trained by other code than this, which {where}: {at}")
-    with tempfile.TemporaryDirectory(prefix="sft-play-") as folder:
-        clone = Path(folder) / "clone"
-        for words in (["clone", "--quiet", "--shared", "--no-checkout", root, str(clone)],
-                      ["-C", str(clone), "checkout", "--quiet", "--detach", commit]):  # fmt: skip
-            done = subprocess.run(["git", *words], capture_output=True, text=True)
-            if done.returncode:
-                raise RunFolderError(f"commit {commit} of {root} cannot be cloned: {one_line(done.stderr, limit=300)}")
-        theirs = clone / package.relative_to(root)
-        if digest != code_facts(theirs)["sha256"]:
-            raise RunFolderError(f"the run was trained by other code than this, {at}, and the changes are not recorded")
-        yield theirs.parent, f"a clone of {root} at commit {commit[:12]}"
+    commit = str(git.get("commit") or "")[:12]
+    at = f"commit {commit}{', with changes' if git.get('dirty') else ''}" if commit else "no commit"
+    if recorded.get("sha256") == code_facts(package)["sha256"]:
+        return f"{package.parent}, unchanged since the run ({at})"
+    if by_this_code:
+        return f"{package.parent}, which is not the run's ({at})"
+    checkout = f"git worktree add ../then {commit} has it, and make reproduce there; " if commit else ""
+    present = "FORCE=1 trains by the present code all the same"
+    raise RunFolderError(f"the run was trained by other code than {package.parent} ({at}): {checkout}{present}")
 
 
 def compare_weights(one: Path, other: Path) -> tuple[int, dict[str, float]]:
     """How many tensors two folders of weights have, and those that differ bit by bit, in the order of the first one's
-    files: by how much at most, infinite where shapes or dtypes do, or one is not a number.
-
-    Raises:
-        ModelError: a file cannot be read.
-    """
+    files: by how much at most, infinite where shapes or dtypes do, or one is not a number; raises ModelError where a
+    file cannot be read."""
     from safetensors import SafetensorError, safe_open
 
     differing: dict[str, float] = {}

@@ -121,10 +121,8 @@ def find_finished(base: Path, name: str | None, *, trusts: Trust = trust_none) -
 def find_any(base: Path, name: str | None) -> RunFolder:
     """The run that `name` means, finished or not: a name in the output folder `base`, or a path.
 
-    `last` (or None) is the run that finished last, and where none has finished the one that started last.
-
-    Raises:
-        RunFolderError: there is none.
+    `last` (or None) is the run that finished last, and where none has finished the one that started last. Raises
+    RunFolderError where there is none.
     """
     if name not in (None, LAST):
         return run_named(base, str(name))
@@ -143,11 +141,9 @@ def _newest(base: Path, status: str | None = None) -> RunFolder | None:
 
 
 def base_folder(run: FinishedRun) -> Path:
-    """The folder with the base's files: the local one, or the hub's, downloaded at the revision that was trained on.
-
-    Raises:
-        ModelError: it is gone, cannot be fetched, or holds other weights than those that the adapter was trained on.
-    """
+    """The folder with the base's files: the local one, or the hub's, downloaded at the revision that was trained on;
+    raises ModelError where it is gone, cannot be fetched, or holds other weights than those that the adapter was
+    trained on."""
     name = run.config.model.name
     recorded = (run.manifest.get("data") or {}).get("weights") or {}
     folder = local_folder(name)
@@ -185,6 +181,15 @@ def changed_data(manifest: Mapping[str, Any], loaded: LoadedConfig) -> list[str]
             elif content_digest_of(path) != was:
                 wrong.append(f"data {prefix}{name}: the content of {path} has changed since the run")
     return wrong
+
+
+def require_split(split: str | None, data: str | None) -> None:
+    """Raises ConfigError where SPLIT names no held-out rows, or is given together with DATA."""
+    if split is not None and data is not None:
+        raise ConfigError(f"SPLIT={one_line(split)} is a split of the run's own data; leave it out with DATA=")
+    if split not in (None, "val", "test"):
+        hint = "; training rows are not evaluated (DATA=FILE evaluates any file)" if split == "train" else ""
+        raise ConfigError(f"SPLIT={one_line(str(split))} is neither val nor test{hint}")
 
 
 def text_only_of(run: FinishedRun) -> tuple[str, ...]:
@@ -233,11 +238,8 @@ def _is_of(path: Path, named: str | bytes | None) -> bool:
 
 @contextlib.contextmanager
 def built_folder(target: Path) -> Iterator[Path]:
-    """A new folder beside `target`, which takes its place once it is whole; else what was there stays.
-
-    Raises:
-        ConfigError: the disk is full, or nothing can be written there.
-    """
+    """A new folder beside `target`, which takes its place once it is whole; else what was there stays. Raises
+    ConfigError where the disk is full, or nothing can be written there."""
     with writing(target), atomic.replacing(target) as building:
         building.mkdir()
         yield building

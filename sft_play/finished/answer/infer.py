@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,10 +56,8 @@ class Inferred(Outcome):
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a file: one a line of a .txt, or rows in any format that training reads.
 
-    A chat's last answer, where it ends with one, is the reference and no part of the prompt.
-
-    Raises:
-        DataError: a row is not a prompt.
+    A chat's last answer, where it ends with one, is the reference and no part of the prompt. Raises DataError where a
+    row is not a prompt.
     """
     if path.suffix == ".txt":
         require_file(path)
@@ -90,20 +88,18 @@ def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
     """A row's prompt, or why it is none."""
     if isinstance(raw, BadRow):
         return raw.reason
-    prompt, messages = raw.data.get("prompt"), raw.data.get("messages")
-    if set(raw.data) == {"prompt"} and isinstance(prompt, str):
-        return Prompt(({"role": "user", "content": prompt},))
-    if set(raw.data) == {"prompt"} and not isinstance(prompt, list):
-        given = one_line(json.dumps(prompt, default=str), limit=60)
+    key = "messages" if "messages" in raw.data else "prompt"
+    turns: Any = raw.data.get(key)
+    others = {name: value for name, value in raw.data.items() if name != key}
+    if isinstance(turns, str) and not others:
+        return Prompt(({"role": "user", "content": turns},))
+    if key == "prompt" and not others and not isinstance(turns, list):
+        given = one_line(json.dumps(turns, default=str), limit=60)
         return f"prompt is {given}, and has to be text or a list of messages"
-    turns = messages if isinstance(messages, list) else prompt if isinstance(prompt, list) else []
-    is_plain = turns and all(
-        isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-        for turn in turns
-    )
-    # they end before the answer
-    if is_plain and turns[-1]["role"] != "assistant" and not raw.data.get("tools"):
-        return Prompt(tuple({"role": turn["role"], "content": turn["content"]} for turn in turns))
+    is_open = set(others) <= {"tools"} and isinstance(turns, list) and bool(turns)
+    is_open = is_open and not (isinstance(turns[-1], dict) and turns[-1].get("role") == "assistant")
+    if is_open:  # it ends before the answer, and a row of training has one
+        raw = replace(raw, data={**others, "messages": [*turns, {"role": "assistant", "content": "."}]})
     data = DataConfig()
     try:
         _, shape = first_format(iter([raw]), data)
@@ -114,19 +110,17 @@ def _prompt_of(raw: RawRow | BadRow) -> Prompt | str:
     if not isinstance(example, Chat):
         return example.reason if isinstance(example, BadRow) else "it is plain text, not a chat"
     *before, last = example.messages
-    if last["role"] == "assistant":
-        return Prompt(tuple(before), example.tools, str(last.get("content") or ""))
-    return Prompt(example.messages, example.tools)
+    if last["role"] != "assistant":
+        return Prompt(example.messages, example.tools)
+    return Prompt(tuple(before), example.tools, None if is_open else str(last.get("content") or ""))
 
 
 def infer(run: FinishedRun, source: Path, target: Path, *, max_new_tokens: int) -> Inferred:
     """Answer every prompt of `source`, greedily, into the JSONL `target`.
 
-    A line has `messages`, `answer`, `reference` where the source has one, and `by`, which names run, weights and
-    limit. A target that was begun by the same weights on the same prompts is continued after its last whole line.
-
-    Raises:
-        DataError: a row is not a prompt, or the target holds answers to other prompts or of other weights.
+    A line has `messages`, `answer`, `reference` where the source has one, and `by`, which names run, weights and limit.
+    A target that was begun by the same weights on the same prompts is continued after its last whole line. Raises
+    DataError where a row is not a prompt, or the target holds answers to other prompts or of other weights.
     """
     prompts = read_prompts(source)
     # weights and not only the name: a run of the same name may have been trained again

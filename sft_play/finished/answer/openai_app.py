@@ -72,11 +72,8 @@ def openai_app(responder: Responder, name: str, *, hosts: frozenset[str] | None 
     app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in SERVED]
     for kind in (HTTPException, RequestValidationError, Exception):
         app.add_exception_handler(kind, _as_openai_error)
-    app.add_middleware(
-        requests.BodyLimit, most=max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0))
-    )
-    if hosts is not None:
-        app.add_middleware(requests.FromHere, names=hosts)
+    most = max(_LEAST_BODY_BYTES, _BYTES_A_POSITION * (_positions(responder.model) or 0))
+    app.add_middleware(requests.Guard, most=most, names=hosts)
     for part in ("chat_completion", "completion", "response"):
         log = logging.getLogger(f"transformers.cli.serving.{part}")
         log.addFilter(lambda record: not record.getMessage().startswith("[Request received]"))
@@ -128,11 +125,8 @@ def _prepare(responder: Responder) -> None:
 
 
 def request_ids(responder: Responder, messages: Sequence[Message], tools: Any = None) -> list[int]:
-    """Token ids of a request's messages, read and rendered as training reads and renders a row.
-
-    Raises:
-        DataError: they are no conversation that an answer can follow.
-    """
+    """Token ids of a request's messages, read and rendered as training reads and renders a row; raises DataError where
+    they are no conversation that an answer can follow."""
     turns = [*messages, {"role": "assistant", "content": "."}]
     row = RawRow("the request", {"messages": turns, **({"tools": tools} if tools else {})})
     data = DataConfig(merge_consecutive=responder.run.config.data.merge_consecutive)

@@ -131,11 +131,8 @@ class ResponseRequest(_Asked):
 
 
 def accepted(body: Mapping[str, Any], kind: type[_Asked]) -> dict[str, Any]:
-    """The options of a request that ask for something, as they were sent; `stop` as a list.
-
-    Raises:
-        HTTPException: 400, with the option in OpenAI's `param`, where one is unknown, not supported or a wrong value.
-    """
+    """The options of a request that ask for something, as they were sent; `stop` as a list. Raises HTTPException,
+    a 400 with the option in OpenAI's `param`, where one is unknown, not supported or a wrong value."""
     _refuse_surrogates(body)
     try:
         asked = kind.model_validate(body)
@@ -174,54 +171,38 @@ def _refuse_surrogates(value: Any) -> None:
 # --- its body ---------------------------------------------------------------------------------------------------------
 
 
-class FromHere:
-    """ASGI middleware: answers 403 to requests under a name, or from a page, that is not this machine's."""
+class Guard:
+    """ASGI middleware: answers 403 to requests under a name, or from a page, that is none of `names` (None: any), and
+    413 to bodies of more than `most` bytes, which are never held in memory (411 where their length is not said)."""
 
-    def __init__(self, app: Any, *, names: frozenset[str]) -> None:
-        self._app, self._names = app, names
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] == "http":
-            headers = Headers(scope=scope)
-            if not is_asked_from_here(self._names, headers.get("host", ""), headers.get("origin")):
-                said = "this server answers this machine alone, and the request names another in Host or Origin"
-                error = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
-                await JSONResponse({"error": error}, status_code=403)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class BodyLimit:
-    """ASGI middleware: answers 413 to bodies of more than `most` bytes, which are never held in memory."""
-
-    def __init__(self, app: Any, *, most: int) -> None:
-        self._app, self._most = app, most
+    def __init__(self, app: Any, *, most: int, names: frozenset[str] | None) -> None:
+        self._app, self._most, self._names = app, most, names
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        if scope["type"] != "http":
+        status, said = self._refusal(Headers(scope=scope)) if scope["type"] == "http" else (0, "")
+        if not status:
             await self._app(scope, receive, send)
             return
-        messages, size = [], 0
-        while True:
+        drained = 0
+        while drained < _DRAINED * self._most:
             message = await receive()
-            size += len(message.get("body", b""))
-            if size <= self._most:
-                messages.append(message)
-            else:
-                messages.clear()
-            if not message.get("more_body") or size > _DRAINED * self._most:
+            drained += len(message.get("body", b""))
+            if not message.get("more_body"):
                 break
-        if size > self._most:
-            said = f"the body has more than {self._most} bytes, the most that this server takes"
-            error = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
-            await JSONResponse({"error": error}, status_code=413)(scope, receive, send)
-            return
-        replay = iter(messages)
+        error = {"message": said, "type": "invalid_request_error", "param": None, "code": None}
+        await JSONResponse({"error": error}, status_code=status)(scope, receive, send)
 
-        async def received() -> Any:
-            return next(replay, None) or await receive()
-
-        await self._app(scope, received, send)
+    def _refusal(self, headers: Headers) -> tuple[int, str]:
+        """The status and what is wrong; (0, "") where nothing is."""
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if self._names is not None and not is_asked_from_here(self._names, host, origin):
+            return 403, "this server answers this machine alone, and the request names another in Host or Origin"
+        if "transfer-encoding" in headers:
+            return 411, "the body has no length (Content-Length)"
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > self._most:
+            return 413, f"the body has more than {self._most} bytes, the most that this server takes"
+        return 0, ""
 
 
 # --- its stop texts ---------------------------------------------------------------------------------------------------

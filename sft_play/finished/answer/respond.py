@@ -52,11 +52,8 @@ class Responder:
         self.stop = stop_ids(run.config.task_mode, self.tokenizer, self._renderer, configured_stops(self.model))
 
     def prompt_ids(self, messages: Sequence[Message], tools: tuple[Any, ...] = ()) -> list[int]:
-        """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer.
-
-        Raises:
-            DataError: the chat template refuses these messages.
-        """
+        """Tokens of a conversation that ends before the assistant's turn: those that training put before an answer;
+        raises DataError where the chat template refuses these messages."""
         if self._is_text:
             text = "\n".join(str(message["content"]) for message in messages)
             return list(self.tokenizer(text)["input_ids"])

@@ -26,8 +26,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from sft_play.errors import BackendError, ConfigError
 from sft_play.facts.network import is_local, names_of
 from sft_play.finished.run import FinishedRun, Outcome, next_line
@@ -96,11 +94,8 @@ def read_port(text: str | None) -> int:
 
 
 def claimed(host: str, port: int) -> socket.socket:
-    """A socket that listens there, so that nobody takes the port while the model is loaded.
-
-    Raises:
-        ConfigError: the port is taken, or this machine has no such address.
-    """
+    """A socket that listens there, so that nobody takes the port while the model is loaded; raises ConfigError where
+    the port is taken, or this machine has no such address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:
@@ -223,12 +218,13 @@ class VllmService:
         """Merge where that has not been done, start vLLM, and wait until it answers."""
         from sft_play.finished.export.merge import whole_model
 
-        weights = whole_model(self._run, is_locked=False)
-        name = self._run.folder.path.name
-        words = vllm_command(
-            self._program, weights, name=name, host=self._host, port=self._port,
-            trust_remote_code=self._run.config.model.trust_remote_code,
-        )  # fmt: skip
+        weights, name = whole_model(self._run, is_locked=False), self._run.folder.path.name
+        config = read_json(weights / "config.json")
+        # vLLM's own choice for fp32 weights is a 16-bit dtype
+        dtype = str(config.get("dtype") or config.get("torch_dtype") or "auto")
+        words = [self._program, "serve", str(weights), "--served-model-name", name, "--host", self._host]
+        words += ["--port", str(self._port), "--dtype", dtype]
+        words += ["--trust-remote-code"] if self._run.config.model.trust_remote_code else []
         logger.info("Starting: %s", shlex.join(words))
         self._child = subprocess.Popen(
             [sys.executable, "-m", "sft_play.process.endings", *words],
@@ -236,15 +232,11 @@ class VllmService:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is passed on by `wait`
         )
-        try:
-            while not _is_healthy(self._host, self._port):
-                if self._child.poll() is not None:
-                    code = self._child.returncode
-                    raise BackendError(f"vllm ended with exit code {code} before it answered; see its lines above")
-                time.sleep(_POLL_S)
-        except BaseException:
-            self._end()
-            raise
+        while not _is_healthy(self._host, self._port):
+            if self._child.poll() is not None:
+                code = self._child.returncode
+                raise BackendError(f"vllm ended with exit code {code} before it answered; see its lines above")
+            time.sleep(_POLL_S)
         return Serving(self._run.folder.path, ENGINES[1], name, weights, self._host, self._port, os.getpid())
 
     def wait(self) -> int:
@@ -257,16 +249,8 @@ class VllmService:
         return 0
 
     def _end(self) -> None:
-        """Kill it with the processes that it started, those of its session among them that have lost their parent."""
-        # vLLM's workers may have sessions of their own, which the signal to its group does not reach
-        family = []
-        with contextlib.suppress(psutil.Error):
-            family = psutil.Process(self._child.pid).children(recursive=True)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
-        for member in family:
-            with contextlib.suppress(psutil.Error):
-                member.kill()
         self._child.wait()
 
 
@@ -286,19 +270,6 @@ def require_extra() -> None:
 
     if not is_serve_available():
         raise BackendError("fastapi, uvicorn or openai is missing here: pip install 'sft-play[serve]'")
-
-
-def vllm_command(
-    program: str, weights: Path, *, name: str, host: str, port: int, trust_remote_code: bool = False
-) -> list[str]:
-    """The words that serve a folder by vLLM, in the dtype that its config names.
-
-    The dtype is given since vLLM's own choice for fp32 weights is a 16-bit one.
-    """
-    config = read_json(weights / "config.json")
-    dtype = config.get("dtype") or config.get("torch_dtype") or "auto"
-    words = [program, "serve", str(weights), "--served-model-name", name, "--host", host, "--port", str(port)]
-    return [*words, "--dtype", str(dtype), *(["--trust-remote-code"] if trust_remote_code else [])]
 
 
 def _is_healthy(host: str, port: int) -> bool:

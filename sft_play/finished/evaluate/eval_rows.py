@@ -12,9 +12,8 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.sources.files import data_paths, find_source
 from sft_play.data.sources.messages import Message
 from sft_play.errors import DataError
-from sft_play.finished.evaluate.split_asked import require_split
 from sft_play.finished.load import evenly_spaced, renderer_of, splits_of
-from sft_play.finished.run import FinishedRun
+from sft_play.finished.run import FinishedRun, require_split
 from sft_play.log import one_line
 from sft_play.training.measure.exact_match import Question
 from sft_play.training.prepare.tokenizer import load_tokenizer

@@ -18,7 +18,6 @@ from sft_play.finished.evaluate.figures import (
     EvalFigure,
     Metric,
     ModelFigures,
-    balance_loss,
     eval_figures,
     exp_or_inf,
     figure_table,
@@ -30,7 +29,7 @@ from sft_play.finished.evaluate.score import batch_tokens, compute_dtype, score_
 from sft_play.finished.load import continued_by, of_each_model
 from sft_play.finished.run import FinishedRun, Outcome, next_line, writing
 from sft_play.log import one_line
-from sft_play.runs.files import read_json, write_json, write_text
+from sft_play.runs.files import write_json, write_text
 from sft_play.training.model.model_loading import weights_facts
 from sft_play.training.prepare.quiet import quiet_libraries
 from sft_play.training.prepare.tokenizer import load_tokenizer
@@ -38,11 +37,6 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 ROWS_FILE, SUMMARY_FILE = "eval.jsonl", "eval.json"
-_WORST = 3
-_SHOWN_CHARS = 100
-_SAME_LOSS = 0.005
-"""How far the loss may be from the one that the run recorded, beside 0.5% of it: batches of other sizes and other
-kernels round differently, in bf16 by up to 1e-3 of the loss."""
 
 
 @dataclass(frozen=True)
@@ -55,9 +49,8 @@ class Evaluation(Outcome):
     figures: tuple[EvalFigure, ...]
     tasks: tuple[TaskFigures, ...]
     facts: dict[str, Any]
-    """Further fields of the summary: what was used, the balance loss, what the run recorded, and `before`: the adapter
-    that it continued, which `base` then means, or None."""
-    worst: tuple[str, ...]
+    """Further fields of the summary: what was used, and `before`: the adapter that the run continued, which `base` then
+    means, or None."""
     rows_path: Path | None
     path: Path
 
@@ -105,7 +98,6 @@ class Evaluation(Outcome):
         lines += figure_table(self.figures, self.perplexity, before=self.before)
         for task in self.tasks:
             lines += task.lines(before=self.before)
-        lines += self.worst
         paths = ", ".join(str(path) for path in (self.rows_path, self.path) if path)
         return [*lines, f"Written to: {paths}", next_line("ship", RUN=self.run)]
 
@@ -119,9 +111,6 @@ class Evaluation(Outcome):
         if rows.seen:
             seen = f"{rows.seen:,} of {rows.whole:,} rows were trained on, token for token"
             lines.append(f"Warning: {seen}, and say nothing about new data")
-        recorded = self.facts.get("recorded")
-        if recorded:
-            lines.append(recorded["line"])
         return lines
 
 
@@ -161,14 +150,11 @@ def evaluate_run(
         "by": {"weights": weights_facts(str(run.weights), None)["sha256"], "max_new_tokens": length,
                "resamples": RESAMPLES, "seed": SEED},
         "before": continued.name if continued else None,
-        "balance_loss": balance_loss(tuned.scores),
-        "recorded": _recorded(run, rows, tuned, wanted),
     }  # fmt: skip
-    worst = _worst(rows, wanted, tuned) if rows else ()
     task_results = task_figures(base.tasks, tuned.tasks) if base.tasks and tuned.tasks else ()
     tokens = sum(one.tokens for one in tuned.scores)
     evaluation = Evaluation(
-        run.folder.path, rows, tokens, figures, task_results, facts, worst, rows_path if rows else None, path
+        run.folder.path, rows, tokens, figures, task_results, facts, rows_path if rows else None, path
     )
     if rows:
         text = _jsonl(run, rows, base, tuned)
@@ -247,56 +233,6 @@ def _values(rows: EvalRows | None, metrics: Sequence[Metric], given: Sequence[st
     return values
 
 
-def _recorded(
-    run: FinishedRun, rows: EvalRows | None, tuned: ModelFigures, metrics: Sequence[Metric]
-) -> dict[str, Any] | None:
-    """The figures of the run's own evaluation after training, where it read the same rows."""
-    summary = read_json(run.folder.path / "summary.json")
-    after = summary.get("after") or {}
-    recorded, loss = (summary.get("split"), after.get("rows")), after.get("loss")
-    # the same rows or none: LIMIT= and DATA= read others, whose loss says nothing about the recorded one
-    if rows is None or not rows.is_own or (rows.name, len(rows.numbers)) != recorded or loss is None:
-        return None
-    tokens = sum(one.tokens for one in tuned.scores)
-    now = sum(one.nll + one.balance for one in tuned.scores) / tokens
-    is_same = abs(now - loss) <= _SAME_LOSS * (1 + abs(loss))
-    line = f"The run's own evaluation after training: loss {loss:.4f}"
-    balance = balance_loss(tuned.scores)
-    line += f" (the experts' balance loss of {balance:.4f} is in it)" if balance else ""
-    match = after.get("exact_match")
-    if match is not None and run.config.eval.generate_rows >= len(rows.asked) and "exact_match" in tuned.values:
-        line += f", exact match {match:.1%}"
-    if not is_same:
-        logger.warning(
-            "The loss is now %.4f, and was %.4f when the run ended: have its data, its base or the libraries changed?",
-            now, loss,
-        )  # fmt: skip
-    return {"loss": loss, "exact_match": match, "loss_now": now, "same": is_same, "line": line}
-
-
-def _worst(rows: EvalRows, metrics: Sequence[Metric], tuned: ModelFigures) -> tuple[str, ...]:
-    """The rows that the trained model does worst on: by the first metric, then by loss."""
-    mean_nll = {number: one.nll / max(1, one.tokens) for number, one in zip(rows.numbers, tuned.scores, strict=True)}
-    if not tuned.values:
-        order = sorted(mean_nll, key=lambda number: -mean_nll[number])[:_WORST]
-        shown = [f"  row {number + 1}: loss {mean_nll[number]:.3f}" for number in order]
-        return (f"Worst of {len(mean_nll):,} rows, by loss:", *shown)
-    first = metrics[0]
-    values = tuned.values[first.name]
-    # a share of 1 is as good as an answer can be; of other metrics every value may be the worst
-    wrong = [at for at, value in enumerate(values) if not first.is_share or value < 1]
-    if not wrong:
-        return (f"No answer is worse than its reference ({first.title})",)
-    places = sorted(wrong, key=lambda at: (values[at], -mean_nll[rows.asked[at].row]))[:_WORST]
-    lines = [f"Worst of {len(values):,} answers, by {first.title} and loss:"]
-    for at in places:
-        asked = rows.asked[at]
-        lines.append(f"  row {asked.row + 1}: {_short(asked.question.shown)}")
-        lines.append(f"    answer    {_short(tuned.answers[at])}")
-        lines.append(f"    reference {_short(asked.question.answer)}")
-    return tuple(lines)
-
-
 def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFigures) -> str:
     """A line for each row: its prompt and reference (or its text), and both models' answers and figures."""
     tokenizer = load_tokenizer(run.config).tokenizer
@@ -318,7 +254,3 @@ def _jsonl(run: FinishedRun, rows: EvalRows, base: ModelFigures, tuned: ModelFig
             }  # fmt: skip
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     return "".join(lines)
-
-
-def _short(text: str) -> str:
-    return one_line(text, limit=_SHOWN_CHARS)

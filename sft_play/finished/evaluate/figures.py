@@ -58,11 +58,8 @@ class Metric:
 
 
 def metrics_named(names: Sequence[str]) -> list[Metric]:
-    """The metrics of METRICS=; without names all built-in ones that are installed.
-
-    Raises:
-        ConfigError: a name is unknown, its package is not installed, or a `module:function` cannot be imported.
-    """
+    """The metrics of METRICS=; without names all built-in ones that are installed. Raises ConfigError where a name is
+    unknown, its package is not installed, or a `module:function` cannot be imported."""
     if not names:
         lacking = [name for name in PACKAGES if not _is_installed(name)]
         if lacking:
@@ -242,13 +239,6 @@ def _figure(name: str, base: Any, tuned: Any, *, weights: Any, **kind: bool) -> 
     interval = paired_bootstrap(base, tuned, weights=weights, level=LEVEL, resamples=RESAMPLES, seed=SEED)
     before, after = (float(np.average(values, weights=weights)) for values in (base, tuned))
     return EvalFigure(name, before, after, interval, **kind)
-
-
-def balance_loss(scores: Sequence[RowScore]) -> float | None:
-    """The experts' balance loss over trained tokens, which the run's own eval_loss contains; None without one."""
-    tokens = sum(one.tokens for one in scores)
-    balance = sum(one.balance for one in scores)
-    return balance / tokens if balance else None
 
 
 def figure_table(

@@ -60,11 +60,8 @@ class Tasks:
 
 
 def find_tasks(tasks: Sequence[str]) -> Tasks | None:
-    """The tasks of TASKS=: the harness's names, patterns of them (`mmlu_*`), and YAML files; None without any.
-
-    Raises:
-        ConfigError: the harness is not installed, or does not know one.
-    """
+    """The tasks of TASKS=: the harness's names, patterns of them (`mmlu_*`), and YAML files; None without any. Raises
+    ConfigError where the harness is not installed, or does not know one."""
     if not tasks:
         return None
     if importlib.util.find_spec("lm_eval") is None:
@@ -84,9 +81,7 @@ def run_tasks(run: FinishedRun, model: Any, tokenizer: Any, tasks: Tasks, *, lim
     """What `simple_evaluate` of the harness returns for this model.
 
     Prompts go through the run's chat template where it trained chats; the harness is given the model that is loaded.
-
-    Raises:
-        ConfigError: the harness fails, for example because a task's data cannot be fetched.
+    Raises ConfigError where the harness fails, for example because a task's data cannot be fetched.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

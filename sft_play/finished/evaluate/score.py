@@ -21,7 +21,6 @@ from sft_play.training.loop.rows import lengths_of
 from sft_play.training.model.fused_head import fused_head
 from sft_play.training.model.model_loading import DTYPES
 from sft_play.training.prepare.device_checks import free_memory
-from sft_play.training.prepare.experts import balance_coefficient
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +35,6 @@ class RowScore:
     """Trained tokens; the first of a row is never predicted."""
     correct: int
     """Trained tokens that the model thinks likeliest."""
-    balance: float = 0.0
-    """Of models with experts that train with a balance loss: that loss of the row's batch, weighted as in training and
-    multiplied by the row's trained tokens. `nll + balance`, summed over rows and divided by tokens, is the trainer's
-    eval_loss."""
 
 
 @torch.no_grad()
@@ -99,18 +94,14 @@ def batch_tokens(run: FinishedRun) -> int:
 def _score_batch(model: Any, tables: Sequence[dict[str, Any]], compute: torch.dtype | None) -> list[RowScore]:
     batch = Collator(pad_id=0)(tables)  # padding is masked: which token it is does not matter
     dtype = compute or next(model.parameters()).dtype
-    coefficient = balance_coefficient(model.config.get_text_config())
-    # without it the class computes no balance loss, which the trainer's eval_loss has in it
-    options = {"output_router_logits": True} if coefficient else {}
     with torch.autocast(model.device.type, dtype=dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         output = model(
             **{name: table.to(model.device) for name, table in batch.items()},
-            use_cache=False, fused_lm_head=True, **options,
+            use_cache=False, fused_lm_head=True,
         )  # fmt: skip
     nll_B = -output.log_probs.double().sum(1).cpu()
     tokens_B, correct_B = output.label_mask.sum(1).cpu(), output.is_top1.sum(1).cpu()
-    balance = coefficient * float(output.aux_loss) if coefficient else 0.0
     return [
-        RowScore(nll, tokens, round(correct), balance * tokens)
+        RowScore(nll, tokens, round(correct))
         for nll, tokens, correct in zip(nll_B.tolist(), tokens_B.tolist(), correct_B.tolist(), strict=True)
     ]

@@ -85,7 +85,7 @@ class Shipped:
 
     def lines(self) -> list[str]:
         """In words: the evidence, the verdict, what next."""
-        after = ("export", "FORMAT=gguf") if self.ok else ("eval", "shows rows")
+        after = ("export", "FORMAT=gguf") if self.ok else ("eval", "writes every row")
         evidence = rule.evidence_lines(self.verdict, self.thresholds, self.about.get("before"))
         return [*evidence, f"Written to: {self.run / SHIP_FILE}", next_line(*after, RUN=self.run)]
 
@@ -149,23 +149,23 @@ class _ShipRows:
             today=renderer.today,
         )
         sample = general_sample()
-        self.text = text_rows(sample, general)
-        self.chats, self.refused = chat_rows(sample, general)
+        self.text, self.chats = text_rows(sample, general), chat_rows(sample, general)
+        self.refused = len(sample.chats) - len(self.chats)
         self.rows_sha256 = hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()
 
     def evidence(self) -> rule.Evidence:
         """All but the merge; raises ModelError where the model cannot be loaded."""
         (base, right_base), (tuned, right_tuned) = of_each_model(self.run, self._measured)
-        text = _losses(base["text"], tuned["text"], self.text.rows, self.text.kinds)
-        chats = _losses(base["chats"], tuned["chats"], self.chats.rows, self.chats.kinds)
+        text = _losses(base["text"], tuned["text"], self.text)
+        chats = _losses(base["chats"], tuned["chats"], self.chats)
         split = "" if self.held.name == "train" else self.held.name
-        losses = _losses(base["task"], tuned["task"], self.rows)
+        losses = _losses(base["task"], tuned["task"], [("", row) for row in self.rows])
         task = rule.TaskEvidence(split, losses, right_base, right_tuned, self.left_out)
         return rule.Evidence(task, rule.GeneralEvidence(text, chats, self.refused), rule.MergeEvidence("not needed"))
 
     def _measured(self, whose: str, model: Any) -> tuple[dict[str, list[RowScore]], tuple[bool, ...]]:
         logger.info("Measuring the %s", whose)
-        parts = {"task": self.rows, "text": self.text.rows, "chats": self.chats.rows}
+        parts = {"task": self.rows, "text": [row for _, row in self.text], "chats": [row for _, row in self.chats]}
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or _LONGEST
         scores = {}
         for part, chosen in parts.items():
@@ -190,20 +190,18 @@ def distinct_rows(held: HeldOut, count: int) -> tuple[list[Row], int]:
     return [rows[index] for index in evenly_spaced(len(rows), count)], len(read) - len(rows)
 
 
-def _losses(
-    base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[Row], kinds: Sequence[str] = ()
-) -> rule.Losses:
+def _losses(base: Sequence[RowScore], tuned: Sequence[RowScore], rows: Sequence[tuple[str, Row]]) -> rule.Losses:
+    """Of rows with trained tokens; `rows`: each with its kind, empty where it has none."""
     counts = [at for at, score in enumerate(base) if score.tokens]
-    trained = [[label for label in row["labels"][1:] if label != IGNORED] for row in rows]
+    trained = [[label for label in row["labels"][1:] if label != IGNORED] for _, row in rows]
     chance = rule.chance_losses(trained) if counts else []
 
     def numbers(scores: Sequence[RowScore]) -> tuple[float | None, ...]:
         return tuple(scores[at].nll if math.isfinite(scores[at].nll) else None for at in counts)
 
     tokens, guessed = tuple(base[at].tokens for at in counts), tuple(chance[at] for at in counts)
-    return rule.Losses(
-        numbers(base), numbers(tuned), tokens, guessed, tuple(kinds[at] for at in counts) if kinds else ()
-    )
+    kinds = tuple(kind for kind in (rows[at][0] for at in counts) if kind)
+    return rule.Losses(numbers(base), numbers(tuned), tokens, guessed, kinds)
 
 
 def _merge_evidence(run: FinishedRun) -> rule.MergeEvidence:
@@ -231,14 +229,6 @@ class GeneralSample:
     sha256: str
 
 
-@dataclass(frozen=True)
-class GeneralRows:
-    """Token rows (`input_ids` and `labels` of shape [T]), each with its kind."""
-
-    rows: list[dict[str, list[int]]]
-    kinds: list[str]
-
-
 def general_sample() -> GeneralSample:
     """The sample that ships with the project."""
     files = {name: (_GENERAL / f"{name}.jsonl").read_bytes() for name in ("text", "chats")}
@@ -250,26 +240,26 @@ def general_sample() -> GeneralSample:
     )
 
 
-def text_rows(sample: GeneralSample, renderer: Renderer) -> GeneralRows:
-    """The texts as tokens, all of them trained, cut where they are too long; none has the end-of-text token."""
+def text_rows(sample: GeneralSample, renderer: Renderer) -> list[tuple[str, Row]]:
+    """The texts as tokens, each with its kind, all of them trained, cut where they are too long; none has the
+    end-of-text token."""
     rows = []
-    for ids in renderer.documents([text for _, text in sample.texts]):
+    texts = renderer.documents([text for _, text in sample.texts])
+    for (kind, _), ids in zip(sample.texts, texts, strict=True):
         # predicting that a text ends here says nothing about what the model knows
         bare = ids[:-1] if ids[-1] == renderer.parts.end_of_text else ids
-        rows.append({"input_ids": bare[:_LONGEST], "labels": bare[:_LONGEST]})
-    return GeneralRows(rows, [kind for kind, _ in sample.texts])
+        rows.append((kind, {"input_ids": bare[:_LONGEST], "labels": bare[:_LONGEST]}))
+    return rows
 
 
-def chat_rows(sample: GeneralSample, renderer: Renderer) -> tuple[GeneralRows, int]:
-    """The chats as tokens by the chat template, the assistant's turns trained, cut where they are too long; and how
-    many the template cannot render, or have no trained token then."""
+def chat_rows(sample: GeneralSample, renderer: Renderer) -> list[tuple[str, Row]]:
+    """The chats as tokens by the chat template, each with its kind, the assistant's turns trained, cut where they are
+    too long; without those that the template cannot render, or that have no trained token then."""
     chats: Sequence[Any] = [
         Chat(f"chat {at} of {VERSION}", messages) for at, (_, messages) in enumerate(sample.chats, start=1)
     ]
-    rows, kinds = [], []
-    for (kind, _), row in zip(sample.chats, renderer.render_all(chats), strict=True):
-        if isinstance(row, BadRow) or not any(label != IGNORED for label in row.labels[1:_LONGEST]):
-            continue
-        rows.append({"input_ids": row.input_ids[:_LONGEST], "labels": row.labels[:_LONGEST]})
-        kinds.append(kind)
-    return GeneralRows(rows, kinds), len(chats) - len(rows)
+    return [
+        (kind, {"input_ids": row.input_ids[:_LONGEST], "labels": row.labels[:_LONGEST]})
+        for (kind, _), row in zip(sample.chats, renderer.render_all(chats), strict=True)
+        if not isinstance(row, BadRow) and any(label != IGNORED for label in row.labels[1:_LONGEST])
+    ]

@@ -18,16 +18,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import Field
 
 from sft_play.finished.evaluate.statistics import Interval, paired_bootstrap
 
 FORMAT = "sft_play ship 1"
 """Of ship.json, which holds evidence and thresholds as they are here."""
 Floats = npt.NDArray[np.float64]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, lt=1)]
 
 _AT_ONCE = 4_000_000
 """Counts of drawn rows that are held in memory at a time (32 MB)."""
@@ -37,7 +40,7 @@ _AT_ONCE = 4_000_000
 class Thresholds:
     """What the verdict asks for. Losses are in nats a token."""
 
-    level: float = 0.99
+    level: Share = 0.99
     """Of the interval of the gain. At 0.95 up to 9% of runs without a gain passed in simulations of 30 rows with skewed
     differences, at 0.99 at most 4% (1% without skew); real trainings gain tens of standard errors."""
     min_rows: int = 30
@@ -45,7 +48,7 @@ class Thresholds:
     min_gain: float = 0.01
     """The gain that the whole interval has to exceed, relative to the base's loss: with enough rows the tiny change of
     random weights, better or worse, is measurable too. A judgement."""
-    answers_level: float = 0.95
+    answers_level: Share = 0.95
     """Of the interval of exact match, which may not be wholly below zero."""
     max_text_rise: float = 0.1
     """Of the loss on general text: perplexity x 1.1. A judgement, below the x 1.26 (+0.23) on WikiText-2 that was
@@ -54,12 +57,12 @@ class Thresholds:
     """The same on general chats, whose style is what fine-tuning is meant to change. A judgement."""
     max_kind_factor: float = 3.0
     """A kind of text or chat (code, arithmetic, languages, …) may rise by so many times the bound. A judgement."""
-    general_level: float = 0.95
+    general_level: Share = 0.95
     """Of the interval of the rise, whose upper end has to be within the bound."""
     min_known: int = 8
     """Rows of the sample, or of a kind, that the base has to read better than chance for a rise to be measured."""
-    resamples: int = 10_000
-    seed: int = 0
+    resamples: Annotated[int, Field(ge=1, le=1_000_000)] = 10_000
+    seed: Annotated[int, Field(ge=0)] = 0
 
 
 @dataclass(frozen=True)
@@ -69,11 +72,17 @@ class Losses:
     None: not a number. `chance`: of guessing each token by its frequency in these rows.
     """
 
-    base: tuple[float | None, ...] = ()
-    tuned: tuple[float | None, ...] = ()
-    tokens: tuple[int, ...] = ()
-    chance: tuple[float, ...] = ()
+    base: tuple[Finite | None, ...] = ()
+    tuned: tuple[Finite | None, ...] = ()
+    tokens: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    chance: tuple[Finite, ...] = ()
     kinds: tuple[str, ...] = ()
+    """Of a sample; empty of a run's own rows."""
+
+    def __post_init__(self) -> None:
+        columns = (self.base, self.tuned, self.chance, *([self.kinds] if self.kinds else []))
+        if {len(column) for column in columns} != {len(self)}:
+            raise ValueError("the columns of losses have different lengths")
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -106,6 +115,10 @@ class TaskEvidence:
     right_tuned: tuple[bool, ...] = ()
     left_out: int = 0
     """Rows that were not counted: repeated, or training rows too."""
+
+    def __post_init__(self) -> None:
+        if len(self.right_base) != len(self.right_tuned):
+            raise ValueError("the columns of the answers have different lengths")
 
 
 @dataclass(frozen=True)
@@ -330,7 +343,7 @@ def _rise(name: str, losses: Losses, bound: float, thresholds: Thresholds) -> tu
     if known < thresholds.min_known:
         line = f"{name}: nothing to lose (the base reads {known} of {len(losses)} rows better than chance)"
         return line, "", figures
-    kinds = np.array(losses.kinds)[is_known]
+    kinds = np.array(losses.kinds or ("",) * len(losses))[is_known]
     base, tuned, tokens = base[is_known], np.minimum(tuned, chance)[is_known], tokens[is_known]
     rise = paired_bootstrap(
         base / tokens, tuned / tokens, weights=tokens, level=thresholds.general_level, resamples=thresholds.resamples,

@@ -6,8 +6,6 @@ its business), in fp32.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -24,26 +22,6 @@ from sft_play.training.prepare.tokenizer import added_rows
 
 Base = Literal["original", "dequantized"]
 """Of a QLoRA run: which weights the adapter is added to, the base's own or what NF4 makes of them."""
-
-
-@dataclass
-class Sizes:
-    """Squares summed over the layers that have an adapter, in fp32: of the base's weights, of NF4's rounding of them,
-    and of what the adapter adds."""
-
-    weights: float = 0.0
-    rounding: float = 0.0
-    change: float = 0.0
-
-    @property
-    def relative_rounding(self) -> float | None:
-        """Size of NF4's rounding relative to the weights (Frobenius norms); None where nothing was quantised."""
-        return math.sqrt(self.rounding / self.weights) if self.rounding and self.weights else None
-
-    @property
-    def relative_change(self) -> float | None:
-        """Size of what the adapter adds, relative to the weights."""
-        return math.sqrt(self.change / self.weights) if self.weights else None
 
 
 class AdaptedModel:
@@ -74,7 +52,6 @@ class AdaptedModel:
         self.untied = {name: source for name, source in tied.items() if self._are_apart(name, source)}
         """Tensors that the base ties to others and that training made different, with the name of the other."""
         self.tied = frozenset(tied) - set(self.untied)
-        self.sizes = Sizes()
 
     def _empty(self) -> Any:
         with torch.device("meta"):
@@ -165,22 +142,14 @@ class AdaptedModel:
         weight = self._as_trained(name, base)
         if layer is None:
             return weight
-        merged = _merged(layer, weight)
-        # fp64: a sum over 10^8 small squares in fp32 loses the smallest
-        self.sizes.weights += float(base.double().square().sum())
-        self.sizes.change += float((merged - weight).double().square().sum())
-        return merged
+        return _merged(layer, weight)
 
     def _as_trained(self, name: str, base: torch.Tensor) -> torch.Tensor:
         """The base's weight in fp32, rounded to NF4 and back where the adapter is merged into such."""
-        weight = base.float()
-        if self.base is None or (name not in self.quantized and name not in self.layers):
-            return weight
+        if name not in self.quantized:
+            return base.float()
         # from the dtype in which training loaded it before it quantised: from fp32 other values would round otherwise
-        rounded = through_nf4(base.to(DTYPES[self.precision.load]))
-        if name in self.layers:  # measured with base=original too, where it is what the merged model is off by
-            self.sizes.rounding += float((rounded - weight).double().square().sum())
-        return rounded if name in self.quantized else weight
+        return through_nf4(base.to(DTYPES[self.precision.load]))
 
 
 def _merged(layer: Any, weight: torch.Tensor) -> torch.Tensor:

@@ -3,27 +3,21 @@
 A chain of comparisons, each of which names its own fault: prompts (an engine's token ids are training's), the file's
 weights (the merged model's, rounded as the file's types say, bit for bit), its settings and stop tokens, and the
 answers (greedy, token for token, with the divergence of the next-token distributions).
-
-Where two answers part, the trained model itself is asked how far apart it sees the two tokens. A rounding that moves
-logits by a standard deviation of s is a divergence of about s²/2; so within the limit for the divergence, tokens that
-are closer than `_DEVIATIONS` of its s may change places, and no others.
 """
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoConfig
 
 from sft_play.finished.export import gguf_model
-from sft_play.finished.export.check_merge import Scored, compared, limit_of, log_probs, spaced
-from sft_play.finished.export.gguf_tokenizer import GgufTokenizer, UnreadableTokenizer, read_fields
+from sft_play.finished.export.check_merge import Scored, divergence, limit_of, log_probs, spaced
+from sft_play.finished.export.gguf_tokenizer import ExportCheck, file_checks, read_fields
 from sft_play.finished.export.llama_cpp import find_converter
 from sft_play.finished.export.merge import whole_model
 from sft_play.finished.export.places import find_gguf
@@ -38,53 +32,31 @@ from sft_play.training.prepare.quiet import quiet_libraries
 ROWS = 200
 _SCORED_ROWS = 32
 """Rows at whose trained places the distributions are compared."""
-_DEVIATIONS = 8.0
 _TYPE_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 @dataclass(frozen=True)
-class ExportCheck:
-    """One comparison: `ok` None where it could not be made."""
-
-    name: str
-    ok: bool | None
-    words: str
-
-
-@dataclass(frozen=True)
 class Answering:
-    """A model's answers beside the trained model's. Divergences are means over places, in nats."""
+    """The file's answers beside the trained model's. Divergences are means over places, in nats."""
 
-    name: str
     divergence: float
     """KL(trained ‖ this)."""
-    same_token: float
-    """Share of the places at which both think the same token likeliest."""
     equal_answers: float
     equal_tokens: float
     """Share of the trained model's tokens before the first that differs."""
-    largest_gap: float
-    """Where answers part: how far apart the trained model sees the two tokens, at most (log-probabilities)."""
     limit: float
     """Mean divergence up to which this counts as the trained model, by the rule of merge-test."""
 
     @property
-    def gap_limit(self) -> float:
-        """The largest gap of two tokens that may change places within that divergence."""
-        return _DEVIATIONS * math.sqrt(2 * self.limit)
-
-    @property
     def ok(self) -> bool:
         """Whether it answers as the trained model."""
-        return self.divergence <= self.limit and self.largest_gap <= self.gap_limit
+        return self.divergence <= self.limit
 
     def as_json(self) -> dict[str, Any]:
         """In plain data."""
-        gap = self.largest_gap if math.isfinite(self.largest_gap) else None
         return {
-            "name": self.name, "kl": self.divergence, "same_token": self.same_token,
-            "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "max_gap": gap,
-            "kl_limit": self.limit, "gap_limit": self.gap_limit,
+            "kl": self.divergence,
+            "equal_answers": self.equal_answers, "equal_tokens": self.equal_tokens, "kl_limit": self.limit,
         }  # fmt: skip
 
 
@@ -99,7 +71,7 @@ class ExportTest(Outcome):
     """Where the prompts are from: test, val, or test conversations where the run has no held-out rows."""
     prompts: int
     checks: tuple[ExportCheck, ...]
-    answering: tuple[Answering, ...]
+    answering: Answering | None
     weights: gguf_model.Weights | None
     divergence_of_base: float | None
 
@@ -115,7 +87,7 @@ class ExportTest(Outcome):
             "ok": self.ok, "run": str(self.run), "file": str(self.file), "types": list(self.types),
             "split": self.split, "prompts": self.prompts,
             "checks": [{"name": check.name, "ok": check.ok, "reason": check.words} for check in self.checks],
-            "answers": [one.as_json() for one in self.answering],
+            "answers": self.answering.as_json() if self.answering else None,
             "weights": None if weights is None else {
                 "tensors": weights.tensors, "equal": weights.equal, "rounded": weights.rounded,
                 "relative_rounding": weights.relative_rounding,
@@ -143,12 +115,9 @@ class ExportTest(Outcome):
 class _Seen:
     """What one model gave: its answers, and its log-probabilities."""
 
-    name: str
     answers: list[tuple[int, ...]]
     scored: list[Scored]
-    dtypes: set[str]
-    is_file: bool
-    """Whether its weights are the file's, not the merged model's."""
+    dtype: str
 
 
 @dataclass(frozen=True)
@@ -160,7 +129,7 @@ class _Material:
     most_tokens: int
     tokenizer: Any
 
-    def seen_by(self, model: Any, name: str, *, is_file: bool = False) -> _Seen:
+    def seen_by(self, model: Any) -> _Seen:
         """Answers and log-probabilities of a model of transformers."""
         questions = [Question(asked.ids, "", "") for asked in self.asked]
         given = answers(
@@ -168,7 +137,7 @@ class _Material:
             most_tokens=self.most_tokens,
         )  # fmt: skip
         dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-        return _Seen(name, [answer.ids for answer in given], log_probs(model, self.rows), {dtype}, is_file)
+        return _Seen([answer.ids for answer in given], log_probs(model, self.rows), dtype)
 
 
 def export_test(
@@ -200,19 +169,14 @@ def export_test(
     problems = gguf_model.different_settings(file, fields, AutoConfig.from_pretrained(model))
     words = "; ".join(problems) or "layers, heads and positions are the model's"
     checks = [*_prompt_checks(run, prompts, asked, fields, known), ExportCheck("Settings", not problems, words)]
-    seen, weights, read_checks = _read_and_answer(file, model, material, types)
-    checks += read_checks
-    if gguf_model.has_llama_cpp():
-        try:
-            own, check = _answered_by_llama_cpp(file, material)
-            seen, checks = [*seen, own], [*checks, check]
-        except gguf_model.NotReadHere as error:
-            checks.append(ExportCheck("llama.cpp", False, str(error)))
-    base_divergence, answering = _beside_trained(run, material, seen, types)
-    checks += [_answer_check(one) for one in answering]
+    seen, weights, check = _read_and_answer(file, model, material, types)
+    checks.append(check)
+    base_divergence, answering = _beside_trained(run, material, seen, types) if seen is not None else (None, None)
+    if answering is not None:
+        checks.append(_answer_check(answering))
     return ExportTest(
-        run.folder.path, file, tuple(sorted(types)), source, len(material.asked), tuple(checks), tuple(answering),
-        weights, base_divergence,
+        run.folder.path, file, tuple(sorted(types)), source, len(material.asked), tuple(checks), answering, weights,
+        base_divergence,
     )  # fmt: skip
 
 
@@ -228,113 +192,56 @@ def _prompt_checks(
     if same < len(asked) and given:
         words += f"; training passed chat_template_kwargs={given}, and so has every request"
     checks = [ExportCheck("Prompts", same == len(asked) > 0, words)]
-    if prompts.template is not None:
-        is_own = fields.get("tokenizer.chat_template") == prompts.template
-        words = "the file has the chat template trained with"
-        checks.append(ExportCheck("Template", is_own, words if is_own else "the file has another chat template"))
-    try:
-        own = GgufTokenizer(fields, known)
-    except UnreadableTokenizer as error:
-        return [*checks, ExportCheck("Tokenizer", gguf_model.has_llama_cpp() or None, str(error))]
-    same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
-    words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
-    checks.append(ExportCheck("Tokenizer", same == len(asked) > 0, words))
-    lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stops) - own.stop_ids))
-    words = f"the file does not end at {', '.join(lost)}" if lost else "the file ends answers at training's stop tokens"
-    return [*checks, ExportCheck("Stop tokens", not lost, words)]
+    return [*checks, *file_checks(fields, known, prompts, asked)]
 
 
 def _read_and_answer(
     file: Path, model: Path, material: _Material, types: set[str]
-) -> tuple[list[_Seen], gguf_model.Weights | None, list[ExportCheck]]:
-    """The merged model, and the file as transformers reads it: answers of both, and their weights compared."""
-    whole = load_folder(model)
-    seen = [material.seen_by(whole, "merged")]  # its answers tell the merge's faults from the file's
+) -> tuple[_Seen | None, gguf_model.Weights | None, ExportCheck]:
+    """The file as transformers reads it: its answers, and its weights compared with the merged model's."""
+    whole, rows = load_folder(model), gguf_model.embedding_rows(file)
     try:
-        read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=gguf_model.embedding_rows(file))
+        read = gguf_model.load_gguf(file, model, dtype=whole.dtype, rows=rows)
     except gguf_model.NotReadHere as error:
-        words, is_covered = f"{error}; llama.cpp itself is asked", gguf_model.has_llama_cpp()
-        words += "" if is_covered else " where llama-cpp-python is installed"
-        return seen, None, [ExportCheck("Weights", is_covered or None, words)]
-    weights = gguf_model.compare_gguf_weights(read, whole, types, rows=gguf_model.embedding_rows(file))
+        return None, None, ExportCheck("Weights", None, str(error))
+    weights = gguf_model.compare_gguf_weights(read, whole, types, rows=rows)
     del whole
     free_memory()
-    seen.append(material.seen_by(read, "GGUF", is_file=True))
+    seen = material.seen_by(read)
     del read
     free_memory()
     is_exact = all((gguf_model.bits_of(name) or 8) >= 8 for name in types)
     words = f"{weights.equal} of {weights.tensors} tensors are the merged model's{', bit for bit' if is_exact else ''}"
     if weights.rounded:
         words += f" after rounding ({weights.rounded} rounded, by {weights.relative_rounding:.2%} of their size)"
-    if weights.first:
-        words += f"; the first other one is {weights.first}"
-    return seen, weights, [ExportCheck("Weights", weights.equal == weights.tensors, words)]
-
-
-def _answered_by_llama_cpp(file: Path, material: _Material) -> tuple[_Seen, ExportCheck]:
-    asked, most = material.asked, material.max_new_tokens
-    lengths = [*(len(one.ids) + most for one in asked), *(len(row["input_ids"]) for row in material.rows)]
-    model = gguf_model.LlamaCppModel(file, context=max(lengths) + 1)
-    same = sum(model.prompt_ids(one.text) == one.ids for one in asked)
-    given = [model.answer(one.ids, stop=material.stop, max_new_tokens=most) for one in asked]
-    words = f"{same} of {len(asked)} prompts have training's token ids by llama.cpp itself"
-    seen = _Seen("llama.cpp", given, model.log_probs(material.rows), {"float16"}, is_file=True)
-    return seen, ExportCheck("Tokenizer of llama.cpp", same == len(asked), words)
+    words += f"; the first other one is {weights.first}" if weights.first else ""
+    return seen, weights, ExportCheck("Weights", weights.equal == weights.tensors, words)
 
 
 def _beside_trained(
-    run: FinishedRun, material: _Material, others: Sequence[_Seen], types: set[str]
-) -> tuple[float | None, list[Answering]]:
-    """The divergence of the base from the trained model, and the others' answers beside the trained model's own."""
+    run: FinishedRun, material: _Material, seen: _Seen, types: set[str]
+) -> tuple[float | None, Answering]:
+    """The divergence of the base from the trained model, and the file's answers beside the trained model's own."""
     model = load_as_trained(run)
-    trained = material.seen_by(model, "trained")
-    base_divergence = None
+    trained, base_divergence = material.seen_by(model), None
     if run.is_adapter:
         with model.disable_adapter():
-            base_divergence = compared(trained.scored, log_probs(model, material.rows))[0]
-    # the coarsest rounding decides the limit
-    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, gguf_model.bits_of(name) or 8)}" for name in types}
-    answering = []
-    for other in others:
-        divergence, same, _ = compared(trained.scored, other.scored)
-        pairs = list(zip(trained.answers, other.answers, strict=True))
-        gaps = [
-            _gap(model, asked.ids, mine, theirs)
-            for asked, (mine, theirs) in zip(material.asked, pairs, strict=True)
-            if mine != theirs
-        ]
-        dtypes = {run.plan().precision.compute, *trained.dtypes, *other.dtypes, *(of_file if other.is_file else ())}
-        answering.append(
-            Answering(
-                other.name,
-                divergence,
-                same,
-                equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
-                equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
-                largest_gap=max(gaps, default=0.0),
-                limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
-            )
-        )
+            base_divergence = divergence(trained.scored, log_probs(model, material.rows))
     del model
     free_memory()
-    return base_divergence, answering
-
-
-@torch.no_grad()
-def _gap(model: Any, prompt: Sequence[int], mine: Sequence[int], theirs: Sequence[int]) -> float:
-    """How far apart the model sees its own next token and another one, where two answers part (log-probabilities)."""
-    place = shared_length(mine, theirs)
-    if place >= min(len(mine), len(theirs)):  # one is the other's beginning: no two tokens stand against each other
-        return math.inf
-    ids_BT = torch.tensor([[*prompt, *mine[:place]]], device=model.device)
-    logits_V = model(input_ids=ids_BT, use_cache=False).logits[0, -1].float()
-    return float((logits_V[mine[place]] - logits_V[theirs[place]]).abs())
+    # the coarsest rounding decides the limit
+    of_file = {_TYPE_DTYPES.get(name) or f"q{max(2, gguf_model.bits_of(name) or 8)}" for name in types}
+    dtypes = {run.plan().precision.compute, trained.dtype, seen.dtype, *of_file}
+    pairs = list(zip(trained.answers, seen.answers, strict=True))
+    return base_divergence, Answering(
+        divergence(trained.scored, seen.scored),
+        equal_answers=sum(mine == theirs for mine, theirs in pairs) / max(1, len(pairs)),
+        equal_tokens=sum(shared_length(*pair) for pair in pairs) / max(1, sum(len(mine) for mine, _ in pairs)),
+        limit=max(limit_of(dtype, base_divergence or 0.0) for dtype in dtypes),
+    )
 
 
 def _answer_check(one: Answering) -> ExportCheck:
     words = f"{one.equal_answers:.1%} equal the trained model's token for token ({one.equal_tokens:.1%} of its tokens)"
     words += f", KL {one.divergence:.2g} nats (limit {one.limit:.2g})"
-    if one.equal_answers < 1:
-        words += f"; where they part, it sees the two tokens at most {one.largest_gap:.2g} apart"
-        words += f" (limit {one.gap_limit:.2g})"
-    return ExportCheck(f"Answers of {one.name}", one.ok, words)
+    return ExportCheck("Answers", one.ok, words)

@@ -1,7 +1,7 @@
 """`make merge-test`: the merged model against the adapter that it came from, on rows of the run's own data.
 
 Both read the same rows. At every trained place the two next-token distributions are compared: their Kullback-Leibler
-divergence, the token that each thinks likeliest, and the loss. The base without its adapter is the yardstick: a merged
+divergence, and the loss. The base without its adapter is the yardstick: a merged
 model that is as far from the adapter as the base is has not been merged.
 """
 
@@ -55,10 +55,6 @@ class MergeTest(Outcome):
     """KL(adapter ‖ base without adapter)."""
     kl_limit: float
     """Mean divergence up to which the two count as equal."""
-    max_logprob_diff: float
-    """Largest difference of two log-probabilities of a token that was to be predicted."""
-    same_token: float
-    """Share of the places at which both think the same token likeliest."""
     loss: Mapping[str, float]
     """Of `adapter`, `merged` and `base`."""
 
@@ -74,7 +70,7 @@ class MergeTest(Outcome):
             f"Compared: {self.places:,} trained tokens of {self.rows} rows ({self.split})",
             "Loss: {base:.4f} base, {adapter:.4f} with the adapter, {merged:.4f} merged".format(**self.loss),
             f"KL divergence from the adapter: {self.kl_merged:.2g} nats merged (limit {self.kl_limit:.2g}), "
-            f"{self.kl_base:.2g} base; {self.same_token:.1%} of the likeliest tokens are the same",
+            f"{self.kl_base:.2g} base",
             f"Verdict: {verdict}",
         ]
         if not self.ok:
@@ -105,22 +101,22 @@ def merge_test(run: FinishedRun, *, path: Path | None = None, rows: int = ROWS) 
     # one model at a time: two whole ones may be more than fits
     del model
     free_memory()
-    base_divergence, base_loss = compared(adapter, base)[0], loss(base)
+    base_divergence, base_loss = divergence(adapter, base), loss(base)
     del base
     merged_model = load_folder(target)
     dtypes.add(str(merged_model.dtype))
     merged = log_probs(merged_model, chosen)
     del merged_model
     free_memory()
-    divergence, same, largest = compared(adapter, merged)
+    kl_merged = divergence(adapter, merged)
     computed_in = {run.plan().precision.compute, *(dtype.removeprefix("torch.") for dtype in dtypes)}
     dtype = max(computed_in, key=lambda name: _ALWAYS.get(name, 0))
     tested = MergeTest(
-        run.folder.path, target, data.name, len(chosen), sum(len(row) for row, _ in adapter), divergence,
-        base_divergence, limit_of(dtype, base_divergence), largest, same,
+        run.folder.path, target, data.name, len(chosen), sum(len(row) for row, _ in adapter), kl_merged,
+        base_divergence, limit_of(dtype, base_divergence),
         {"adapter": loss(adapter), "merged": loss(merged), "base": base_loss},
     )  # fmt: skip
-    record_test(target, ok=tested.ok, divergence=divergence, limit=tested.kl_limit)
+    record_test(target, ok=tested.ok, divergence=kl_merged, limit=tested.kl_limit)
     return tested
 
 
@@ -162,23 +158,16 @@ def log_probs(model: Any, rows: Sequence[dict[str, list[int]]]) -> list[Scored]:
     return scored
 
 
-def compared(one: Sequence[Scored], other: Sequence[Scored]) -> tuple[float, float, float]:
-    """Mean KL(one ‖ other) over places, the share of them with the same likeliest token, and the largest difference of
-    the log-probability of a token that comes."""
-    divergences, same, largest = [], [], 0.0
-    for (first_PV, tokens_P), (second_PV, _) in zip(one, other, strict=True):
-        if not len(tokens_P):
-            continue
+def divergence(one: Sequence[Scored], other: Sequence[Scored]) -> float:
+    """Mean KL(one ‖ other) over places, in nats."""
+    divergences = []
+    for (first_PV, _), (second_PV, _) in zip(one, other, strict=True):
         width = min(first_PV.shape[1], second_PV.shape[1])
         if first_PV.shape[1] != second_PV.shape[1]:  # one lacks rows that are no token's
             first_PV, second_PV = (one_PV[:, :width].log_softmax(-1) for one_PV in (first_PV, second_PV))
         divergences.append((first_PV.exp() * (first_PV - second_PV)).sum(-1))
-        same.append(first_PV.argmax(-1) == second_PV.argmax(-1))
-        places = torch.arange(len(tokens_P))
-        largest = max(largest, float((first_PV[places, tokens_P] - second_PV[places, tokens_P]).abs().max()))
     # of equal models fp32 sums to about -1e-9; what is not a number stays so: max() keeps its first argument then
-    divergence = max(float(torch.cat(divergences).double().mean()), 0.0)
-    return divergence, float(torch.cat(same).double().mean()), largest
+    return max(float(torch.cat(divergences).double().mean()), 0.0)
 
 
 def loss(scored: Sequence[Scored]) -> float:

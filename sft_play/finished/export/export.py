@@ -11,43 +11,92 @@ import json
 import logging
 import math
 import os
+import shlex
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from dataclasses import replace as with_changes
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose import engines
 from sft_play.errors import ConfigError, DataError, ModelError, TokenizerError
-from sft_play.facts.models.architecture import local_folder
 from sft_play.finished.export import gguf_tokenizer
-from sft_play.finished.export.exported import CONVERTED, EXPORT, EXPORT_FILE, Exported, Format, Quant, shell_word
-from sft_play.finished.export.gguf_model import has_llama_cpp, stored_otherwise
-from sft_play.finished.export.llama_cpp import PACKAGE, VERSION, Converter, convert, find_converter, quantize
+from sft_play.finished.export.llama_cpp import (
+    PACKAGE,
+    VERSION,
+    Converter,
+    convert,
+    find_converter,
+    has_llama_cpp,
+    quantize,
+)
 from sft_play.finished.export.merge import merge_record, merge_words, whole_model
 from sft_play.finished.export.ollama import modelfile_of
-from sft_play.finished.export.places import require_export_place
+from sft_play.finished.export.places import CONVERTED, EXPORT, EXPORT_FILE, Format, Quant, require_export_place
 from sft_play.finished.export.pre_tokenizers import probe_texts, proven_names, read_pre_tokenizers
-from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, shared_length, write_generation_config
+from sft_play.finished.export.prompts import CHECKED_ROWS, PairedPrompt, Prompts, write_generation_config
 from sft_play.finished.load import held_out
 from sft_play.finished.run import (
     FinishedRun,
+    Outcome,
     base_folder,
     built_folder,
+    next_line,
     require_space,
     text_only_of,
 )
 from sft_play.runs.files import read_json, write_json
 from sft_play.training.checkpoints.tensor_files import tensor_shapes, weight_files
 from sft_play.training.prepare.quiet import quiet_libraries
+from sft_play.units import gib
 
 logger = logging.getLogger(__name__)
 
 _LOSSLESS: dict[str, Quant] = {"BF16": "bf16", "F16": "f16", "F32": "f32"}
 """By the dtype of the weights as safetensors names it; other dtypes have no lossless one here."""
 _LARGEST_F16 = 65_504.0
+
+
+@dataclass(frozen=True)
+class Exported(Outcome):
+    """What `export_run` wrote; `file`, `quant`, `converter`, `pre_tokenizer` and `prompts_checked` are of a GGUF."""
+
+    run: Path
+    format: Format
+    path: Path
+    bytes: int
+    commands: tuple[str, ...]
+    """What serves it."""
+    notes: tuple[str, ...] = ()
+    file: Path | None = None
+    quant: Quant | None = None
+    converter: str | None = None
+    pre_tokenizer: str | None = None
+    prompts_checked: int = 0
+    """Prompts whose token ids by the file's own tokenizer were seen to be those of training."""
+    merge: str | None = None
+    """Of an adapter: what was merged, and whether merge-test passed, in words."""
+    wall_s: float = 0.0
+
+    def lines(self) -> list[str]:
+        """In words."""
+        lines = [*([self.merge] if self.merge else []), *self.notes]
+        if self.file is not None:
+            lines.append(
+                f"Tokenizer: {self.pre_tokenizer}; its ids of {self.prompts_checked} prompts are those of training"
+                if self.prompts_checked else "Tokenizer: not compared"
+            )  # fmt: skip
+        what = f"{self.quant}, " if self.quant else ""
+        size = f"{what}{gib(self.bytes, digits=2)} GiB"
+        lines.append(f"Written to: {self.file or self.path} ({size}, {self.wall_s:.0f} s)")
+        lines += [f"Serve: {command}" for command in self.commands]
+        elsewhere = {} if self.path == self.run / EXPORT / self.format else {"OUT": self.path}
+        if self.file is not None:
+            return [*lines, next_line("export-test", RUN=self.run, **elsewhere)]
+        if self.merge is not None:
+            return [*lines, next_line("merge-test", RUN=self.run)]
+        return [*lines, next_line("push", "REPO=user/name", RUN=self.run)]
 
 
 def export_run(
@@ -102,30 +151,16 @@ def _write_folder(run: FinishedRun, model: Path, building: Path, target: Path) -
     write_generation_config(run, prompts.tokenizer, model, building)
     size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     name, length = run.folder.path.name, run.plan().max_seq_len
-    commands = [f"vllm serve {shell_word(target)} --served-model-name {shell_word(name)} --max-model-len {length}"]
-    values = read_json(model / "config.json")
-    # the base with the adapter is offered as well, but only where vLLM computes what was trained
-    limits = engines.engine_findings("vllm", engines.served_of(run.config, engines.architecture_of(values)))
-    rank = engines.vllm_rank(run.config.tuning.lora.rank)
-    if run.is_adapter and not run.is_quantized and rank and all(limit.verdict != "FAIL" for limit in limits):
-        base = local_folder(run.config.model.name) or run.config.model.name
-        commands.append(
-            f"vllm serve {shell_word(base)} --enable-lora --max-lora-rank {rank} "
-            f"--lora-modules {shell_word(f'{name}={run.weights}')} --max-model-len {length}"
-        )
-    return Exported(run.folder.path, "vllm", target, size, tuple(commands))
+    words = ["vllm", "serve", str(target), "--served-model-name", name, "--max-model-len", str(length)]
+    return Exported(run.folder.path, "vllm", target, size, (shlex.join(words),))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
     """A second name for weights; a copy on another disk, and of small files: an edit here must not change the other."""
-    if source.suffix == ".safetensors":
-        try:
-            os.link(source.resolve(), target)
-        except OSError:
-            pass
-        else:
-            return
-    shutil.copyfile(source, target)
+    try:
+        (os.link if source.suffix == ".safetensors" else shutil.copyfile)(source.resolve(), target)
+    except OSError:
+        shutil.copyfile(source, target)
 
 
 def _write_gguf(
@@ -158,16 +193,14 @@ def _write_gguf(
     convert(converter, staged, written, quant=first, name=name, vocabulary=json.dumps(vocabulary))
     if first != chosen:
         quantize(written, file, chosen)
-        told = (*told, *stored_otherwise(file))
     shutil.rmtree(staged)
-    checked, notes = _check_file(run, file, prompts, converter, vocabulary)
-    notes = (*notes, *_engine_notes(prompts))
+    checked, notes = _check_file(run, file, prompts, converter)
     fields = gguf_tokenizer.read_fields(file)
     served = target / file.name
-    own = shell_word(name.lower())
+    own = shlex.quote(name.lower())
     command = (
-        f"ollama create {own} -f {shell_word(target / 'Modelfile')} && ollama run {own}"
-        if format == "ollama" else f"llama-server --jinja -m {shell_word(served)}"
+        f"ollama create {own} -f {shlex.quote(str(target / 'Modelfile'))} && ollama run {own}"
+        if format == "ollama" else f"llama-server --jinja -m {shlex.quote(str(served))}"
     )  # fmt: skip
     return Exported(
         run.folder.path, format, target, file.stat().st_size, (command,), (*notes, *told), served,
@@ -263,44 +296,19 @@ def _vocabulary(prompts: Prompts, converter: Converter) -> tuple[dict[str, Any],
     return {"pre": pre, "add_bos": prompts.engine_adds_bos(), "ids": ids, "space_prefix": prefix}, pre
 
 
-def _check_file(
-    run: FinishedRun, file: Path, prompts: Prompts, converter: Converter, vocabulary: dict[str, Any]
-) -> tuple[int, tuple[str, ...]]:
+def _check_file(run: FinishedRun, file: Path, prompts: Prompts, converter: Converter) -> tuple[int, list[str]]:
     """How many prompts were compared, and notes; raises TokenizerError where tokenizer or template are others."""
-    fields = gguf_tokenizer.read_fields(file)
-    if prompts.template is not None and fields.get("tokenizer.chat_template") != prompts.template:
-        raise TokenizerError(f"{converter.version} wrote another chat template into the GGUF than the one trained with")
-    wanted, written = vocabulary["add_bos"], bool(fields.get("tokenizer.ggml.add_bos_token"))
-    if wanted is not None and written != wanted:
-        what = "lack the BOS that they had" if wanted else "begin with a BOS that they did not have"
-        raise TokenizerError(f"{converter.version} wrote add_bos_token={written}: prompts would {what} in training")
-    try:
-        own = gguf_tokenizer.GgufTokenizer(fields, read_pre_tokenizers(converter.vocabularies))
-    except gguf_tokenizer.UnreadableTokenizer as error:
-        return 0, (f"Tokenizer: {error}; make export-test reads it where llama-cpp-python is installed",)
+    fields, known = gguf_tokenizer.read_fields(file), read_pre_tokenizers(converter.vocabularies)
     asked = _some_prompts(run, prompts)
-    for one in asked:
-        ids = own.encode(one.text)
-        if ids != one.ids:
-            other = f"the GGUF's tokenizer ({own.kind}, {own.pre}) is not the one that was trained with"
+    checks = {check.name: check for check in gguf_tokenizer.file_checks(fields, known, prompts, asked)}
+    for check in checks.values():
+        if check.ok is False and check.name != "Stop tokens":
             way_out = f"serve the model from its folder: make export FORMAT=vllm RUN={run.folder.quoted}"
-            raise TokenizerError(f"{other}: {_first_difference(one, ids, prompts.tokenizer)}; {way_out}")
-    stops = set(prompts.stops) - own.stop_ids
-    lost = ", ".join(prompts.tokenizer.convert_ids_to_tokens(sorted(stops)))
-    return len(asked), ((f"Stop tokens that a GGUF has no place for: {lost}",) if stops else ())
-
-
-def _engine_notes(prompts: Prompts) -> list[str]:
-    """What llama.cpp reads otherwise than training did, in texts that no prompt of the comparison has."""
-    encode = prompts.tokenizer.backend_tokenizer.encode
-    whole, parts = (encode(text, add_special_tokens=False).ids for text in ("\u00e9", "e\u0301"))
-    notes = []
-    if whole == parts:
-        notes.append("llama.cpp does not normalise Unicode (NFC) as training did: combining accents are other tokens")
-    if not prompts.is_text:
-        token = f"a special token in a user's text (such as {prompts.end_of_turn.strip()})"
-        notes.append(f"llama.cpp reads the name of {token} as that token; in training it was text")
-    return notes
+            raise TokenizerError(
+                f"{converter.version} wrote a GGUF that is not the trained model: {check.words}; {way_out}"
+            )
+    notes = [f"{check.name}: {check.words}" for check in checks.values() if check.ok is not True]
+    return len(asked) if checks["Tokenizer"].ok else 0, notes
 
 
 def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[PairedPrompt]:
@@ -310,9 +318,3 @@ def _some_prompts(run: FinishedRun, prompts: Prompts) -> list[PairedPrompt]:
     except DataError as error:
         logger.warning("Export: the run's data is gone, so its prompts are not compared (%s)", error)
         return probing
-
-
-def _first_difference(one: PairedPrompt, ids: Sequence[int], tokenizer: Any) -> str:
-    place = shared_length(one.ids, ids)
-    trained, here = (tokenizer.convert_ids_to_tokens(list(some)[place : place + 4]) for some in (one.ids, ids))
-    return f"token {place} of a prompt begins {trained} in training and {here} in the file"

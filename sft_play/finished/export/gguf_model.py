@@ -1,15 +1,9 @@
-"""A GGUF read back: its weights and settings by transformers, compared with the model that it was made of, and its
-answers by llama.cpp itself, where llama-cpp-python is installed.
-
-Shape letters: T tokens, P trained places, V the vocabulary.
-"""
+"""A GGUF read back by transformers: its weights and settings, compared with those of the model that it was made of."""
 
 from __future__ import annotations
 
-import importlib.util
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +11,6 @@ from typing import Any
 import torch
 
 from sft_play.errors import ModelError
-from sft_play.finished.export.check_merge import PLACES, Scored
 from sft_play.finished.load import this_device
 from sft_play.log import one_line
 from sft_play.training.model import sdpa
@@ -42,8 +35,6 @@ _SETTINGS = {
 }
 """Keys of a GGUF, after its architecture, and the config's names for the same."""
 _FP32_STEP = 1.2e-7
-_BLOCK = 256
-"""Weights of a row that a K type stores together."""
 _ROUNDED_HERE = ("F16", "BF16", "Q8_0")
 """Types that are rounded here as the converter rounds; llama.cpp's library searches the scales of those below."""
 _FARTHEST = 0.5
@@ -52,7 +43,7 @@ _FARTHEST = 0.5
 
 
 class NotReadHere(ModelError):
-    """transformers cannot read a GGUF of this architecture, or llama.cpp cannot load it."""
+    """transformers cannot read a GGUF of this architecture."""
 
 
 def load_gguf(file: Path, model: Path, *, dtype: torch.dtype, rows: int) -> Any:
@@ -164,20 +155,13 @@ def _rounded(tensor: torch.Tensor, types: set[str]) -> list[torch.Tensor]:
 
 def tensor_types(file: Path) -> set[str]:
     """Names of the types that the file's tensors have, such as Q8_0."""
+    return {tensor.tensor_type.name for tensor in _tensors(file)}
+
+
+def _tensors(file: Path) -> list[Any]:
     from gguf import GGUFReader
 
-    return {tensor.tensor_type.name for tensor in GGUFReader(str(file)).tensors}
-
-
-def stored_otherwise(file: Path) -> list[str]:
-    """A line on the matrices whose rows no block of 256 weights divides, which llama.cpp stores in another type."""
-    from gguf import GGUFReader
-
-    matrices = [one for one in GGUFReader(str(file)).tensors if len(one.shape) > 1]
-    odd = Counter(one.tensor_type.name for one in matrices if int(one.shape[0]) % _BLOCK)
-    types = ", ".join(f"{count} in {name}" for name, count in odd.most_common())
-    why = f"have rows that are no multiple of {_BLOCK} weights, and are stored otherwise where the type needs that"
-    return [f"Types: {odd.total()} of {len(matrices)} matrices {why}: {types}"] if odd else []
+    return list(GGUFReader(str(file)).tensors)
 
 
 def bits_of(kind: str) -> int | None:
@@ -188,9 +172,7 @@ def bits_of(kind: str) -> int | None:
 
 def embedding_rows(file: Path) -> int:
     """Rows of the file's input embeddings."""
-    from gguf import GGUFReader
-
-    return next(int(one.shape[-1]) for one in GGUFReader(str(file)).tensors if one.name == "token_embd.weight")
+    return next(int(one.shape[-1]) for one in _tensors(file) if one.name == "token_embd.weight")
 
 
 def different_settings(file: Path, fields: Mapping[str, Any], config: Any) -> list[str]:
@@ -214,78 +196,14 @@ def _different_positions(file: Path, fields: Mapping[str, Any], text: Any, archi
     """Of rotary positions: the base and the scaling, which is a factor or a tensor of the file."""
     rope = getattr(text, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
-    theta, there = rope.get("rope_theta"), fields.get(f"{architecture}.rope.freq_base")
+    wanted = {"freq_base": rope.get("rope_theta")}
+    if rope.get("rope_type") in ("linear", "yarn"):
+        wanted["scaling.factor"] = rope.get("factor")
     problems = []
-    if theta is not None and there is not None and not _are_close(float(there), float(theta)):
-        problems.append(f"rope.freq_base is {there:g}, the model has {theta:g}")
-    kind, factor = rope.get("rope_type", "default"), rope.get("factor")
-    written = fields.get(f"{architecture}.rope.scaling.factor")
-    if kind == "llama3":
-        problems += _different_frequencies(file, text, float(theta or 10_000.0))
-    elif kind in ("linear", "yarn") and factor is not None and not _are_close(float(written or 1.0), float(factor)):
-        problems.append(f"rope.scaling.factor is {written or 1.0:g}, the model has {factor:g}")
+    for key, value in wanted.items():
+        there = fields.get(f"{architecture}.rope.{key}", 1.0 if key == "scaling.factor" else None)
+        if value is not None and there is not None and not _are_close(float(there), float(value)):
+            problems.append(f"rope.{key} is {there:g}, the model has {value:g}")
+    if rope.get("rope_type") == "llama3" and all(one.name != "rope_freqs.weight" for one in _tensors(file)):
+        problems.append("rope_freqs is missing, and the model scales its positions (llama3)")
     return problems
-
-
-def _different_frequencies(file: Path, text: Any, theta: float) -> list[str]:
-    from gguf import GGUFReader
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    tensor = next((one for one in GGUFReader(str(file)).tensors if one.name == "rope_freqs.weight"), None)
-    if tensor is None:
-        return ["rope_freqs is missing, and the model scales its positions (llama3)"]
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](text, device=torch.device("cpu"))
-    plain = 1.0 / theta ** (torch.arange(0, 2 * len(scaled), 2, dtype=torch.float32) / (2 * len(scaled)))
-    same = torch.allclose(torch.from_numpy(tensor.data.copy()).flatten(), plain / scaled, rtol=1e-4)
-    return [] if same else ["rope_freqs are not the model's scaled positions (llama3)"]
-
-
-def has_llama_cpp() -> bool:
-    """Whether llama-cpp-python can be imported here."""
-    return importlib.util.find_spec("llama_cpp") is not None
-
-
-class LlamaCppModel:
-    """A GGUF with room for `context` tokens; greedy, one prompt at a time."""
-
-    def __init__(self, file: Path, *, context: int) -> None:
-        from llama_cpp import Llama
-
-        # logits_all: without it the scores of a prompt's own tokens are not kept
-        try:
-            self._llama: Any = Llama(model_path=str(file), n_ctx=context, n_batch=512, logits_all=True, verbose=False)
-        except ValueError as error:
-            raise NotReadHere(f"llama.cpp does not load this GGUF: {one_line(str(error), limit=120)}") from None
-        self._adds_bos = self._llama.metadata.get("tokenizer.ggml.add_bos_token") == "true"
-
-    def prompt_ids(self, text: str) -> list[int]:
-        """Ids of a chat template's text, as llama.cpp's server makes them: a BOS is not doubled."""
-        if self._adds_bos:
-            bos = self._llama.detokenize([self._llama.token_bos()], special=True).decode("utf-8", "replace")
-            text = text.removeprefix(bos)
-        return list(self._llama.tokenize(text.encode(), add_bos=True, special=True))
-
-    def answer(self, prompt: Sequence[int], *, stop: Sequence[int], max_new_tokens: int) -> tuple[int, ...]:
-        """Greedy tokens after a prompt, up to one that ends an answer."""
-        self._llama.reset()
-        self._llama.eval(list(prompt))
-        given: list[int] = []
-        while len(given) < max_new_tokens and self._llama.n_tokens < self._llama.n_ctx():
-            given.append(int(self._llama.scores[self._llama.n_tokens - 1].argmax()))
-            if given[-1] in stop:
-                break
-            self._llama.eval([given[-1]])
-        return tuple(given)
-
-    def log_probs(self, rows: Sequence[dict[str, list[int]]]) -> list[Scored]:
-        """As `check_merge.log_probs`."""
-        scored = []
-        for row in rows:
-            self._llama.reset()
-            self._llama.eval(list(row["input_ids"]))
-            labels_T = torch.tensor(row["labels"])[1:]
-            places = torch.nonzero(labels_T >= 0).flatten()[:PLACES]
-            # a copy: the next row is evaluated into the same array
-            logits_TV = torch.from_numpy(self._llama.scores[: self._llama.n_tokens].copy())
-            scored.append((torch.log_softmax(logits_TV[places].float(), dim=-1), labels_T[places]))
-        return scored

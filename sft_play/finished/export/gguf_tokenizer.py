@@ -1,22 +1,23 @@
-"""The tokenizer inside a GGUF, as llama.cpp reads it: from the file's own entries, by llama.cpp's own rules; and the
-vocabulary that its converter is given.
+"""The tokenizer inside a GGUF, as llama.cpp reads it, from the file's own entries by llama.cpp's own rules; whether it
+is training's; and the vocabulary that the converter is given.
 
 Two kinds are read: byte-level BPE (`gpt2`), whose pre-tokenizer llama.cpp's source names, and SentencePiece (`llama`).
 """
 
 from __future__ import annotations
 
-import heapq
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from sft_play.errors import ModelError
 from sft_play.finished.export.pre_tokenizers import PreTokenizer
+from sft_play.finished.export.prompts import PairedPrompt, Prompts
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 """Types of tokens, in SentencePiece's own file and in a GGUF (`tokenizer.ggml.token_type`)."""
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """What SentencePiece writes for a space."""
@@ -29,10 +30,8 @@ class UnreadableTokenizer(ModelError):
 class GgufTokenizer:
     """Token ids of texts by a GGUF's own tokenizer.
 
-    `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers by name.
-
-    Raises:
-        UnreadableTokenizer: its kind or its pre-tokenizer is not known here.
+    `fields`: the file's metadata. `known`: llama.cpp's pre-tokenizers by name. Raises UnreadableTokenizer where its
+    kind or its pre-tokenizer is not known here.
     """
 
     def __init__(self, fields: Mapping[str, Any], known: Mapping[str, PreTokenizer]) -> None:
@@ -56,13 +55,23 @@ class GgufTokenizer:
         if self.kind == "gpt2":
             self._encode_plain = self._byte_level(entry("merges", []), known)
         elif self.kind == "llama":
-            self._scores = list(entry("scores", []))
             self._prefixes_space = bool(entry("add_space_prefix", True))
-            self._encode_plain = None
+            self._encode_plain = self._sentence_pieces(entry("scores", []), types)
         else:
             raise UnreadableTokenizer(f"the GGUF's tokenizer is a {self.kind}, which only llama.cpp itself reads")
 
-    def _byte_level(self, merges: list[str], known: Mapping[str, PreTokenizer]) -> Any:
+    def _sentence_pieces(self, scores: list[float], types: list[int]) -> Callable[[str], list[int]]:
+        from sentencepiece import SentencePieceProcessor
+
+        file = _sentencepiece_file(zip(self.tokens, scores, types, strict=True), prefixes_space=False)
+        try:
+            pieces = SentencePieceProcessor(model_proto=file.SerializeToString())
+        except RuntimeError as error:
+            raise UnreadableTokenizer(f"SentencePiece does not read the GGUF's tokenizer: {error}") from None
+        prefix = " " if self._prefixes_space else ""  # after every special token too
+        return lambda text: list(pieces.encode(prefix + text))
+
+    def _byte_level(self, merges: list[str], known: Mapping[str, PreTokenizer]) -> Callable[[str], list[int]]:
         from tokenizers import Tokenizer, models
 
         if self.pre not in known:
@@ -76,7 +85,7 @@ class GgufTokenizer:
             )
         )
         backend.pre_tokenizer = known[self.pre].built()
-        return backend
+        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
 
     def encode(self, text: str) -> list[int]:
         """Ids of a rendered prompt: special tokens are parsed; a leading BOS of the text is not doubled, which is what
@@ -92,43 +101,41 @@ class GgufTokenizer:
         return [*ids, *self._plain(text[position:])]
 
     def _plain(self, text: str) -> list[int]:
-        if not text:
-            return []
-        if self._encode_plain is not None:
-            return list(self._encode_plain.encode(text, add_special_tokens=False).ids)
-        prefix = " " if self._prefixes_space else ""  # after every special token too
-        return list(self._sentence_pieces((prefix + text).replace(" ", _SPACE)))
+        return self._encode_plain(text) if text else []
 
-    def _sentence_pieces(self, text: str) -> Iterator[int]:
-        """Neighbours are joined, those first whose token has the highest score, the leftmost of equal ones."""
-        pieces: list[str] = [*text]
-        after = [*range(1, len(pieces)), -1]
-        before = [*range(-1, len(pieces) - 1)]
-        waiting: list[tuple[float, int, str]] = []
 
-        def consider(left: int) -> None:
-            if left >= 0 and after[left] >= 0:
-                joined = pieces[left] + pieces[after[left]]
-                if joined in self.ids:
-                    heapq.heappush(waiting, (-self._scores[self.ids[joined]], left, joined))
+@dataclass(frozen=True)
+class ExportCheck:
+    """One comparison: `ok` None where it could not be made."""
 
-        for left in range(len(pieces) - 1):
-            consider(left)
-        while waiting:
-            _, left, joined = heapq.heappop(waiting)
-            right = after[left] if pieces[left] else -1
-            if right < 0 or pieces[left] + pieces[right] != joined:
-                continue  # one of the two was joined with another meanwhile
-            pieces[left], pieces[right], after[left] = joined, "", after[right]
-            if after[right] >= 0:
-                before[after[right]] = left
-            consider(before[left])
-            consider(left)
-        for piece in filter(None, pieces):
-            if piece in self.ids:
-                yield self.ids[piece]
-            else:
-                yield from (self.ids[f"<0x{byte:02X}>"] for byte in piece.encode() if f"<0x{byte:02X}>" in self.ids)
+    name: str
+    ok: bool | None
+    words: str
+
+
+def file_checks(
+    fields: Mapping[str, Any], known: Mapping[str, PreTokenizer], prompts: Prompts, asked: Sequence[PairedPrompt]
+) -> list[ExportCheck]:
+    """The comparisons of a GGUF, by its metadata, with training, on the prompts `asked`.
+
+    `known`: llama.cpp's pre-tokenizers. Of a tokenizer that only llama.cpp itself reads, and without prompts, `ok` is
+    None.
+    """
+    checks = []
+    if prompts.template is not None:
+        is_own = fields.get("tokenizer.chat_template") == prompts.template
+        words = "the chat template trained with" if is_own else "another chat template than the one trained with"
+        checks.append(ExportCheck("Template", is_own, f"the file has {words}"))
+    try:
+        own = GgufTokenizer(fields, known)
+    except UnreadableTokenizer as error:
+        return [*checks, ExportCheck("Tokenizer", None, str(error))]
+    same = sum(one.rendered is not None and own.encode(one.text) == one.ids for one in asked)
+    words = f"{same} of {len(asked)} prompts have training's token ids by the file's own ({own.kind}, {own.pre})"
+    checks.append(ExportCheck("Tokenizer", same == len(asked) if asked else None, words))
+    lost = prompts.tokenizer.convert_ids_to_tokens(sorted(set(prompts.stops) - own.stop_ids))
+    words = f"the file does not end at {', '.join(lost)}" if lost else "the file ends answers at training's stop tokens"
+    return [*checks, ExportCheck("Stop tokens", not lost, words)]
 
 
 def read_fields(path: Any) -> dict[str, Any]:
@@ -165,30 +172,41 @@ def prefixes_space(tokenizer: Any) -> bool:
 
 def write_pieces(tokenizer: Any, path: Path) -> None:
     """Write the vocabulary of a SentencePiece tokenizer in SentencePiece's own format."""
-    from sentencepiece import sentencepiece_model_pb2
-
     model = _model_of(tokenizer)
     ranks: dict[str, int] = {}
     for rank, pair in enumerate(model["merges"]):
         ranks.setdefault("".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1), rank)
     added = tokenizer.added_tokens_decoder
+
+    def kind_of(piece: str, number: int) -> int:
+        if piece == model.get("unk_token"):
+            return _UNKNOWN
+        if number in added:
+            return _CONTROL if added[number].special else _USER_DEFINED
+        return _BYTE if len(piece) == 6 and piece.startswith("<0x") else _NORMAL
+
+    # characters are in no merge, and nothing is joined to become one: behind all that is joined
+    entries = [
+        (piece, -float(ranks.get(piece, len(ranks) + number)), kind_of(piece, number))
+        for piece, number in sorted(model["vocab"].items(), key=lambda item: item[1])
+    ]
+    path.write_bytes(_sentencepiece_file(entries, prefixes_space=prefixes_space(tokenizer)).SerializeToString())
+
+
+def _sentencepiece_file(entries: Iterable[tuple[str, float, int]], *, prefixes_space: bool) -> Any:
+    """SentencePiece's own file of a BPE: of each token its text, its score and its type."""
+    from sentencepiece import sentencepiece_model_pb2
+
     file = sentencepiece_model_pb2.ModelProto()
     file.trainer_spec.model_type = sentencepiece_model_pb2.TrainerSpec.BPE
-    file.trainer_spec.byte_fallback = True
-    file.normalizer_spec.add_dummy_prefix = prefixes_space(tokenizer)
+    file.normalizer_spec.add_dummy_prefix = prefixes_space
     file.normalizer_spec.remove_extra_whitespaces = False
-    for piece, number in sorted(model["vocab"].items(), key=lambda item: item[1]):
-        # characters are in no merge, and nothing is joined to become one: behind all that is joined
-        entry = file.pieces.add(piece=piece, score=-float(ranks.get(piece, len(ranks) + number)))
-        if piece == model.get("unk_token"):
-            entry.type = _UNKNOWN
-        elif number in added:
-            entry.type = _CONTROL if added[number].special else _USER_DEFINED
-        elif len(piece) == 6 and piece.startswith("<0x"):
-            entry.type = _BYTE
+    for piece, score, kind in entries:
+        file.pieces.add(piece=piece, score=score, type=kind)
+    file.trainer_spec.byte_fallback = any(entry.type == _BYTE for entry in file.pieces)
     if not any(entry.type == _UNKNOWN for entry in file.pieces):  # SentencePiece reads no file without one
         file.pieces[0].type = _UNKNOWN
-    path.write_bytes(file.SerializeToString())
+    return file
 
 
 def _model_of(tokenizer: Any) -> dict[str, Any]:

@@ -7,9 +7,9 @@ converters and the table of pre-tokenizers are unpacked.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +60,11 @@ class Converter:
     def vocabularies(self) -> Path:
         """The source file with the pre-tokenizers; a checkout may lack it."""
         return self.folder / VOCABULARIES
+
+
+def has_llama_cpp() -> bool:
+    """Whether llama-cpp-python can be imported here."""
+    return importlib.util.find_spec("llama_cpp") is not None
 
 
 def find_converter(given: Path | None) -> Converter:
@@ -136,11 +141,8 @@ def _download(folder: Path) -> Path:
 
 
 def unpack(archive: Path, target: Path) -> None:
-    """Write the converters of the source package, whose digest has been compared, into the folder `target`.
-
-    Raises:
-        ConfigError: it cannot be unpacked.
-    """
+    """Write the converters of the source package, whose digest has been compared, into the folder `target`; raises
+    ConfigError where it cannot be unpacked."""
     try:
         with tarfile.open(archive) as package:
             for member in package:
@@ -169,8 +171,8 @@ def convert(converter: Converter, model: Path, target: Path, *, quant: str, name
     words = [str(converter.folder), str(model), "--outfile", str(target), "--outtype", quant, "--model-name", name]
     done = run_python([str(runner), *words], environment={"SFT_PLAY_GGUF_VOCABULARY": vocabulary})
     if done.returncode or not target.is_file():
-        reason, end = _known_reason(done.stdout), last_lines(done.stdout)
-        raise BackendError(f"llama.cpp's converter ({converter.version}) failed{reason}:\n{end}")
+        hint = "a newer checkout may do better (LLAMA_CPP=)"
+        raise BackendError(f"llama.cpp's converter ({converter.version}) failed; {hint}:\n{last_lines(done.stdout)}")
 
 
 def quantize(source: Path, target: Path, quant: str) -> None:
@@ -185,16 +187,6 @@ def quantize(source: Path, target: Path, quant: str) -> None:
         raise BackendError(
             f"llama.cpp's library could not write {quant} ({done.returncode}):\n{last_lines(done.stdout)}"
         )
-
-
-def _known_reason(output: str) -> str:
-    """What the failures that users meet mean, put before the converter's own words."""
-    if "BPE pre-tokenizer was not recognized" in output:
-        return ": the tokenizer cuts texts in a way that llama.cpp does not know"
-    if "tokenizer.model" in output and "FileNotFoundError" in output:
-        return ": of this architecture it reads only SentencePiece vocabularies, and the base has no tokenizer.model"
-    unsupported = re.search(r"Model (\w+) is not supported", output)
-    return f": it does not know {unsupported[1]}; a newer checkout may (LLAMA_CPP=)" if unsupported else ""
 
 
 def run_python(words: Sequence[str], *, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:

@@ -4,8 +4,8 @@ A 70B needs the RAM of one output file, one tensor in fp32 and the adapter: the 
 (`adapted_model`), and the base's files are read, merged and written tensor by tensor (`merged_weights`).
 
 A QLoRA adapter was trained on NF4 weights, which are not the base's files. Merged into the weights that NF4 stands for
-(`dequantized`) the model computes what was trained; merged into the original ones it is off by NF4's rounding. Both
-relative sizes are measured on the way: the rounding, and what the adapter changes.
+(`dequantized`) the model computes what was trained; merged into the original ones it is off by NF4's rounding, some 9%
+of their size.
 """
 
 from __future__ import annotations
@@ -65,14 +65,8 @@ class Merged(Outcome):
     """Of a QLoRA run: which weights the adapter was added to."""
     layers: int
     """Layers whose adapter was merged."""
-    replaced_tensors: int
-    """Those that training replaced whole (`tuning.lora.modules_to_save`)."""
     untied: bool
     """Whether input and output embeddings, one tensor in the base, are two now."""
-    relative_adapter_change: float | None
-    """Size of what the adapter adds, relative to the weights of its layers (Frobenius norms)."""
-    relative_quantization_error: float | None
-    """Size of NF4's rounding of these weights; None where nothing was quantised."""
     bytes: int
     streamed: bool
     """Whether no more than an output file was ever in RAM."""
@@ -81,15 +75,10 @@ class Merged(Outcome):
 
     def lines(self) -> list[str]:
         """In words."""
-        change, rounding = self.relative_adapter_change, self.relative_quantization_error
-        lines = [
-            f"Merged: {self.layers} layers"
-            + (f", and {self.replaced_tensors} tensors that were trained whole" if self.replaced_tensors else "")
-            + (f"; the adapter changes its weights by {change:.2%}" if change is not None else "")
-        ]
-        if self.base is not None and rounding is not None:
+        lines = [f"Merged: {self.layers} layers"]
+        if self.base is not None:
             chosen = "what was trained" if self.base == "dequantized" else "not quite what was trained"
-            lines.append(f"Base: {self.base}, {chosen}: the adapter was trained on NF4, which rounds by {rounding:.2%}")
+            lines.append(f"Base: {self.base}, {chosen}: the adapter was trained on NF4 weights")
         lines += self.notes
         if self.untied:
             lines.append("Embeddings: input and output were one tensor in the base and are two now (both were trained)")
@@ -133,9 +122,8 @@ def merge_run(
         write_json(building / MERGE_FILE, made_of)
         size = sum(file.stat().st_size for file in building.glob("*.safetensors"))
     return Merged(
-        run.folder.path, target, short, adapted.base, len(adapted.layers), len(adapted.whole), bool(adapted.untied),
-        adapted.sizes.relative_change, adapted.sizes.relative_rounding, size, weights.is_streamed,
-        round(time.monotonic() - started, 2), text_only_of(run),
+        run.folder.path, target, short, adapted.base, len(adapted.layers), bool(adapted.untied), size,
+        weights.is_streamed, round(time.monotonic() - started, 2), text_only_of(run),
     )  # fmt: skip
 
 

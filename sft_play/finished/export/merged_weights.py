@@ -71,11 +71,8 @@ class MergedWeights:
         return int(numbers * self.dtype.itemsize)
 
     def write(self, folder: Path, file_bytes: int) -> None:
-        """Write the weights into a folder.
-
-        Raises:
-            ModelError: the files are not the class's, by names and shapes.
-        """
+        """Write the weights into a folder; raises ModelError where the files are not the class's, by names and
+        shapes."""
         if self.is_streamed:
             shapes, tensors = dict(self._shapes()), self._merged_tensors()
             write_one_by_one(folder, tensors, shapes=shapes, dtype_of=self._saved_dtype, file_bytes=file_bytes)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from sft_play.data.masks.template import RenderError
-from sft_play.errors import DataError, TokenizerError
-from sft_play.finished.export.prompts import CHECKED_ROWS, Prompts, probes, shared_length
-from sft_play.finished.load import held_out
+from sft_play.errors import TokenizerError
+from sft_play.finished.export.prompts import Prompts, probes, shared_length
 from sft_play.finished.run import FinishedRun
 
 _LONGEST_STOP = 64
@@ -27,11 +26,8 @@ class NoGoTemplate(TokenizerError):
 
 
 def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: bool) -> tuple[str, tuple[str, ...]]:
-    """The Modelfile, and notes about rows that it renders differently. `adds_bos`: the engine puts BOS before a prompt.
-
-    Raises:
-        NoGoTemplate: a Modelfile cannot render what the chat template does.
-    """
+    """The Modelfile, and notes on it. `adds_bos`: the engine puts BOS before a prompt. Raises NoGoTemplate where a
+    Modelfile cannot render what the chat template does."""
     tokenizer = prompts.tokenizer
     stops = [tokenizer.decode([token], skip_special_tokens=False) for token in prompts.stops]
     for stop in stops:
@@ -49,9 +45,8 @@ def modelfile_of(run: FinishedRun, prompts: Prompts, file: str, *, adds_bos: boo
     except NoGoTemplate as error:
         way_out = f"llama-server --jinja runs it itself: make export FORMAT=gguf RUN={run.folder.quoted}"
         raise NoGoTemplate(f"the chat template cannot be written as an Ollama template: {error}. {way_out}") from None
-    notes = _rows_rendered_differently(run, prompts, parts, bos)
-    if "strftime_now" in (prompts.template or ""):
-        notes = (*notes, f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})")
+    dated = f"The chat template writes the date; the Modelfile has that of the run ({prompts.today})"
+    notes = (dated,) if "strftime_now" in (prompts.template or "") else ()
     return modelfile(file, template, stops=stops, system=parts.default_system, context=context), notes
 
 
@@ -64,26 +59,9 @@ def _check_probes(prompts: Prompts, parts: Parts, *, bos: str) -> None:
             raise NoGoTemplate(f"it renders a conversation ({roles}) differently")
 
 
-def _rows_rendered_differently(run: FinishedRun, prompts: Prompts, parts: Parts, bos: str) -> tuple[str, ...]:
-    """A note where rows of the run would be rendered differently: tools, other roles, white space that is stripped."""
-    try:
-        rows = prompts.of_rows(held_out(run).split, CHECKED_ROWS)
-    except DataError:
-        return ()
-    plain = [row for row in rows if row.is_plain]
-    same = sum(ollama_text(parts, row.messages, bos=bos) == row.text.removeprefix(bos) for row in plain)
-    if same == len(rows):
-        return ()
-    count = f"{len(rows) - same} of {len(rows)} prompts of the run's rows"
-    return (f"Ollama: {count} are rendered differently (tools, other roles, stripped white space)",)
-
-
 def modelfile(file: str, template: str, *, stops: Sequence[str], system: str | None, context: int) -> str:
     """The text of a Modelfile. `context`: tokens of the longest conversation; Ollama's own limit cuts prompts silently.
-
-    Raises:
-        NoGoTemplate: a text in it cannot be quoted.
-    """
+    Raises NoGoTemplate where a text in it cannot be quoted."""
     for text in (template, system or "", *stops):
         if '"""' in text:
             raise NoGoTemplate('it writes """, which ends a text in a Modelfile')
@@ -176,11 +154,8 @@ def ollama_text(parts: Parts, messages: Sequence[Mapping[str, str]], *, bos: str
 
 
 def learn(render: Render, special: Sequence[str]) -> Parts:
-    """The parts of a chat template, from probe conversations.
-
-    Raises:
-        NoGoTemplate: the turns are not written one after the other, each in the same way.
-    """
+    """The parts of a chat template, from probe conversations; raises NoGoTemplate where the turns are not written one
+    after the other, each in the same way."""
     turns = [_turn("user", _USERS[0]), _turn("assistant", _ANSWERS[0]), _turn("user", _USERS[1]),
              _turn("assistant", _ANSWERS[1]), _turn("user", _USERS[2])]  # fmt: skip
     head, *between, tail = _cut(render(turns), [turn["content"] for turn in turns])

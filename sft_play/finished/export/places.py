@@ -1,13 +1,26 @@
-"""Where merged and exported models are, or may be written: known before any library is imported."""
+"""The formats of exports, and where merged and exported models are or may be written: known before any library is
+imported."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from sft_play.errors import ConfigError, RunFolderError
-from sft_play.finished.export.exported import EXPORT, EXPORT_FILE
 from sft_play.finished.run import FinishedRun
 
+Format = Literal["gguf", "ollama", "vllm"]
+Quant = Literal[
+    "f32", "f16", "bf16", "q8_0", "q6_k", "q5_k_m", "q5_k_s", "q5_1", "q5_0", "q4_k_m", "q4_k_s", "q4_1", "q4_0",
+    "iq4_nl", "iq4_xs", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k",
+]  # fmt: skip
+"""How a GGUF stores weights, the coarsest last: those that need no importance matrix."""
+CONVERTED: tuple[Quant, ...] = ("f32", "f16", "bf16", "q8_0")
+"""Those that the converter writes by itself."""
+EXPORT = "export"
+"""The folder in a run folder under which each format has its own."""
+EXPORT_FILE = "export.json"
+"""The file beside the export that says what it was made of; a folder without one is not replaced."""
 MERGED = "merged"
 """The merged model's folder in the run's."""
 
@@ -49,11 +62,8 @@ def require_export_place(target: Path, *, replace: bool) -> None:
 
 
 def find_gguf(run: FinishedRun, path: Path | None) -> Path:
-    """The exported GGUF: the file or the folder `path`, else that in the run folder.
-
-    Raises:
-        RunFolderError: there is none, or several.
-    """
+    """The exported GGUF: the file or the folder `path`, else that in the run folder; raises RunFolderError where there
+    is none, or several."""
     if path is not None and path.is_file():
         return path
     folders = [path] if path is not None else [run.folder.path / EXPORT / name for name in ("gguf", "ollama")]

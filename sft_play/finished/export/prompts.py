@@ -27,7 +27,6 @@ from sft_play.training.prepare.tokenizer import load_tokenizer
 
 CHECKED_ROWS = 32
 """Rows of the run whose prompts an export compares with training's."""
-_PLAIN_ROLES = ("system", "user", "assistant")
 _UNSENT = ("train", "weight", "loss_weight")
 """Keys of a message that only training reads."""
 _TEXTS = ("The", "Once upon a time, in 1984,", "naïve café 日本語 🚀\n\n", "def f(x):\n    return x\n")
@@ -40,22 +39,11 @@ class PairedPrompt:
     ids: list[int]
     rendered: str | None
     messages: Sequence[Mapping[str, Any]] = ()
-    has_tools: bool = False
 
     @property
     def text(self) -> str:
         """The engine's text, empty where there is none."""
         return self.rendered or ""
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it is a conversation of texts alone."""
-        return not self.has_tools and all(
-            message["role"] in _PLAIN_ROLES
-            and isinstance(message.get("content"), str)
-            and not message.get("tool_calls")
-            for message in self.messages
-        )
 
 
 class Prompts:
@@ -137,7 +125,7 @@ class Prompts:
             rendered = self.render(messages, tools=chat.tools)
         except RenderError:
             rendered = None
-        return PairedPrompt(prompt[0], rendered, messages, bool(chat.tools))
+        return PairedPrompt(prompt[0], rendered, messages)
 
     def ids_of(self, text: str) -> list[int]:
         """Ids of an engine's text by the folder's tokenizer; a chat template writes BOS itself."""

@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sft_play.errors import ConfigError, RunFolderError
 from sft_play.finished.export.places import MERGED
@@ -20,9 +20,6 @@ from sft_play.finished.run import FinishedRun, Outcome, next_line
 from sft_play.log import one_line, redact
 from sft_play.runs.files import read_json
 from sft_play.units import size_of
-
-if TYPE_CHECKING:
-    from sft_play.training.checkpoints.card import Base
 
 UPLOADED = (
     "*.safetensors", "*.safetensors.index.json", "adapter_config.json", "config.json", "generation_config.json",
@@ -47,7 +44,6 @@ class Upload:
     folder: Path
     repo: str
     files: dict[str, Path | bytes]
-    left_out: tuple[str, ...]
     exists: bool
     is_private: bool
     notes: tuple[str, ...]
@@ -64,7 +60,6 @@ class Upload:
         sizes = self.sizes()
         lines = [f"From {self.folder} to https://huggingface.co/{self.repo} ({how}), {size_of(sum(sizes.values()))}:"]
         lines += [f"  {name} ({size_of(size)})" for name, size in sizes.items()]
-        lines += [f"Not uploaded: {', '.join(self.left_out)}"] if self.left_out else []
         return [*lines, *self.notes]
 
 
@@ -113,14 +108,15 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
         raise ConfigError("there is no token of the Hugging Face hub here: hf auth login, or HF_TOKEN=…")
     # after what is refused without torch, which these import
     from sft_play.finished.export.merge import merge_words
-    from sft_play.training.checkpoints.card import HERE, base_of
+    from sft_play.training.checkpoints.card import CARD, HERE, base_of
 
     is_private_there = _visibility(HfApi(), name)
     if is_private_there is False and yes and not is_public:
         raise ConfigError(f"{name} exists and is public; YES=1 does not ask, so PUBLIC=1 has to confirm it")
     base = base_of(run.config)  # by the name that others find it under, since a local path means nothing to them
-    files, left_out = _chosen(folder)
-    files["README.md"] = _card(run, folder, base).replace(HERE, name).encode()
+    files = _chosen(folder)
+    if CARD in files:
+        files[CARD] = (folder / CARD).read_text(encoding="utf-8").replace(HERE, name).encode()
     notes = [line for line in [merge_words(folder)] if is_merged and line]
     if "adapter_config.json" in files:
         settings = read_json(folder / "adapter_config.json") | {"base_model_name_or_path": base.name}
@@ -132,17 +128,13 @@ def upload_of(run: FinishedRun, repo: str | None, *, is_merged: bool, is_public:
         notes.append(f"{name} is private and stays so; its settings on the hub change that")
     is_private = (not is_public) if is_private_there is None else is_private_there
     return Upload(
-        run.folder.path, folder, name, dict(sorted(files.items())), tuple(left_out),
+        run.folder.path, folder, name, dict(sorted(files.items())),
         exists=is_private_there is not None, is_private=is_private, notes=tuple(notes),
     )  # fmt: skip
 
 
 def push(upload: Upload) -> Pushed:
-    """Upload; one commit, so that the repository has all files or none.
-
-    Raises:
-        ConfigError: the hub refuses it.
-    """
+    """Upload; one commit, so that the repository has all files or none. Raises ConfigError where the hub refuses it."""
     from huggingface_hub import CommitOperationAdd, HfApi
 
     api = HfApi()
@@ -159,13 +151,13 @@ def checked_repo(repo: str | None) -> str:
     """The name of a repository; raises ConfigError where there is none, or it cannot be one."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if repo is None or repo.count("/") != 1:
-        given = "" if repo is None else f"REPO={one_line(repo)} is not one: "
-        raise ConfigError(f"make push needs a repository of the hub: {given}REPO=user/name")
     try:
-        validate_repo_id(repo)
+        validate_repo_id(repo or "")
+        why = "" if str(repo).count("/") == 1 else f"REPO={one_line(repo or '')} names no user"
     except HFValidationError as error:
-        raise ConfigError(f"REPO={one_line(repo)} cannot be a repository: {one_line(str(error), limit=200)}") from None
+        why = f"REPO={one_line(repo or '')}: {one_line(str(error), limit=200)}"
+    if repo is None or why:
+        raise ConfigError(f"make push needs a repository of the hub, REPO=user/name{f' ({why})' if repo else ''}")
     return repo
 
 
@@ -208,34 +200,12 @@ def _asking_hub(what: str) -> Iterator[None]:
         raise ConfigError(f"{what}: {one_line(redact(str(error)), limit=300)}") from error
 
 
-def _chosen(folder: Path) -> tuple[dict[str, Path | bytes], list[str]]:
-    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+def _chosen(folder: Path) -> dict[str, Path | bytes]:
+    names = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.is_file())
     # as a path: `*` stays within a folder
-    kept = [name for name in names if any(PurePosixPath(f"/{name}").match(f"/{one}") for one in UPLOADED)]
-    return {name: folder / name for name in kept}, [name for name in names if name not in kept]
-
-
-def _card(run: FinishedRun, folder: Path, base: Base) -> str:
-    """The card in the folder; a new one where it has none but PEFT's blank form (runs of before there were cards)."""
-    from sft_play.training.checkpoints.card import CARD, card_of, stops_of
-
-    path = folder / CARD
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    if text and "[More Information Needed]" not in text:
-        return text
-    from sft_play.finished.export.merge import card_facts
-    from sft_play.finished.load import renderer_of
-    from sft_play.training.prepare.model_spec import build_model_spec
-    from sft_play.training.prepare.tokenizer import added_rows, load_tokenizer
-
-    tokenizer = load_tokenizer(run.config).tokenizer
-    new_rows = added_rows(tokenizer, run.config)
-    spec = build_model_spec(run.config, run.plan().precision, tokenizer_size=len(tokenizer), new_rows=new_rows)
-    stop = stops_of(run.config, tokenizer, renderer_of(run, tokenizer))
-    if folder.name == MERGED:
-        dtype = str(read_json(folder / "config.json").get("dtype", ""))
-        return card_of(card_facts(run, spec, stop, dtype=dtype), base)
-    return card_of(card_facts(run, spec, stop, kind="adapter" if run.is_adapter else "model"), base)
+    return {
+        name: folder / name for name in names if any(PurePosixPath(f"/{name}").match(f"/{one}") for one in UPLOADED)
+    }
 
 
 def _refuse_leaks(run: FinishedRun, files: dict[str, Path | bytes]) -> None:

@@ -72,8 +72,8 @@ class Chart:
     is_share: bool = False
     """Whether the vertical axis goes from 0 to 1."""
     may_be_log: bool = False
-    stages: tuple[tuple[str, int], ...] = ()
-    """Name and first step of each stage, marked by a rule."""
+    starts: tuple[int, ...] = ()
+    """The first step of each stage, marked by a rule."""
     with_legend: bool = True
 
     @property
@@ -89,11 +89,7 @@ class Chart:
 
 
 def draw_charts(charts: Sequence[Chart]) -> list[str]:
-    """An SVG for each chart.
-
-    Raises:
-        NotDrawn: vl-convert is not installed, or its process failed.
-    """
+    """An SVG for each chart; raises NotDrawn where vl-convert is not installed, or its process failed."""
     if not charts:
         return []
     specs = json.dumps([_spec(chart) for chart in charts])
@@ -142,7 +138,10 @@ def _spec(chart: Chart) -> dict[str, Any]:
     x: dict[str, Any] = {"field": "step", "type": "quantitative", "title": "step"}
     x |= {"scale": {"nice": False, "zero": False}, "axis": {"format": "~s", "tickCount": 6}}
     layers = [_layer(curve, name, x, y, colour) for curve, name in zip(chart.curves, names, strict=True)]
-    layers += _stage_layers(chart, x)
+    if len(chart.starts) > 1:
+        mark = {"type": "rule", "color": GREY, "strokeDash": [2, 3]}
+        data = {"values": [{"step": first} for first in chart.starts]}
+        layers.append({"data": data, "mark": mark, "encoding": {"x": x}})
     return {
         "$schema": "https://vega.github.io/schema/vega-lite/v6.json",
         "width": 420,
@@ -160,7 +159,6 @@ def _spec(chart: Chart) -> dict[str, Any]:
             "legend": {
                 "labelColor": "currentColor", "labelFontSize": 11, "symbolType": "stroke", "symbolStrokeWidth": 3,
             },
-            "text": {"color": "currentColor"},
         },
     }  # fmt: skip
 
@@ -186,19 +184,6 @@ def _layer(curve: Curve, name: str, x: dict[str, Any], y: dict[str, Any], colour
     return {"data": {"values": values}, "mark": mark, "encoding": {"x": x, "y": y, "color": colour}}
 
 
-def _stage_layers(chart: Chart, x: dict[str, Any]) -> list[dict[str, Any]]:
-    if len(chart.stages) < 2:
-        return []
-    data = {"values": [{"step": first, "name": _plain(name)} for name, first in chart.stages]}
-    rule = {"data": data, "mark": {"type": "rule", "color": GREY, "strokeDash": [2, 3]}, "encoding": {"x": x}}
-    text = {
-        "data": data,
-        "mark": {"type": "text", "align": "left", "dx": 3, "dy": 8, "fontSize": 10, "limit": 100},
-        "encoding": {"x": x, "y": {"value": 0}, "text": {"field": "name", "type": "nominal"}},
-    }
-    return [rule, text]
-
-
 def _plain(text: str) -> str:
     """A name fit for a chart: one line, without secrets."""
     return one_line(redact(escape_control(text)), limit=60)
@@ -212,7 +197,7 @@ _SPLITS = (("eval", "validation", 1), ("test", "test", 2))
 
 def charts_of(record: Record) -> list[Chart]:
     """The curves of a run; a chart that the run cannot fill is left out."""
-    stages = tuple(record.starts) if record.has_stages else ()
+    starts = tuple(first for _, first in record.starts) if record.has_stages else ()
     curve = record.curve
     held = "memory_allocated_gib" if any(part.on_gpu for part in record.parts) else "memory_resident_gib"
     padding = curve("padding_share")
@@ -249,7 +234,7 @@ def charts_of(record: Record) -> list[Chart]:
         # a grey curve is what was predicted, and alone says nothing about the run
         filled = tuple(one for one in chart.curves if one.points)
         if any(one.colour is not None for one in filled):
-            charts.append(replace(chart, curves=filled, stages=stages))
+            charts.append(replace(chart, curves=filled, starts=starts))
     return charts
 
 

@@ -151,6 +151,7 @@ def _facts(record: Record) -> dict[str, Any]:
     facts |= {f"version of {name}": version for name, version in (manifest.get("versions") or {}).items()}
     hardware = manifest.get("hardware") or {}
     facts["machine"] = ", ".join(str(gpu.get("name")) for gpu in hardware.get("gpus") or []) or hardware.get("cpu_name")
+    facts["CPU instructions"] = (manifest.get("cpu") or {}).get("capability")
     facts["commit"] = str((manifest.get("git") or {}).get("commit") or "")[:12] or None
     return facts
 
@@ -242,28 +243,28 @@ def _training_s(record: Record) -> float | None:
     return sum(known) if known else None
 
 
+_CHARTS = (
+    ("Training loss", "loss"), ("Validation loss", "eval_loss"), ("Test loss", "test_loss"),
+    ("Validation exact match", "eval_exact_match"), ("Learning rate", "learning_rate"), ("Gradient norm", "grad_norm"),
+    ("Tokens per second", "tokens_per_s"), ("Peak memory of a rank, in GiB", "memory_peak_gib"),
+)  # fmt: skip
+"""Title of a chart, and the curve in it of every run."""
+
+
 def _charts(names: Sequence[str], records: Sequence[Record]) -> list[Chart]:
-    listed = (
-        ("Training loss", "loss", "~g", True, False),
-        ("Validation loss", "eval_loss", "~g", True, True),
-        ("Test loss", "test_loss", "~g", True, True),
-        ("Validation exact match", "eval_exact_match", ".0%", False, True),
-        ("Learning rate", "learning_rate", ".2~g", False, False),
-        ("Gradient norm", "grad_norm", "~g", True, False),
-        ("Tokens per second", "tokens_per_s", "~s", False, False),
-        ("Peak memory of a rank, in GiB", "memory_peak_gib", "~g", False, False),
-    )
     charts = []
-    for title, key, form, may_be_log, marked in listed:
-        curves = [
-            Curve(name, record.curve(key), place, marked)
+    for title, key in _CHARTS:
+        curves = (
+            Curve(name, record.curve(key), place, marked=key.startswith(("eval_", "test_")))
             for place, (name, record) in enumerate(zip(names, records, strict=True))
-        ]
+        )
         filled = tuple(curve for curve in curves if curve.points)
+        is_share, may_be_log = key == "eval_exact_match", key.endswith(("loss", "norm"))
+        form = ".0%" if is_share else ".2~g" if key == "learning_rate" else "~s" if key == "tokens_per_s" else "~g"
         if filled:
             charts.append(
                 Chart(
-                    title, filled, form, from_zero=not may_be_log, is_share=form == ".0%", may_be_log=may_be_log,
+                    title, filled, form, from_zero=not may_be_log, is_share=is_share, may_be_log=may_be_log,
                     with_legend=False,
                 )
             )  # fmt: skip

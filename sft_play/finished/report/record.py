@@ -145,11 +145,7 @@ class Record:
 
 
 def read_record(folder: RunFolder) -> Record:
-    """Everything that the folder of a run records.
-
-    Raises:
-        RunFolderError: it is not a run of this toolkit.
-    """
+    """Everything that the folder of a run records; raises RunFolderError where it is not a run of this toolkit."""
     manifest = folder.manifest()
     settings = read_json(folder.path / "resolved.json")
     # of stages those that have a folder: a run that failed in its first stage has no others

@@ -9,13 +9,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sft_play.diagnose.memory_check import prediction_of
 from sft_play.errors import SftPlayError
 from sft_play.finished.report.charts import NotDrawn, Screen, charts_of, draw_charts, plot_lines
 from sft_play.finished.report.page import AnsweredQuestion, Section, Table, page, write_page
@@ -33,7 +31,6 @@ from sft_play.finished.report.record import (
 from sft_play.finished.run import Outcome, next_line
 from sft_play.log import one_line
 from sft_play.runs.folder import RunFolder
-from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +71,8 @@ class RunReport(Outcome):
 
 
 def report(record: Record, *, path: Path | None = None, screen: Screen | None = None) -> RunReport:
-    """Write the report of a run; `screen`: how curves are drawn for the terminal, None draws none.
-
-    Raises:
-        ConfigError: the page cannot be written there.
-    """
+    """Write the report of a run; `screen`: how curves are drawn for the terminal, None draws none. Raises ConfigError
+    where the page cannot be written there."""
     charts, problem = charts_of(record), None
     try:
         svgs = draw_charts(charts)
@@ -148,91 +142,47 @@ def sections_of(record: Record, charts: Sequence[tuple[str, str]], problem: str 
 
 
 def _against_plan(record: Record) -> Section:
-    tables, notes, folded = [], [], []
+    tables = []
     for part in record.parts:
-        named = f"{part.name}: " if part.name else ""
         rows = [*_memory_rows(part), *_speed_rows(part)]
+        named = f"{part.name}: " if part.name else ""
         if rows:
             tables.append(Table((f"{named}predicted against measured", "predicted", "measured", "difference"), rows))
-        terms = _terms(part, record)
-        text = "\n".join(f"{name:<24}{shown:>12}" for name, shown in terms)
-        folded += [(f"{named}the parts of the predicted peak of a rank", text)] if terms else []
-    if tables and not record.parts[0].on_gpu:
-        notes.append("On a CPU the memory is what the process has resident beyond Python and the libraries.")
-    if tables:
-        notes.append("Speed and time are predicted for rows of full length unless the plan knew their lengths.")
-    return Section("Predicted and measured", tables=tables, notes=notes, folded=folded)
+    of_cpu = "On a CPU the memory is what the process has resident beyond Python and the libraries."
+    speeds = "Speed and time are predicted for rows of full length unless the plan knew their lengths."
+    notes = [*([] if record.parts[0].on_gpu else [of_cpu]), speeds] if tables else []
+    return Section("Predicted and measured", tables=tables, notes=notes)
 
 
-def _memory_rows(part: RunPart) -> list[tuple[str, ...]]:
+def _memory_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
     """Peaks of one rank by moment, the highest of all ranks measured."""
-    rows: list[tuple[str, ...]] = []
-    loading = part.summary.get("loading") or {}
-    if loading.get("predicted_device") is not None:
-        measured = max(loading.get("device_by_rank") or [], default=None)
-        rows.append(_memory_row("memory while loading", loading["predicted_device"], measured, part.on_gpu))
-    moments = part.summary.get("peak_bytes_by_moment") or {}
-    for moment, peak in moments.items():
-        measured = peak.get("measured_allocated") if part.on_gpu else peak.get("measured_rss")
-        rows.append(_memory_row(f"memory in {moment}", peak.get("predicted_allocated"), measured, part.on_gpu))
-    if not moments:  # of a run that has not ended the plan's figures alone: peaks by moment are in its summary
-        planned = part.plan.get("peak_bytes") or {}
-        for moment in ("load", "step", "evaluate", "generate", "save"):
-            if planned.get(moment) is not None and part.on_gpu:
-                rows.append((f"memory, {moment}", size(planned[moment]), "-", ""))
+    for moment, peak in (part.summary.get("peak_bytes_by_moment") or {}).items():
+        # on a CPU resident memory is measured, and the prediction is of tensors alone
+        predicted = peak.get("predicted_allocated") if part.on_gpu else None
+        measured = peak.get("measured_allocated" if part.on_gpu else "measured_rss")
+        yield f"memory in {moment}", size(predicted), size(measured), off_by(predicted, measured)
     kind, predicted, measured = predicted_and_measured(part)
     if predicted is not None:
         label = f"training peak, {kind}{'' if part.summary else ' so far'}"
-        rows.append((label, size(predicted), size(measured), off_by(predicted, measured)))
-    ranks = [value * GIB for key, value in part.last.items() if key.startswith("memory_peak_gib_rank_")]
-    if ranks:
-        rows.append((f"training peak of {len(ranks)} ranks, lowest to highest", "-",
-                     f"{size(min(ranks))} to {size(max(ranks))}", ""))  # fmt: skip
-    return rows
+        yield label, size(predicted), size(measured), off_by(predicted, measured)
 
 
-def _memory_row(label: str, predicted: int | None, measured: int | None, on_gpu: bool) -> tuple[str, ...]:
-    """On a CPU without the prediction, which is of tensors alone, where resident memory is measured."""
-    predicted = predicted if on_gpu else None
-    return label, size(predicted), size(measured), off_by(predicted, measured)
-
-
-def _speed_rows(part: RunPart) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    known = part.plan.get("speed_known")
+def _speed_rows(part: RunPart) -> Iterator[tuple[str, ...]]:
+    known, run = part.plan.get("speed_known"), part.plan.get("run") or {}
     predicted = part.summary.get("predicted_tokens_per_s", part.plan.get("tokens_per_s") if known else None)
     speed = part.tokens_per_s
     if speed is not None:
         shown = f"{predicted:,.0f}" if predicted else "-"
-        rows.append(("tokens/s in training", shown, f"{speed:,.0f}", off_by(predicted, speed)))
-    hours = (part.plan.get("run") or {}).get("hours")
-    seconds = hours * 3600 if isinstance(hours, (int, float)) else None
+        yield "tokens/s in training", shown, f"{speed:,.0f}", off_by(predicted, speed)
+    seconds = run["hours"] * 3600 if isinstance(run.get("hours"), (int, float)) else None
     if part.training_s is not None:
         # of a run that stopped early the plan's time, which is that of all steps, has nothing to be compared with
-        is_whole = part.steps == (part.plan.get("run") or {}).get("steps")
+        is_whole = part.steps == run.get("steps")
+        label = "time of all steps" if is_whole else f"time of {part.steps:,} steps, of all predicted"
         difference = off_by(seconds, part.training_s) if is_whole else ""
-        rows.append(("time of all steps" if is_whole else f"time of {part.steps:,} steps, of all predicted",
-                     duration(seconds), duration(part.training_s), difference))  # fmt: skip
+        yield label, duration(seconds), duration(part.training_s), difference
     if part.summary.get("wall_s"):
-        rows.append(("wall time, with loading, evaluation and saving", "-", duration(part.summary["wall_s"]), ""))
-    if part.curves.get("mfu"):
-        values = [value for _, value in part.curves["mfu"]]
-        planned = part.plan.get("mfu")
-        rows.append(("model FLOP utilisation", f"{planned:.1%}" if planned else "-",
-                     f"{sum(values) / len(values):.1%}", ""))  # fmt: skip
-    return rows
-
-
-def _terms(part: RunPart, record: Record) -> list[tuple[str, str]]:
-    prediction = prediction_of(record.folder.of_stage(part.name) if part.name else record.folder)
-    if prediction is None:
-        return []
-    rows = [(name.replace("_", " "), size(count)) for name, count in prediction.terms.items() if count]
-    word = "reserved" if prediction.on_gpu else "resident"
-    return [
-        *rows, ("= allocated", size(prediction.allocated)), (f"= {word}", size(prediction.reserved)),
-        ("+ margin", size(prediction.margin)), ("= needed", size(prediction.required)),
-    ]  # fmt: skip
+        yield "wall time, with loading, evaluation and saving", "-", duration(part.summary["wall_s"]), ""
 
 
 def samples_of(samples: Any) -> list[AnsweredQuestion]:
@@ -251,36 +201,25 @@ def samples_of(samples: Any) -> list[AnsweredQuestion]:
 
 
 def _what(record: Record) -> Iterator[tuple[str, str]]:
-    settings, manifest = record.settings, record.manifest
-    part = record.parts[-1]
+    settings, manifest, part = record.settings, record.manifest, record.parts[-1]
     plan, train = part.plan, part.settings.get("train") or settings.get("train") or {}
     model, tuning = settings.get("model") or {}, settings.get("tuning") or {}
-    lora = tuning.get("lora") or {}
     # a digest of local files, or the commit of a hub model
-    weights = ((manifest.get("data") or {}).get("weights") or {}).get("sha256")
-    yield "model", str(model.get("name", "")) + (f" (weights {str(weights)[:12]})" if weights else "")
-    params = plan.get("model_params")
-    yield "parameters", f"{params:,}" if params else ""
+    weights = str(((manifest.get("data") or {}).get("weights") or {}).get("sha256") or "")[:12]
+    yield "model", str(model.get("name", "")) + (f" (weights {weights})" if weights else "")
+    lora = tuning.get("lora") or {}
     adapter = f", r {lora.get('r')}, alpha {lora.get('alpha')}" if tuning.get("mode") in ("lora", "qlora") else ""
     yield "training", f"{settings.get('task_mode', '')}, {tuning.get('mode', '')}{adapter}"
     yield "stages", ", ".join(f"{part.name} ({part.steps:,} steps)" for part in record.parts if part.name)
     yield "precision", str((plan.get("precision") or {}).get("reason", ""))
     if plan:
         batch = f"micro {plan.get('micro_batch')} x accum {plan.get('grad_accum')}"
-        ranks = plan.get("ranks")
-        over = f" over {ranks} ranks" if ranks != 1 else ""
+        over = f" over {plan.get('ranks')} ranks" if plan.get("ranks") != 1 else ""
         yield "layout", f"{plan.get('layout')}{over}, {batch} = effective {plan.get('effective_batch')}"
         yield "rows", f"at most {plan.get('max_seq_len')} tokens"
-        checkpointing = str(plan.get("gradient_checkpointing", ""))
-        yield "checkpointing", {"True": "all layers", "False": "off"}.get(checkpointing, checkpointing)
-    rate = max((value for _, value in part.curves.get("learning_rate", ())), default=None)
-    highest = f", learning rate up to {rate:g}" if rate is not None else ""
-    yield "optimizer", f"{train.get('optim')}{highest}, {train.get('lr_scheduler_type')}" if train else ""
-    yield "seed", str(manifest.get("seed", ""))
-    yield "backend", str(manifest.get("backend", ""))
-    resumed = manifest.get("resumed") or []
-    again = f", resumed {', '.join(str(time) for time in resumed)}" if resumed else ""
-    yield "started", f"{manifest.get('started', '')}{again}"
+    yield "optimizer", f"{train.get('optim')}, {train.get('lr_scheduler_type')}" if train else ""
+    resumed = ", ".join(str(time) for time in manifest.get("resumed") or [])
+    yield "started", f"{manifest.get('started', '')}{f', resumed {resumed}' if resumed else ''}"
     yield "ended", str(manifest.get("ended", ""))
     yield "weights", str(record.summary.get("model_path") or "")
     yield "run folder", str(record.folder.path.absolute())
@@ -336,23 +275,10 @@ def _data(manifest: Mapping[str, Any]) -> Section:
 
 
 def _reproduce(record: Record) -> Section:
-    manifest = record.manifest
-    config = manifest.get("config_path")
-    if not config:
-        return Section("How to reproduce it")
-    layout, processes = manifest.get("layout"), manifest.get("processes") or 1
-    words = ["make", "train", f"CONFIG={config}"]
-    if processes > 1:
-        words = ["make", "train-distributed", f"CONFIG={config}", f"NPROC={processes}", f"STRATEGY={layout}"]
-    # without the name, which is taken by this run
-    overrides = [str(word) for word in manifest.get("overrides") or () if not str(word).startswith("output.name=")]
-    commit = (manifest.get("git") or {}).get("commit")
-    settings = f" SET={shlex.quote(shlex.join(overrides))}" if overrides else ""
-    commands = [*([f"git checkout {commit}"] if commit else []), shlex.join(words) + settings]
     path = record.folder.path / "config.yaml"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return Section(
         "How to reproduce it",
-        commands="\n".join([*commands, f"make reproduce RUN={record.folder.quoted}"]),
+        commands=f"make reproduce RUN={record.folder.quoted}" if record.manifest.get("config_path") else "",
         folded=[("config.yaml, as given", text)] if text else [],
     )
