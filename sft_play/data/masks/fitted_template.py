@@ -111,16 +111,6 @@ class FittedTemplate:
         """The conversation as the model sees it; `messages` are fitted ones. Raises RenderError."""
         return self.jinja.render(adapted(messages, parts=self.habits.parts), tools=tools, prompt=prompt)
 
-    def begins_with_prompt(self, messages: Sequence[Message], tools: Sequence[Any], **more: Any) -> bool:
-        """Whether with other variables a row begins with the prompt of its last answer."""
-        last = max((at for at, message in enumerate(messages) if message["role"] == "assistant"), default=0)
-        given = adapted(messages, parts=self.habits.parts)
-        try:
-            prompt = self.jinja.render(given[:last], tools=tools, prompt=True, **more)
-            return self.jinja.render(given, tools=tools, **more).startswith(prompt)
-        except RenderError:
-            return False
-
     def is_think(self, text: str) -> bool:
         """Whether a text has only marks of think text and white space."""
         for mark in sorted(self.habits.think, key=len, reverse=True):

@@ -90,8 +90,6 @@ class Skeleton:
     order: tuple[tuple[int, str], ...]
     turns: tuple[Turn, ...]
     stripped: tuple[int, ...] = ()
-    marks_agree: bool = False
-    """The template has `{% generation %}` marks, and they hold exactly the turns."""
 
     @property
     def added(self) -> str:

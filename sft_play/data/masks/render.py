@@ -17,9 +17,8 @@ from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
-from sft_play.data.masks.settings import PLAIN, is_by_kind, kind_of, settings_of
 from sft_play.data.masks.special_tokens import Specials, texts_of
-from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.template import PLAIN, ChatTemplate, RenderError, is_by_kind, kind_of, settings_of
 from sft_play.data.masks.token_row import (
     CHAT,
     IGNORED,
@@ -55,12 +54,6 @@ NOTE_PARTED = (
     "answer is trained behind what both have in common"
 )
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
-ROWS_HELPED = 20
-"""Rows without an exact mask for which settings that help are looked for: messages show no more of them."""
-
-SETTINGS_TRIED = 24
-"""Settings of a template that are tried on a row: Qwen's, GLM's and gpt-oss' read fewer."""
-
 
 class Renderer:
     """Renders examples with one tokenizer and the data section of a run.
@@ -91,10 +84,7 @@ class Renderer:
         self._added = frozenset(number for number, _, _ in self.parts.added)
         self._bos = self.parts.bos_id
         self._turns: dict[tuple[bool, str], Turns | TokenizerError] = {}
-        self._switched: dict[tuple[str, str, Any], Turns] = {}
         self._stops: dict[bool, tuple[str, ...]] = {}
-        self._helped = 0
-        self._fits: dict[tuple[bool, str], str] = {}
         self._by_kind = any(map(is_by_kind, self.data.chat_template_kwargs.values()))
 
     # What the template does.
@@ -134,8 +124,8 @@ class Renderer:
         except TokenizerError as error:
             raise Inexact(f"no chat template for rows {'with' if tools else 'without'} tools", str(error)) from error
 
-    def _turns_of(self, source: str, *, with_tools: bool = False, kind: str = PLAIN, **more: Any) -> Turns:
-        variables = {**dict(self.parts.special_map), **settings_of(self.data.chat_template_kwargs, kind), **more}
+    def _turns_of(self, source: str, *, with_tools: bool, kind: str) -> Turns:
+        variables = {**dict(self.parts.special_map), **settings_of(self.data.chat_template_kwargs, kind)}
         template = ChatTemplate(source, variables=variables, today=self.today)
         marked = (text for _, text, is_special in self.parts.added if is_special)
         special = dict.fromkeys((*self.parts.special, *marked))
@@ -275,7 +265,8 @@ class Renderer:
                 spans = [(start + size, end) for size, (start, end) in zip(sizes, spans, strict=True)]
             notes = fitted.notes
             if located.parted:
-                notes += (NOTE_PARTED + self._setting_that_fits(messages, example.tools, located.text),)
+                settings = self._settings(messages, example.tools)
+                notes += (f"{NOTE_PARTED} ({settings})" if settings else NOTE_PARTED,)
             # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
             answers = [*located.spans.values()] if self.data.loss_on == "all" else spans
             self._check_ends(located.text, answers, example.tools)
@@ -284,7 +275,7 @@ class Renderer:
             if error.reason == REFUSED:
                 details.append(self._ways_out(messages, example.tools))
             elif error.reason == OTHER_PROMPT:
-                details.insert(0, self._settings_that_help(messages, example.tools))
+                details.append(self._settings(messages, example.tools))
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
             example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
@@ -336,51 +327,10 @@ class Renderer:
                 return " and ".join(tried)
         return ""
 
-    def _settings_that_help(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """A setting of the template's with which a row's mask is exact, tried on it; else empty."""
-        if self._helped >= ROWS_HELPED:
-            return ""
-        self._helped += 1
-        setting = self._fitting_setting(messages, tools)
-        return f"{setting} makes it exact" if setting else ""
-
-    def _setting_that_fits(self, messages: Sequence[Message], tools: Sequence[Any], text: str) -> str:
-        """For a note: the setting with which the prompts of rows of this kind fit, tried on the first; else empty."""
-        kind = kind_of(messages)
-        key = (bool(tools), kind)
-        if key not in self._fits:
-            setting = self._fitting_setting(messages, tools, text=text if kind == PLAIN else None)
-            self._fits[key] = f" ({setting} makes the prompts of such rows fit)" if setting else ""
-        return self._fits[key]
-
-    def _fitting_setting(self, messages: Sequence[Message], tools: Sequence[Any], *, text: str | None = None) -> str:
-        """The first setting with which all turns begin where their prompts end, for rows of this kind alone: others may
-        need another one. With `text` the row must stay as it is: a plain answer is not to be trained as a thinking one.
-        """
-        usual = self._turns_for(messages, tools)
-        jinja, kind = usual.template.jinja, kind_of(messages)
-        try:
-            messages = usual.template.fitted(messages, tools).messages
-        except Inexact:
-            return ""
-        given = settings_of(self.data.chat_template_kwargs, kind)
-        for name, value in jinja.settings[:SETTINGS_TRIED]:
-            if name in given and given[name] == value:
-                continue
-            if not usual.template.begins_with_prompt(messages, tools, **{name: value}):
-                continue
-            key = (f"{kind}: {jinja.source}", name, value)
-            with contextlib.suppress(Inexact, TokenizerError):
-                if key not in self._switched:
-                    more = {name: value}
-                    self._switched[key] = self._turns_of(jinja.source, with_tools=usual.with_tools, kind=kind, **more)
-                turns = self._switched[key]
-                located = turns.locate(turns.template.fitted(messages, tools).messages, tools)
-                _, untrained, _ = self._trained_spans(located, messages)
-                if not untrained and not located.parted and (text is None or located.text == text):
-                    shown = str(value).lower() if isinstance(value, bool) else value
-                    return f"data.chat_template_kwargs={{{name}: {{{kind}: {shown}}}}}"
-        return ""
+    def _settings(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The variables of the template that may make prompts fit, in words; empty where it reads none."""
+        names = self._turns_for(messages, tools).template.jinja.settings
+        return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
     def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
         """Whether the template renders these messages, merged or with the system prompt moved as options would."""

@@ -28,7 +28,7 @@ from sft_play.data.masks.marked_copy import (
     with_first_sentinels,
     with_other_sentinels,
 )
-from sft_play.data.masks.message_forms import Kind, adapted, mapped
+from sft_play.data.masks.message_forms import Kind, mapped
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
 from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference, shared_beginning
@@ -82,20 +82,7 @@ class Skeletons:
             for index, message in enumerate(messages)
             if message["role"] == "assistant"
         )
-        agree = self._template.jinja.has_generation and self._marks_agree(places, turns, copy, tools)
-        return Skeleton(tuple(gaps), tuple(order), turns, stripped, agree), pieces
-
-    def _marks_agree(
-        self, places: MarkedText, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
-    ) -> bool:
-        """Whether `{% generation %}` marks begin where the turns begin and end with them, white space aside."""
-        text, marks = self._template.jinja.render_marked(adapted(copy, parts=self._template.habits.parts), tools=tools)
-        exact = [(turn.start, turn.end) for turn in turns if turn.start is not None and turn.end is not None]
-        spans = [(places.position(start), places.position(end)) for start, end in exact]
-        return len(marks) == len(spans) == len(turns) and all(
-            mark[0] == span[0] and mark[1] >= span[1] and not text[span[1] : mark[1]].strip()
-            for mark, span in zip(marks, spans, strict=True)
-        )
+        return Skeleton(tuple(gaps), tuple(order), turns, stripped), pieces
 
     def marked_copy(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
         """The row with sentinels around its pieces, and the pieces by number."""

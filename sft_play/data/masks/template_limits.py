@@ -19,8 +19,6 @@ import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 
-from sft_play.data.masks.token_row import Span
-
 MAX_STEPS = 2_000_000
 """Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
 MAX_CHARS = 64 * 2**20
@@ -82,24 +80,15 @@ _METHODS_OF_DICT = frozenset(dir(dict))
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: the text between them, whose place is noted."""
+    """`{% generation %}…{% endgeneration %}`, with which templates mark answers: the text between them."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
 
-    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
-        """A block whose rendered text goes through `_note`."""
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        """What stands between the marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Callable[[], str]) -> str:
-        text = str(caller())
-        environment = self.environment
-        assert isinstance(environment, LimitedEnvironment)
-        if environment.pieces is not None:
-            start = sum(map(len, environment.pieces))
-            environment.marked.append((start, start + len(text)))
-        return text
+        return [nodes.Scope(body).set_lineno(line)]  # transformers' marks are a block: what is set there ends there
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -110,8 +99,6 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, today: date) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.budget = RenderBudget()
-        self.pieces: list[str] | None = None
-        self.marked: list[Span] = []
         self.finalize = flat  # every value that `{{ }}` writes passes through it
         self.concat = _joined  # type: ignore[method-assign]  # puts together what blocks and macros write
         self.filters["tojson"] = _tojson
