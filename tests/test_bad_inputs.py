@@ -27,9 +27,9 @@ def run(tmp_path, origin: str, name: str, *settings: str) -> ProcessReport:
 
 WHOLE_FILES = {
     "02_trailing_comma.json": ["02_trailing_comma.json:8: remove the comma before `]`"],
-    "05_utf16.jsonl": ["is UTF-16, not UTF-8", "iconv -f utf-16 -t utf-8"],
-    "06_latin1_bytes.jsonl": [":3: byte 0xF9 at column 45 is not UTF-8 (looks like Latin-1)", "iconv -f latin1"],
-    "07_gbk.jsonl": [":3: byte 0xC4 at column 44 is not UTF-8 (looks like GBK)", "iconv -f gb18030 -t utf-8"],
+    "05_utf16.jsonl": ["is UTF-16, not UTF-8", "data.encoding=utf-16"],
+    "06_latin1_bytes.jsonl": [":3: byte 0xF9 at column 45 is not UTF-8 (looks like latin1)", "data.encoding=latin1"],
+    "07_gbk.jsonl": [":3: byte 0xC4 at column 44 is not UTF-8 (looks like gb18030)", "data.encoding=gb18030"],
     "08_empty_file.jsonl": ["08_empty_file.jsonl has no rows"],
 }
 

@@ -11,19 +11,16 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.formats import columns_hint, recognise
 from sft_play.data.sources.raw import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
     BadRow,
     LongLine,
-    NotUtf8,
     RawRow,
-    guess_encoding,
     head,
     line_blocks,
     not_utf8,
@@ -102,10 +99,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
-    start = head(path).decode("utf-8", "ignore")
-    given = re.split(r"[\r\n]", start.lstrip("\ufeff"), maxsplit=1)[0].strip()
-    said = _EXCEL.fullmatch(given)
-    delimiter = said[1] if said else find_delimiter(start)
+    delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
@@ -123,8 +117,6 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
-        if names is None and line == 1 and _EXCEL.fullmatch(given):
-            continue
         if names is None:
             names = _header(fields, path, line)
         elif len(fields) != len(names):
@@ -135,10 +127,6 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             yield RawRow(f"{name}:{line}", data)
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
-
-
-_EXCEL = re.compile(r"\"?sep=(.)\"?", re.IGNORECASE)
-"""The first line with which Excel says what stands between fields."""
 
 
 def _header(fields: list[str], path: Path, line: int) -> list[str]:
@@ -157,18 +145,6 @@ def _never_closed(where: str) -> DataError:
         f"{where}: a quote opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
         "MiB, the most that is read"
     )
-
-
-def _not_utf8(path: Path, offset: int) -> DataError:
-    """The error of a byte, with what the columns will need once the table is converted: both are said at once."""
-    start, error = head(path), not_utf8(path, offset)
-    with suppress(UnicodeDecodeError, LookupError, csv.Error):
-        text = start[: start.rfind(b"\n") + 1].decode(guess_encoding(start)[0])
-        names = next(csv.reader(text.splitlines(), delimiter=find_delimiter(text)), [])
-        if recognise(names) is None:
-            words = f"{error}. Its columns are {', '.join(names)}. {columns_hint(names)}"
-            return NotUtf8(words, error.encoding)
-    return error
 
 
 class _TextLines:
@@ -202,7 +178,7 @@ class _TextLines:
             try:
                 text = block.decode("utf-8")
             except UnicodeDecodeError as error:
-                raise _not_utf8(path, at + error.start) from None
+                raise not_utf8(path, at + error.start) from None
             if self._ends_with_cr:
                 text = text.replace("\r", "\n")
             lines = text.split("\n")  # not splitlines(): U+2028 and others inside fields end no row
