@@ -22,7 +22,7 @@ def run(tmp_path, origin: str, name: str, *settings: str) -> ProcessReport:
         name="run.yaml",
         overrides=settings,
     )
-    return process(config, token_counter=lambda texts: [len(text) for text in texts])
+    return process(config)
 
 
 WHOLE_FILES = {
@@ -135,7 +135,7 @@ def test_the_same_row_in_train_and_val_is_counted(origin, tmp_path):
     config = config_from_text(
         f"model: {{name: x/y}}\ndata: {{process: {{raw_path: {raw}, out_dir: {tmp_path}/out}}}}", name="run.yaml"
     )
-    assert process(config, token_counter=lambda texts: [1] * len(texts)).leaks.count == 3
+    assert process(config).leaks.count == 3
 
 
 def test_every_broken_file_of_rows_is_tried(origin):

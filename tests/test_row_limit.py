@@ -25,7 +25,6 @@ from sft_play.data.build.size import rough_size
 from sft_play.data.build.survey import row_outcomes
 from sft_play.data.build.workers import BATCH_CHARS
 from sft_play.data.process import process
-from sft_play.data.process_report import RowLengths, SplitReport
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text
@@ -208,7 +207,7 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
         name="run.yaml",
         overrides=("data.process.val_fraction=0", "data.process.test_fraction=0"),
     )
-    report = process(config, token_counter=lambda texts: [len(text) // 4 for text in texts])
+    report = process(config)
     assert report.rows_kept == len(rows)
     assert report.notes[NOTE_PIECE].count == len(rows)
     written = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
@@ -253,24 +252,6 @@ def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypa
 
 
 # What is counted and rendered together.
-
-
-def test_lengths_are_counted_a_few_characters_at_a_time():
-    asked: list[int] = []
-
-    def count(texts: list[str]) -> list[int]:
-        asked.append(sum(map(len, texts)))
-        return [len(text.split()) for text in texts]
-
-    counts = SplitReport()
-    lengths = RowLengths(count, max_seq_len=1_000)
-    sizes = [3, 400_000, 10, 100_000, 5]
-    for number, words in enumerate(sizes):
-        lengths.add(Text("f", "word " * words), bytes([number] * 32), counts)
-    lengths.flush()
-    assert max(asked) < MIB
-    assert counts.tokens == sum(sizes)
-    assert counts.longest == 400_000
 
 
 def test_rows_are_rendered_a_few_characters_at_a_time():
@@ -329,7 +310,7 @@ def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
 def made(path: Path, folder: Path, *words: str) -> Any:
     text = f"model: {{name: x}}\ndata: {{process: {{raw_path: {path}, out_dir: {folder}}}}}\n"
     config = config_from_text(text, name="run.yaml", overrides=words)
-    return process(config, token_counter=lambda texts: [1 for _ in texts])
+    return process(config)
 
 
 def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):

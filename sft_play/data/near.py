@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.process_report import text_of
+from sft_play.data.process_report import said_in
 from sft_play.data.sources.files import data_files, find_source, read_part
 from sft_play.data.sources.formats import Example, Text, recognise, to_example
 from sft_play.data.sources.raw import BadRow, RawRow
@@ -159,7 +159,7 @@ def whole_text(example: Example) -> str:
     """All of a row but system prompts and tools, which many rows share."""
     if isinstance(example, Text):
         return example.text
-    return text_of(turn for turn in example.messages if turn.get("role") not in ("system", "developer"))
+    return said_in(turn for turn in example.messages if turn.get("role") not in ("system", "developer"))
 
 
 def long_questions(example: Example) -> list[str]:

@@ -55,6 +55,7 @@ NOTE_PARTED = (
 )
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
 
+
 class Renderer:
     """Renders examples with one tokenizer and the data section of a run.
 
