@@ -33,7 +33,7 @@ from sft_play.data.sources.messages import (
     with_roles,
     without_given,
 )
-from sft_play.data.sources.other_kinds import TELLTALES, likely_kind, refuse_other_kind
+from sft_play.data.sources.other_kinds import TELLTALES, refuse_other_kind
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -491,8 +491,8 @@ def unknown_format(row: RawRow) -> DataError:
     ]
     known = "; ".join(" + ".join(shape.needs) for shape in leading)
     return DataError(
-        f"{row.where}: columns found: {_columns(row)}. {likely_kind(row.data)}Expected one of: {known} (docs/data.md "
-        f"has the others). {columns_hint(row.data)}{_advice_if_wrapped(row)}"
+        f"{row.where}: columns found: {_columns(row)}. Expected one of: {known} (docs/data.md has the others, and what "
+        f"is no supervised example). {columns_hint(row.data)}{_advice_if_wrapped(row)}"
     )
 
 
