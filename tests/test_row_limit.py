@@ -22,8 +22,9 @@ from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
 from sft_play.data.build import survey
 from sft_play.data.build.size import rough_size
-from sft_play.data.build.survey import row_outcomes
+from sft_play.data.build.survey import RowMaker, in_batches
 from sft_play.data.build.workers import BATCH_CHARS
+from sft_play.data.masks.render import Renderer
 from sft_play.data.process import process
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
@@ -255,17 +256,10 @@ def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypa
 
 
 def test_rows_are_rendered_a_few_characters_at_a_time():
-    batches: list[int] = []
-
-    class Maker:
-        def of(self, examples: Any, *, document: bool) -> list[Any]:
-            batches.append(sum(len(example.text) for _, example in examples))
-            return [number for number, _ in examples]
-
-    texts = (Text("f", "x" * 300_000) for _ in range(50))
-    made = list(row_outcomes(enumerate(texts, start=1), Maker()))  # type: ignore[arg-type]
-    assert made == list(range(1, 51))
-    assert max(batches) <= BATCH_CHARS
+    texts = [(number, Text("f", "x" * 300_000)) for number in range(1, 51)]
+    batches = list(in_batches(texts))
+    assert [row for batch in batches for row in batch] == texts
+    assert max(sum(len(text.text) for _, text in batch) for batch in batches) <= BATCH_CHARS
 
 
 def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
@@ -277,17 +271,15 @@ def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
     assert trimmed == [0, 0]
 
 
-def test_every_batch_of_long_texts_gives_memory_back(monkeypatch):
+def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
+    from transformers import AutoTokenizer
+
     told: list[int] = []
     monkeypatch.setattr(survey, "give_back", told.append)
-
-    class Maker:
-        def of(self, examples: Any, *, document: bool) -> list[Any]:
-            return [number for number, _ in examples]
-
+    maker = RowMaker(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
     sizes = [10, 900_000, 800_000, 20]
-    made = list(row_outcomes(enumerate((Text("f", "x" * size) for size in sizes), start=1), Maker()))  # type: ignore[arg-type]
-    assert made == [1, 2, 3, 4]
+    made: list[Any] = list(maker.outcomes(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
+    assert [one.number for one in made] == [1, 2, 3, 4]
     assert told == [900_000, 800_000]
 
 

@@ -13,7 +13,7 @@ from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
-from sft_play.data.build.survey import RowMaker, row_outcomes
+from sft_play.data.build.survey import RowMaker
 from sft_play.data.sources.examples import ExampleReader, look_at
 from sft_play.data.sources.files import AnySource, data_paths, split_of
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
@@ -145,7 +145,7 @@ def render_file(
     stats = RowStats(str(source))
     text_wanted = maker.task_mode == "cpt" or split == "text"
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-    for outcome in row_outcomes(reader.numbered(), maker, document=split == "text"):
+    for outcome in maker.outcomes(reader.numbered(), document=split == "text"):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
         elif outcome.whole is None:

@@ -283,7 +283,8 @@ def shown_rows(number: int, raw_row: Raw, reader: ExampleReader, maker: RowMaker
     as_read = raw_text(raw.data) if isinstance(raw, RawRow) else ""
     if isinstance(example, BadRow):
         return [Shown(number, example.where, reason=_why(example), raw=as_read)]
-    return [_shown_outcome(outcome, names, maker.max_seq_len, as_read) for outcome in maker.of([(number, example)])]
+    outcomes = maker.outcomes([(number, example)])
+    return [_shown_outcome(one, names, maker.max_seq_len, as_read) for one in outcomes if isinstance(one, RowOutcome)]
 
 
 def _shown_outcome(outcome: RowOutcome, names: TokenBytes, limit: int, as_read: str) -> Shown:

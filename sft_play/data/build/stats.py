@@ -281,6 +281,12 @@ class RowStats:
             self.first_special = self.first_special or whole.where
             self.special_documents += whole.method == "document"
 
+    def count_document(self, whole: TokenRow) -> None:
+        """Count a document, which is joined with others and cut into blocks."""
+        self.special_rows += whole.special_in_text > 0
+        self.kept += 1
+        self.tokens += len(whole.input_ids)
+
     def count_kept(self, row: TokenRow) -> None:
         """Count the tokens of a row within max_seq_len."""
         trained = row.trained

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from typing import Any
@@ -215,23 +215,28 @@ class Renderer:
     def encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
         """The second step, the tokenizer's alone: it can run in a thread beside the other two.
 
-        Each is an `Encoding`, or `Masked` where every word of the text is known.
+        For each draft an `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts
+        with hidden special tokens, which need another copy of the tokenizer (`_tokenised`).
         """
-        # texts with hidden special tokens need another copy of the tokenizer, one by one (`_tokenised`)
-        plain = [draft for draft in drafts if isinstance(draft, TokenRow) and self._is_plain(draft)]
-        by_words = [self.encoder.masked(draft.text, draft.spans) for draft in plain]
-        others = [draft.text for draft, masked in zip(plain, by_words, strict=True) if masked is None]
-        encodings = iter(self._backend.encode_batch(others, add_special_tokens=False))
-        return [next(encodings) if masked is None else masked for masked in by_words]
+        made: list[Any] = [None] * len(drafts)
+        for source, has_marks in ((CHAT, False), (TEXT, True)):
+            asked: dict[int, str] = {}
+            for at, draft in enumerate(drafts):
+                if isinstance(draft, TokenRow) and draft.source == source and not self._hides(draft.special_in_text):
+                    made[at] = self.encoder.masked(draft.text, draft.spans) if source == CHAT else None
+                    if made[at] is None:
+                        asked[at] = draft.text
+            encodings = self._backend.encode_batch(list(asked.values()), add_special_tokens=has_marks)
+            for at, encoding in zip(asked, encodings, strict=True):
+                made[at] = encoding
+        return made
 
     def tokenised(self, drafts: Sequence[TokenRow | BadRow], encodings: Sequence[Any]) -> list[TokenRow | BadRow]:
         """The third step: drafts with their encodings as tokens and labels."""
-        waiting = iter(encodings)
-        return [draft if isinstance(draft, BadRow) else self._tokenised(draft, waiting) for draft in drafts]
-
-    def _is_plain(self, draft: TokenRow) -> bool:
-        """Whether the tokenizer takes its text as it is, in one batch with others."""
-        return draft.source == CHAT and not self._hides(draft.special_in_text)
+        return [
+            draft if isinstance(draft, BadRow) else self._tokenised(draft, encoding)
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
 
     def _hides(self, special: int) -> bool:
         """Whether so many special tokens in texts are hidden while the template runs, and tokenised as plain text."""
@@ -379,16 +384,16 @@ class Renderer:
             details.append(f"data.on_inexact_mask=train would train {shown}")
         raise Inexact(turn.reason, "; ".join(details))
 
-    def _tokenised(self, draft: TokenRow, encodings: Iterator[Any]) -> TokenRow | BadRow:
+    def _tokenised(self, draft: TokenRow, encoding: Any) -> TokenRow | BadRow:
         if draft.source == TEXT:
-            (ids,) = self.documents([draft.text])
-            draft.input_ids, draft.labels = ids, list(ids)
+            ids = list((self.specials.plain.encode(draft.text) if encoding is None else encoding).ids)
+            end = self.parts.end_of_text
+            # some tokenizers put it there themselves, by their post-processor
+            draft.input_ids = ids if end is None or (ids and ids[-1] == end) else [*ids, end]
+            draft.labels = list(draft.input_ids)
             return draft
-        is_plain = self._is_plain(draft)
-        encoded, spans = draft.text, draft.spans
-        if is_plain:
-            encoding = next(encodings)  # one for each plain draft, in their order
-        else:
+        is_plain, encoded, spans = encoding is not None, draft.text, draft.spans
+        if not is_plain:
             encoding, spans, encoded, draft.text, draft.spans = self.specials.encode(encoded, spans)
         masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
         draft.merged = masked.inside
@@ -426,16 +431,8 @@ class Renderer:
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of documents with what the tokenizer puts around a text, each ended by the end-of-text token."""
-        hides = [self._hides(self.specials.count(text)) for text in texts]
-        plain = [text for text, hide in zip(texts, hides, strict=True) if not hide]
-        encodings = iter(self._backend.encode_batch(plain))
-        end = self.parts.end_of_text
-        documents = []
-        for text, hide in zip(texts, hides, strict=True):
-            ids = list((self.specials.plain.encode(text) if hide else next(encodings)).ids)
-            # some tokenizers put it there themselves, by their post-processor
-            documents.append(ids if end is None or (ids and ids[-1] == end) else [*ids, end])
-        return documents
+        rows = self.render_all([Text("", text) for text in texts])
+        return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
 
     def encoded(self, text: str) -> Any:
         """The tokenizer's own encoding of a rendered text, with offsets."""
