@@ -13,16 +13,17 @@ from sft_play.config.load import LoadedConfig, load_config
 from sft_play.data.preview import (
     TERMINAL_PIECES,
     Shown,
+    TokenBytes,
     plain_lines,
     row_numbered,
     rows_spread,
     shown_rows,
     terminal_text,
+    visible,
 )
 from sft_play.data.preview_page import PAGE_PIECES, html_page
 from sft_play.data.sources.examples import ExampleReader
 from sft_play.data.sources.files import data_paths
-from sft_play.data.token_pieces import TokenBytes, visible
 from sft_play.data.written import OutputFolder
 from sft_play.diagnose.row_tools import first_stage, prepare_hub, refuse_source, tools_of
 

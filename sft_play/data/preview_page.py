@@ -8,8 +8,7 @@ import html
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from sft_play.data.preview import Gap, Shown
-from sft_play.data.token_pieces import NEWLINE, SPACE, TAB, Kind, TokenPiece, signs, visible
+from sft_play.data.preview import NEWLINE, SPACE, TAB, Gap, Kind, Shown, TokenPiece, signs, visible
 
 PAGE_PIECES = 20_000
 """Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count."""

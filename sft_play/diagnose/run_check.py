@@ -17,9 +17,8 @@ from sft_play.config.schema import DataConfig, RunConfig
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker, survey_rows
-from sft_play.data.preview import Shown, example_line
+from sft_play.data.preview import Shown, TokenBytes, example_line, token_pieces
 from sft_play.data.sources.files import AnySource, data_paths, find_source, split_of
-from sft_play.data.token_pieces import TokenBytes, token_pieces
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
 from sft_play.diagnose.pages import CheckReport

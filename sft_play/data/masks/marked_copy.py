@@ -10,9 +10,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from sft_play.data.masks.message_forms import Kind
 from sft_play.data.masks.token_row import Span
+
+Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
+"""`argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text."""
 
 # Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
 SALT = "zQ9x"

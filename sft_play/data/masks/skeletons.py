@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.fitted_template import ANSWER, NEXT_QUESTION, FittedTemplate
+from sft_play.data.masks.fitted_template import ANSWER, NEXT_QUESTION, FittedTemplate, mapped
 from sft_play.data.masks.marked_copy import (
     NOWHERE,
     OTHER_SALT,
     SALT,
     SENTINEL_CHARS,
+    Kind,
     MarkedPiece,
     MarkedText,
     Place,
@@ -28,7 +29,6 @@ from sft_play.data.masks.marked_copy import (
     with_first_sentinels,
     with_other_sentinels,
 )
-from sft_play.data.masks.message_forms import Kind, mapped
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
 from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference, shared_beginning

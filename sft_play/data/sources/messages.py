@@ -18,25 +18,11 @@ from sft_play.spelling import nearest
 Message = dict[str, Any]
 
 ROLES: dict[str, str] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "chatgpt": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "chatbot", "chatgpt", "ai", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
 """What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, which
 only a name beside it (OpenAI's form of a result) decides."""
@@ -58,17 +44,11 @@ _ASSISTANT_KEYS = ("assistant", "gpt", "bot", "chatbot", "model", "output", "ans
 
 
 class Unusable(ValueError):
-    """A row that cannot be used; the first argument is the reason that rows are counted by, the second the detail."""
+    """A row that cannot be used: the reason that rows are counted by; where in the row, and what was found."""
 
-    @property
-    def reason(self) -> str:
-        """What rows are counted by."""
-        return str(self.args[0])
-
-    @property
-    def detail(self) -> str:
-        """Where in the row, and what was found."""
-        return str(self.args[1]) if len(self.args) > 1 else ""
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 def shown(value: Any) -> str:
@@ -79,18 +59,12 @@ def shown(value: Any) -> str:
         return kind(value)
 
 
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+
+
 def kind(value: Any) -> str:
     """What a value is, in words."""
-    names: dict[type, str] = {
-        type(None): "null",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), type(value).__name__)
+    return "an object" if isinstance(value, dict) else _KINDS.get(type(value), type(value).__name__)
 
 
 def unpacked(value: Any, opening: str) -> Any:
