@@ -545,9 +545,9 @@ class TestHub:
     @pytest.mark.parametrize(
         ("error", "message"),
         [
-            (ConnectionError("no route"), "no connection to the hub"),
-            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), r"write hub:owner/name:CONFIG"),
-            (RuntimeError("Dataset scripts are no longer supported"), "needs a loading script"),
+            (ConnectionError("no route"), "no route; or fetch its files (hf download owner/name"),
+            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), "'b']; or fetch its files"),
+            (RuntimeError("Dataset scripts are no longer supported"), "no longer supported; or fetch its files"),
             (RuntimeError("this dataset is gated"), "hf auth login"),
         ],
     )
@@ -561,7 +561,7 @@ class TestHub:
             raise ConnectionError("reset")
 
         hub({"train": broken()})
-        assert "no connection to the hub (reset)" in refusal("hub:owner/name")
+        assert "hub:owner/name cannot be read: reset; or fetch its files" in refusal("hub:owner/name")
 
     def test_offline_is_said_with_the_command_that_fetches(self, monkeypatch):
         import datasets

@@ -471,15 +471,9 @@ def _hub_advice(ident: str, error: Exception) -> str:
         )
     if "gated" in text.lower() or "GatedRepoError" in kinds:
         return f"it is gated: accept its terms on https://huggingface.co/datasets/{ident}, then hf auth login"
-    if "onfig name is missing" in text or "BuilderConfig" in text:
-        return f"{text}; write hub:{ident}:CONFIG"
-    if "scripts are no longer supported" in text:
-        return f"it needs a loading script, which is not run; fetch its files instead ({fetch})"
     if kinds & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
         return "there is no data set of that name, or it is private; check the spelling, or log in: hf auth login"
-    if isinstance(error, (ConnectionError, TimeoutError)) or any("Connect" in kind for kind in kinds):
-        return f"no connection to the hub ({text}); fetch it where there is a network ({fetch}) and name the folder"
-    return text
+    return f"{text}; or fetch its files ({fetch}) and name the folder"
 
 
 def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
