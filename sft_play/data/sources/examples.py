@@ -85,10 +85,6 @@ LOOKED_AT_ROWS = 100
 _SHOWN = 3
 
 
-class _Enough(Exception):
-    """LOOKED_AT_ROWS were read, and the format is not known yet: nearly all of them are bad."""
-
-
 def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
     """Look at the first rows of every source. Folders saved by `datasets` and the hub need a library, and are left out.
 
@@ -106,25 +102,16 @@ def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
 
 
 def _look(part: Part, data: DataConfig, *, named: str) -> None:
-    read: list[RawRow | BadRow] = []
-
-    def first_rows() -> Iterator[RawRow | BadRow]:
-        for row in read_part(part):
-            if len(read) == LOOKED_AT_ROWS:
-                raise _Enough
-            read.append(row)
-            yield row
-
-    among = ""
-    try:
-        first_format(first_rows(), data)
-    except _Enough:
-        among = "the first "
+    rows = read_part(part)
+    # the format is that of the first row that has one: more are read only where all of these are bad
+    read, shape = first_format(itertools.islice(rows, LOOKED_AT_ROWS), data)
     bad = [row for row in read if isinstance(row, BadRow)]
-    if len(bad) < len(read) or not bad or data.on_bad_row != "fail":
+    if shape is not None or not bad or data.on_bad_row != "fail":
         return
-    reasons = Counter(row.reason for row in bad)
-    lines = bad_row_lines(f"{among}{len(bad):,} rows of {named}={one_line(part.name)}", reasons, bad[:_SHOWN])
+    among = "" if next(rows, None) is None else "the first "
+    lines = bad_row_lines(
+        f"{among}{len(bad):,} rows of {named}={one_line(part.name)}", Counter(row.reason for row in bad), bad[:_SHOWN]
+    )
     raise DataError("\n".join([*lines, FIX_OR_SKIP]))
 
 
