@@ -20,7 +20,7 @@ from sft_play.data.build.stats import RowStats, rows_text
 from sft_play.data.near import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
 from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
 from sft_play.data.sources.examples import example_of, rows_of
-from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, split_names, walk
+from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, walk
 from sft_play.data.sources.formats import (
     Example,
     Text,
@@ -35,7 +35,7 @@ from sft_play.data.sources.formats import (
 )
 from sft_play.data.sources.messages import as_given, roles_said
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large
-from sft_play.data.sources.tables import split_of_name
+from sft_play.data.sources.tables import split_names, split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -186,7 +186,7 @@ class _Process:
             self._report.skipped_files += [one_line(str(item)) for item in walk(root) if str(item) not in taken]
         named: list[tuple[Part, str | None]] = []
         for part in parts:
-            names = split_names(part)
+            names = split_names(part.name, on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
             named += self._splits_of_set(part, names) if names else [(part, _named_split(part, root))]
         return named
 

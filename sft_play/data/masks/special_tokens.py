@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 
 from sft_play.data.masks.token_row import Inexact, Span
 from sft_play.data.masks.tokenizer import Splitting, TokenizerParts
-from sft_play.data.sources.messages import Message, with_texts
+from sft_play.data.sources.messages import Message, texts_in, with_texts
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -117,7 +116,7 @@ class Specials:
             model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_spelled_by(merge))]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
-        renamed = _rename_strings(state.get("post_processor"), names)
+        renamed = _renametexts_in(state.get("post_processor"), names)
         state["post_processor"], state["padding"], state["truncation"] = renamed, None, None
         copy = Tokenizer.from_str(json.dumps(state))
         wrong = [token for token, name in names.items() if copy.token_to_id(name) != self._ids[token]]
@@ -143,22 +142,13 @@ def texts_of(messages: Sequence[Message]) -> Iterable[str]:
             continue
         for key, value in message.items():
             if key not in _NO_TEXT_KEYS:
-                yield from _strings(value)
+                yield from texts_in(value)
         for call in message.get("tool_calls") or ():
             yield call["function"]["name"]
-            yield from _strings(call["function"]["arguments"])
+            yield from texts_in(call["function"]["arguments"])
 
 
 _NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}
-
-
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from itertools.chain.from_iterable(map(_strings, value.values()))
-    elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_strings, value))
 
 
 class _Spliced:
@@ -195,9 +185,9 @@ class _Spliced:
         return position + shift
 
 
-def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
+def _renametexts_in(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, dict):
-        return {names.get(key, key): _rename_strings(item, names) for key, item in value.items()}
-    return [_rename_strings(item, names) for item in value] if isinstance(value, list) else value
+        return {names.get(key, key): _renametexts_in(item, names) for key, item in value.items()}
+    return [_renametexts_in(item, names) for item in value] if isinstance(value, list) else value

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sized
 from datetime import date, datetime
 from datetime import time as clock
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -103,12 +104,12 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.concat = _joined  # type: ignore[method-assign]  # puts together what blocks and macros write
         self.filters["tojson"] = _tojson
         for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
-            self.filters[name] = _narrow(name, self.filters[name])
+            self.filters[name] = _after(partial(_check_filter, name), self.filters[name])
         for name in self.filters.keys() - _OF_LISTS:
-            self.filters[name] = self._counted(_of_flat(self.filters[name]))
+            self.filters[name] = self._counted(_after(_check_flat, self.filters[name]))
         tests: Any = self.tests
         for name in _COMPARING_TESTS:
-            tests[name] = _of_flat(tests[name])
+            tests[name] = _after(_check_flat, tests[name])
         for name, check in (("join", _check_join), ("replace", _check_replace)):
             self.filters[name] = _checked(self.filters[name], check)
         self.filters["bounded"] = self._bounded
@@ -244,14 +245,19 @@ def _count(value: Any) -> int:
     return counted
 
 
-def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _check_flat(*values: Any, **_: Any) -> None:
+    for value in values:
+        _count(value)
 
-    def written(*args: Any, **kwargs: Any) -> Any:
-        for value in args:
-            flat(value)
+
+def _after(check: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or test that is called after a check of what it is given."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
         return plain(*args, **kwargs)
 
-    return _passing_as(plain, written)
+    return _passing_as(plain, checked)
 
 
 def _passing_as(plain: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -295,8 +301,7 @@ def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: 
         _check_join(*args, owner)
     elif name in ("format", "format_map"):
         _check_format(str(owner), r"(\d+)")
-        for value in given:
-            flat(value)
+        _check_flat(*given)
     elif name == "translate" and args and isinstance(args[0], dict):
         _check_chars(len(owner) * max((len(str(text)) for text in args[0].values()), default=0))
     elif name == "expandtabs":
@@ -310,25 +315,20 @@ def _check_widths(values: Any) -> None:
             raise TooMuch(f"a text padded or repeated by more than {MAX_WIDTH:,}")
 
 
-def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that pads, wraps or fills a text no further than a text may be long."""
-
-    def narrowed(*args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, (int, str))]
-        _check_widths(given)
-        text = str(given[0]) if given else ""
-        if name == "format":
-            _check_format(text, _PERCENT_WIDTH)
-        # how often the padding or separator may be written
-        places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
-        sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
-        if name == "wordwrap":
-            _check_chars(WRAPPING * len(text))
-        if name in ("wordwrap", "format", "indent"):
-            _check_chars(places * max(sizes, default=0))
-        return plain(*args, **kwargs)
-
-    return _passing_as(plain, narrowed)
+def _check_filter(name: str, *args: Any, **kwargs: Any) -> None:
+    """Raise TooMuch where a filter would pad, wrap or fill a text further than a text may be long."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, (int, str))]
+    _check_widths(given)
+    text = str(given[0]) if given else ""
+    if name == "format":
+        _check_format(text, _PERCENT_WIDTH)
+    # how often the padding or separator may be written
+    places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
+    sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
+    if name == "wordwrap":
+        _check_chars(WRAPPING * len(text))
+    if name in ("wordwrap", "format", "indent"):
+        _check_chars(places * max(sizes, default=0))
 
 
 def _checked(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:

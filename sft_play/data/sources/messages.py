@@ -86,6 +86,15 @@ def with_texts(value: Any, change: Callable[[str], str], *, but: Collection[str]
     return [with_texts(item, change, but=but) for item in value] if isinstance(value, list) else value
 
 
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text of a value of JSON, keys of objects aside."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(part)
+
+
 def turns_of(value: Any, key: str) -> list[Message]:
     """The messages of a list of turns.
 

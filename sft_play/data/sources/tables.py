@@ -19,11 +19,9 @@ from sft_play.data.sources.raw import (
     BLOCK_BYTES,
     MAX_ROW_BYTES,
     BadRow,
-    LongLine,
     RawRow,
     head,
-    line_blocks,
-    not_utf8,
+    text_blocks,
     too_large,
 )
 from sft_play.errors import DataError
@@ -172,19 +170,15 @@ class _TextLines:
         return line
 
     def _read(self, path: Path) -> Iterator[str]:
-        for at, block in line_blocks(path):
-            if isinstance(block, LongLine):
-                raise DataError(str(too_large(self._where, block.size)))
-            try:
-                text = block.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise not_utf8(path, at + error.start) from None
-            if self._ends_with_cr:
-                text = text.replace("\r", "\n")
-            lines = text.split("\n")  # not splitlines(): U+2028 and others inside fields end no row
-            yield from (line + "\n" for line in lines[:-1])
-            if lines[-1]:
-                yield lines[-1]
+        rest = ""
+        for text in text_blocks(path):
+            # not splitlines(): U+2028 and others inside fields end no row
+            *lines, rest = (rest + (text.replace("\r", "\n") if self._ends_with_cr else text)).split("\n")
+            yield from (line + "\n" for line in lines)
+            if len(rest) > MAX_ROW_BYTES:
+                raise DataError(str(too_large(self._where, len(rest.encode()))))
+        if rest:
+            yield rest
 
 
 @contextmanager
