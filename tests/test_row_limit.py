@@ -29,7 +29,7 @@ from sft_play.data.process import process
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text
-from sft_play.data.sources.raw import BadRow, LongLine, RawRow, line_blocks, piece_end, text_pieces
+from sft_play.data.sources.raw import BadRow, RawRow, line_blocks, piece_end, text_pieces
 from sft_play.errors import DataError
 from sft_play.process import heap
 from tests.bundled import data_file, there, tokenizer_folder
@@ -99,7 +99,7 @@ def test_lines_are_held_up_to_the_limit_and_not_a_byte_beyond(tmp_path, monkeypa
         found: list[bytes | int] = []
         for at, block in line_blocks(path):
             assert at == sum((item if isinstance(item, int) else len(item)) + 1 for item in found)
-            found += [block.size] if isinstance(block, LongLine) else block.removesuffix(b"\n").split(b"\n")
+            found += [block] if isinstance(block, int) else block.removesuffix(b"\n").split(b"\n")
         monkeypatch.undo()
         expected = [line if len(line) <= limit else len(line) for line in wanted]
         if expected[-1] == b"" and not end:

@@ -16,7 +16,6 @@ from typing import Any
 from sft_play.data.sources.raw import (
     MAX_ROW_BYTES,
     BadRow,
-    LongLine,
     RawRow,
     line_blocks,
     not_utf8,
@@ -122,9 +121,9 @@ def read_lines(
     """
     number = first_line - 1
     for at, block in line_blocks(path, start=start, end=end):
-        if isinstance(block, LongLine):
+        if isinstance(block, int):
             number += 1
-            yield too_large(f"{name}:{number}", block.size)
+            yield too_large(f"{name}:{number}", block)
             continue
         broken: int | None = None
         try:

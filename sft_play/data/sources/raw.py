@@ -71,13 +71,6 @@ class BadRow:
         return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
 
 
-@dataclass(frozen=True, slots=True)
-class LongLine:
-    """A line of more than MAX_ROW_BYTES in place of its bytes, which were not kept."""
-
-    size: int
-
-
 def too_large(where: str, size: int) -> BadRow:
     """The bad row that is larger than MAX_ROW_BYTES; `size` in bytes."""
     return BadRow(
@@ -195,10 +188,10 @@ def head(path: Path, size: int = HEAD_BYTES) -> bytes:
     return start[:size]
 
 
-def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | LongLine]]:
+def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | int]]:
     """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out.
 
-    A line of more than MAX_ROW_BYTES is a `LongLine`: its bytes are counted, never held.
+    In the place of a line of more than MAX_ROW_BYTES there is its size: its bytes are counted, never held.
     """
     pending: list[bytes] = []
     waiting = 0
@@ -210,7 +203,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         # The line that was open before this block ends in it. If it was too long, its rest is skipped.
         first = block.find(b"\n") + 1
         if first and waiting + first - 1 > MAX_ROW_BYTES:
-            yield at, LongLine(waiting + first - 1)
+            yield at, waiting + first - 1
             at += waiting + first
             block, pending, waiting = block[first:], [], 0
         cut = block.rfind(b"\n") + 1
@@ -224,7 +217,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         if waiting > MAX_ROW_BYTES:
             pending = []  # only its size is needed from here on
     if waiting > MAX_ROW_BYTES:
-        yield at, LongLine(waiting)
+        yield at, waiting
     elif waiting:
         yield at, b"".join(pending)
 

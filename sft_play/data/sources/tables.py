@@ -245,20 +245,16 @@ def _from_batches(
     batches: Iterable[Any], path: Path | str, name: str, kind: str, first: int
 ) -> Iterator[RawRow | BadRow]:
     number = first - 1
-    plain: bool | None = None
     iterator = iter(batches)
     while True:
         with _reading(path, kind):  # around reading alone: a fault of our own below keeps its traceback
             batch = next(iterator, None)
         if batch is None:
             return
-        if plain is None:
-            names = batch.schema.names
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
-            # asked of the schema once, so that plain values are not copied one by one
-            plain = _is_plain(str(batch.schema.remove_metadata()))
+        names = batch.schema.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
         for piece in _slices(batch):
             with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} after it", kind):
                 rows = piece.to_pylist()
@@ -269,7 +265,7 @@ def _from_batches(
                 if size > MAX_ROW_BYTES:
                     yield too_large(f"{name}:row {number}", size)
                 else:
-                    yield _table_row(row, f"{name}:row {number}", is_plain=plain)
+                    yield _table_row(row, f"{name}:row {number}")
 
 
 def _slices(batch: Any) -> Iterator[Any]:
@@ -292,65 +288,46 @@ def _text_bytes(value: Any) -> int:
     return sum(map(_text_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-_NOT_PLAIN = re.compile(r"binary|float|double|halffloat|date|time|duration|decimal|map<|dictionary|extension|interval")
-
-
-def _is_plain(schema: str) -> bool:
-    """Whether all values are what JSON has: texts, whole numbers, lists, objects."""
-    types = "\n".join(line.rpartition(": ")[2] if "<" not in line else line for line in schema.splitlines())
-    return _NOT_PLAIN.search(types) is None
-
-
 class _NotText(ValueError):
     """Bytes in a cell that are not UTF-8."""
 
 
-def _table_row(row: dict[str, Any], where: str, *, is_plain: bool) -> RawRow | BadRow:
-    """The row without its nulls, as values that JSON has."""
+def _table_row(row: dict[str, Any], where: str) -> RawRow | BadRow:
+    """The row as values that JSON has, without its nulls: Arrow gives every row every column, and a key says that
+    something is there."""
+    left_out = [0]
     try:
-        # null cells are left out: Arrow gives every row every column, and a key says that something is there
-        data = {key: value if is_plain else _json_value(value) for key, value in row.items() if value is not None}
+        cells = {str(key): _cell(value, key, left_out) for key, value in row.items()}
     except _NotText:
         return BadRow(where, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
         return BadRow(where, "nested too deeply")
-    left_out = [0]
-    kept = {str(key): _without_nulls(value, key, left_out) for key, value in data.items() if value is not None}
-    return RawRow(where, kept, nulls=left_out[0])
+    return RawRow(where, {key: value for key, value in cells.items() if value is not None}, nulls=left_out[0])
 
 
 _CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions"})
 _CALL_PARTS = frozenset({"tool_call", "function_call"})
 
 
-def _without_nulls(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
-    """A cell whose tool calls and tools have no keys with null, which are counted.
+def _cell(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
+    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null.
 
-    A table gives every object of a column the keys of all: a call of one function gets the arguments of every other.
+    Tool calls and tools have no keys with null, which are counted: a table gives every object of a column the keys of
+    all, so that a call of one function gets the arguments of every other.
     """
-    is_call = is_call or key in _CALL_KEYS
-    if isinstance(value, list):
-        if not is_call and value and not isinstance(value[0], (dict, list)):
-            return value
-        return [_without_nulls(item, None, left_out, is_call=is_call) for item in value]
-    if not isinstance(value, dict):
-        return value
-    is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PARTS)
-    kept = {name: item for name, item in value.items() if item is not None} if is_call else value
-    left_out[0] += len(value) - len(kept)
-    return {name: _without_nulls(item, name, left_out, is_call=is_call) for name, item in kept.items()}
-
-
-def _json_value(value: Any) -> Any:
-    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
+    is_call = is_call or key in _CALL_KEYS
+    if isinstance(value, (list, tuple)):
+        return [_cell(item, None, left_out, is_call=is_call) for item in value]
+    if isinstance(value, dict):
+        is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PARTS)
+        items = {str(name): _cell(item, name, left_out, is_call=is_call) for name, item in value.items()}
+        kept = {name: item for name, item in items.items() if item is not None} if is_call else items
+        left_out[0] += len(items) - len(kept)
+        return kept
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
     if isinstance(value, (bytes, bytearray, memoryview)):
         try:
             return bytes(value).decode("utf-8")
@@ -472,4 +449,4 @@ def _hub_advice(ident: str, error: Exception) -> str:
 
 def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
     for number, row in enumerate(rows, start=1):
-        yield _table_row(dict(row), f"{name}:row {number}", is_plain=False)
+        yield _table_row(dict(row), f"{name}:row {number}")
