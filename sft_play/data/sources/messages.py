@@ -433,36 +433,32 @@ def _arguments(value: Any, where: str) -> dict[str, Any] | str:
     for _ in range(3):  # an object; its text; that text encoded once more
         if not isinstance(parsed, str):
             break
-        text = parsed
-        try:
-            parsed = strict_json(text)
-        except ValueError as error:
-            raise Unusable(
-                "tool call arguments are a string that is not JSON", f"{where}: {one_line(str(error))}"
-            ) from None
+        text, parsed = parsed, _of_json(parsed, "tool call arguments are a string that is not JSON", where)
     if not isinstance(parsed, dict):
         raise Unusable("tool call arguments are not an object", f"{where}: {kind(parsed)}")
     return parsed if text is None else text
 
 
 def _calls_in_text(value: Any, where: str) -> list[Any]:
-    try:
-        parsed = strict_json(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise Unusable("function_call is not JSON", f"{where}: {one_line(str(error))}") from None
+    parsed = _of_json(value, "function_call is not JSON", where)
     if parsed in (None, [], {}):
         raise Unusable("function_call is empty", where)
     return _tool_calls(parsed, where)
 
 
+def _of_json(value: Any, reason: str, where: str) -> Any:
+    """The value of a JSON text; anything else as it is. Raises Unusable with the reason where it is no JSON."""
+    try:
+        return strict_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise Unusable(reason, ": ".join(filter(None, (where, one_line(str(error)))))) from None
+
+
 def tools_of(value: Any) -> tuple[Any, ...]:
     """The tools of a row as objects, however they are written; raises Unusable for anything else."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = strict_json(value)
-        except ValueError as error:
-            raise Unusable("tools is a string that is not JSON", one_line(str(error))) from None
-    if value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip()):
+    is_blank = isinstance(value, str) and not value.strip()
+    value = None if is_blank else _of_json(value, "tools is a string that is not JSON", "")
+    if value is None or value in ("", [], {}):
         return ()
     tools = [unpacked(tool, "{") for tool in (value if isinstance(value, list) else [value])]
     if all(isinstance(tool, dict) for tool in tools):
