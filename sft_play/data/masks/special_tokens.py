@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import json
 import re
@@ -67,20 +68,17 @@ class Specials:
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, tuple[Span, ...], str, str, tuple[Span, ...]]:
         """A rendered text with hidden tokens: its encoding, the spans in the text that was encoded, that text, and the
         text and spans as a person reads them."""
-        encoded, shown = _Spliced(), _Spliced()
-        at = 0
+        named: list[Replaced] = []
+        plain: list[Replaced] = []
         # A token found by its name was written by the template; one found by its private-use character, by the data.
         for match in re.finditer(f"{self._pattern.pattern}|{self._hidden}", text):
-            between, token = text[at : match.start()], match.group()
-            written = token if token in self._number else self.tokens[ord(token) - _HIDDEN_BASE]
-            encoded.add(between, self._name(token) if token in self._number else written, len(token))
-            shown.add(between, written, len(token))
-            at = match.end()
-        for spliced in (encoded, shown):  # the text after the last one
-            spliced.add(text[at:], "", 0)
-        encoding = self.plain.encode(encoded.text, add_special_tokens=False)
-        moved, seen = (tuple(map(spliced.moved, spans)) for spliced in (encoded, shown))
-        return encoding, moved, encoded.text, shown.text, seen
+            token, is_templates = match.group(), match.group() in self._number
+            written = token if is_templates else self.tokens[ord(token) - _HIDDEN_BASE]
+            named.append((*match.span(), self._name(token) if is_templates else written))
+            plain.append((*match.span(), written))
+        (encoded, encoded_spans), (shown, shown_spans) = _spliced(text, named, spans), _spliced(text, plain, spans)
+        encoding = self.plain.encode(encoded, add_special_tokens=False)
+        return encoding, encoded_spans, encoded, shown, shown_spans
 
     @functools.cached_property
     def splitting(self) -> Splitting:
@@ -116,7 +114,7 @@ class Specials:
             model["merges"] = [merge for merge in model["merges"] if names.keys().isdisjoint(_spelled_by(merge))]
         if model.get("unk_token") in names:
             model["unk_token"] = names[model["unk_token"]]
-        renamed = _renametexts_in(state.get("post_processor"), names)
+        renamed = _rename_strings(state.get("post_processor"), names)
         state["post_processor"], state["padding"], state["truncation"] = renamed, None, None
         copy = Tokenizer.from_str(json.dumps(state))
         wrong = [token for token, name in names.items() if copy.token_to_id(name) != self._ids[token]]
@@ -151,43 +149,26 @@ def texts_of(messages: Sequence[Message]) -> Iterable[str]:
 _NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}
 
 
-class _Spliced:
-    """A text put together from parts of another one, and where its characters went."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._moves: list[tuple[int, int]] = [(0, 0)]
-        """Characters of the old text, and by how much what follows them moved."""
-        self._old = self._shift = 0
-
-    def add(self, between: str, instead: str, old_length: int) -> None:
-        """A part that stays, and one that takes the place of `old_length` characters."""
-        self._parts += (between, instead)
-        self._old += len(between) + old_length
-        self._shift += len(instead) - old_length
-        self._moves.append((self._old, self._shift))
-
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(self._parts)
-
-    def moved(self, span: Span) -> Span:
-        """The span in the new text; its ends must not stand inside a replaced part."""
-        return self._move(span[0]), self._move(span[1])
-
-    def _move(self, position: int) -> int:
-        shift = 0
-        for old, moved in self._moves:
-            if old > position:
-                break
-            shift = moved
-        return position + shift
+Replaced = tuple[int, int, str]
+"""Characters [start, end) of a text, and what is put in their place."""
 
 
-def _renametexts_in(value: Any, names: Mapping[str, str]) -> Any:
+def _spliced(text: str, parts: Sequence[Replaced], spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
+    """The text with these parts replaced, and the spans in it; none of their ends stands inside a replaced part."""
+    pieces: list[str] = []
+    ends, shifts, at = [], [0], 0
+    for start, end, instead in parts:
+        pieces += (text[at:start], instead)
+        ends.append(end)
+        shifts.append(shifts[-1] + len(instead) - (end - start))
+        at = end
+    moved = ((edge + shifts[bisect.bisect_right(ends, edge)] for edge in span) for span in spans)
+    return "".join([*pieces, text[at:]]), tuple((start, end) for start, end in moved)
+
+
+def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:
     if isinstance(value, str):
         return names.get(value, value)
     if isinstance(value, dict):
-        return {names.get(key, key): _renametexts_in(item, names) for key, item in value.items()}
-    return [_renametexts_in(item, names) for item in value] if isinstance(value, list) else value
+        return {names.get(key, key): _rename_strings(item, names) for key, item in value.items()}
+    return [_rename_strings(item, names) for item in value] if isinstance(value, list) else value
