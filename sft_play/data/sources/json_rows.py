@@ -13,15 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.raw import (
-    MAX_ROW_BYTES,
-    BadRow,
-    RawRow,
-    line_blocks,
-    not_utf8,
-    text_blocks,
-    too_large,
-)
+from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, line_blocks, not_utf8, text_blocks, too_large
 from sft_play.errors import DataError
 from sft_play.log import one_line
 

@@ -15,15 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.raw import (
-    BLOCK_BYTES,
-    MAX_ROW_BYTES,
-    BadRow,
-    RawRow,
-    head,
-    text_blocks,
-    too_large,
-)
+from sft_play.data.sources.raw import BLOCK_BYTES, MAX_ROW_BYTES, BadRow, RawRow, head, text_blocks, too_large
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import hub_answers
 from sft_play.log import one_line
