@@ -775,7 +775,7 @@ def test_two_bos_tokens_are_never_trained(tokenizer):
 
 def test_a_template_that_drops_the_answer_is_refused(make):
     with pytest.raises(TokenizerError, match=r"drops an assistant's answer; set data\.chat_template to another one"):
-        _ = make("{% for m in messages %}{{ m.role }}{% endfor %}").end_of_turn
+        _ = make("{% for m in messages %}{{ m.role }}{% endfor %}").turns()
 
 
 @pytest.mark.parametrize("change", ["m.content|capitalize", "m.content|upper", "m.content|title", "m.content[:3]"])
@@ -883,7 +883,7 @@ def test_real_tokenizers_train_each_answer_through_its_end_marker(name):
     real = AutoTokenizer.from_pretrained(tokenizer_folder(name))
     marker = ENDS_OF_TOKENIZERS[name]
     renderer = Renderer(real, max_seq_len=1000)
-    assert renderer.end_of_turn == marker
+    assert renderer.turns().ends.end_of_turn == marker
     row = renderer(Chat("f:1", (user("hello"), answer("one"), user("again"), answer("two"))))
     assert [text.replace(" ", "").strip() for text in trained(row, real)] == [f"one{marker}", f"two{marker}"]
     bos = real.bos_token_id

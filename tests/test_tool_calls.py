@@ -389,7 +389,7 @@ def test_each_row_has_the_template_that_transformers_chooses_for_it(tmp_path, ho
         assert made.text == by_transformers(tokenizer, data)
         assert ("get_weather" in made.text) == ("tools" in data)
         assert trained(made).endswith("Yes.<|im_end|>")
-    assert renderer.end_of_turn == "<|im_end|>"
+    assert renderer.turns().ends.end_of_turn == "<|im_end|>"
 
 
 HERMES = ("bundled/tools", "llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use")

@@ -360,11 +360,10 @@ class TokenBytes:
             is_mark = len(name) > 2 and (name[0], name[-1]) in {("<", ">"), ("[", "]")} and " " not in name
             if is_mark or getattr(token, "special", False):
                 self._special.add(number)
-        # How the names of tokens spell bytes: as letters (ByteLevel), with ## (WordPiece), or with ▁ and <0x0A>.
+        # How the names of tokens spell bytes: as letters (ByteLevel), or with ▁ and <0x0A>.
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         state = str(decoder.__getstate__(), "utf-8") if decoder is not None else ""
         self._is_byte_level = '"ByteLevel"' in state
-        self._is_word_piece = '"WordPiece"' in state
         self._is_sentence_piece = "\u2581" in state or '"ByteFallback"' in state
 
     def is_special(self, number: int) -> bool:
@@ -385,9 +384,7 @@ class TokenBytes:
         """The bytes of a token by its name, as the tokenizer's own decoder reads it."""
         if self._is_byte_level:
             return b"".join(bytes([_BYTE_OF[c]]) if c in _BYTE_OF else c.encode("utf-8", "replace") for c in word)
-        if self._is_word_piece:
-            word = word[2:] if word.startswith("##") else f" {word}"
-        elif self._is_sentence_piece:
+        if self._is_sentence_piece:
             if byte := _BYTE_NAME.fullmatch(word):
                 return bytes([int(byte[1], 16)])
             word = word.replace("\u2581", " ")

@@ -112,7 +112,7 @@ class RowCounter:
         counted = survey.role_rows
         if counted >= self._role_rows or (counted >= 100 and survey.kept % (counted // 10)):
             return
-        encoded = self._renderer.encoded(whole.text)
+        encoded = self._renderer.encoder.backend.encode(whole.text, add_special_tokens=False)
         if encoded.ids != list(whole.input_ids):
             return  # a text that spells a special token is tokenised differently
         survey.role_rows += 1

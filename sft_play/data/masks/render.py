@@ -132,16 +132,6 @@ class Renderer:
         special = dict.fromkeys((*self.parts.special, *marked))
         return Turns(template, special_tokens=[*special], eos_token=self.parts.eos, with_tools=with_tools)
 
-    @property
-    def end_of_turn(self) -> str:
-        """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
-        return self.turns().ends.end_of_turn
-
-    @property
-    def writes_date(self) -> bool:
-        """Whether the chat template writes the day."""
-        return self.parts.writes_date
-
     @functools.cached_property
     def specials(self) -> Specials:
         """The special tokens that texts of the data may hold."""
@@ -433,22 +423,6 @@ class Renderer:
         """Tokens of documents with what the tokenizer puts around a text, each ended by the end-of-text token."""
         rows = self.render_all([Text("", text) for text in texts])
         return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
-
-    def encoded(self, text: str) -> Any:
-        """The tokenizer's own encoding of a rendered text, with offsets."""
-        return self._backend.encode(text, add_special_tokens=False)
-
-    def rendered(self, chat: Chat) -> str:
-        """The whole conversation as the model will see it.
-
-        Raises:
-            RenderError: the template refuses it.
-        """
-        turns = self.turns(with_tools=bool(chat.tools), kind=kind_of(chat.messages))
-        try:
-            return turns.template.rendered(turns.template.fitted(chat.messages, chat.tools).messages, chat.tools)
-        except Inexact as error:
-            raise RenderError(error.detail) from error
 
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
         """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text.

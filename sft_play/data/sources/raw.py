@@ -381,3 +381,9 @@ def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> lis
     rows = [f"  {one_line(str(row), limit=600)}" for row in first]
     more = [f"  … and {bad.total() - len(first):,} more"] if bad.total() > len(first) else []
     return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]
+
+
+def none_usable(among: str, rows: Sequence[BadRow]) -> DataError:
+    """The error where none of a file's first rows can be used."""
+    lines = bad_row_lines(among, Counter(row.reason for row in rows), rows[:3])
+    return DataError("\n".join([*lines, FIX_OR_SKIP]))
