@@ -89,13 +89,13 @@ def _legend(examples: Sequence[Shown]) -> str:
 
 def _section(shown: Shown, most: int) -> str:
     facts = "".join(f"<li>{_escaped(fact)}</li>" for fact in shown.facts())
-    parts = {
-        f'<p class="bad">Cannot be used: {_escaped(shown.reason)}</p>\n': shown.reason,
-        f'<ul class="facts">{facts}</ul>\n': facts,
-        f'<div class="tokens" dir="ltr">{"".join(_spans(shown, most))}</div>\n': shown.pieces,
-        f"<pre>{_escaped(shown.raw)}</pre>\n": shown.raw,
-    }
-    body = "".join(part for part, is_there in parts.items() if is_there)
+    parts = [
+        (shown.reason, f'<p class="bad">Cannot be used: {_escaped(shown.reason)}</p>\n'),
+        (facts, f'<ul class="facts">{facts}</ul>\n'),
+        (shown.pieces, f'<div class="tokens" dir="ltr">{"".join(_spans(shown, most))}</div>\n'),
+        (shown.raw, f"<pre>{_escaped(shown.raw)}</pre>\n"),
+    ]
+    body = "".join(part for has_any, part in parts if has_any)
     return f'<section>\n<h2>Row {shown.number:,}</h2>\n<p class="soft">{_escaped(shown.where)}</p>\n{body}</section>\n'
 
 

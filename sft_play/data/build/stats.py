@@ -71,12 +71,11 @@ class LimitCost:
             if self.truncate == "drop":  # all at once, where the whole row fits
                 self._steps[size] += end - begin
                 self._steps[size + 1] -= end - begin
-            elif self.truncate == "prompt":  # a token is kept where the limit reaches back to it
-                self._steps[size - end + 1] += 1
-                self._steps[size - begin + 1] -= 1
-            else:
-                self._steps[begin + 1] += 1
-                self._steps[end + 1] -= 1
+                continue
+            if self.truncate == "prompt":  # a token is kept where the limit reaches back to it
+                begin, end = size - end, size - begin
+            self._steps[begin + 1] += 1
+            self._steps[end + 1] -= 1
 
     def merge(self, other: LimitCost) -> None:
         """Add the rows of another."""
