@@ -20,11 +20,10 @@ from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.template_limits import MAX_CHARS, TooMuch, _check_product
 from sft_play.data.masks.token_row import IGNORED, TokenRow, show_row
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
-from sft_play.data.preview import spread_out
+from sft_play.data.preview import signs, spread_out
 from sft_play.data.sources.files import data_paths
 from sft_play.data.sources.formats import Chat
 from sft_play.data.sources.raw import SHOWN_BAD_ROWS, TEXT_CHARS, BadRow, is_long, pieces_of
-from sft_play.data.token_pieces import signs
 from sft_play.errors import DataError
 from tests.models import CHATML, make_tokenizer
 

@@ -212,34 +212,33 @@ class TestJson:
 
 
 TEXTS = {
-    "cp1251": ("Привет, как дела? Это простой текст на русском языке.", "Windows-1251", "cp1251"),
-    "koi8-r": ("Привет, как дела? Это простой текст на русском языке.", "KOI8-R", "koi8-r"),
-    "cp932": ("こんにちは、元気ですか？これはテストです。", "Shift-JIS", "cp932"),
-    "euc_jp": ("こんにちは、元気ですか？これはテストです。", "EUC-JP", "euc-jp"),
-    "euc_kr": ("안녕하세요, 오늘 날씨가 좋네요. 이것은 시험입니다.", "EUC-KR", "euc-kr"),
-    "big5": ("你好，今天天氣很好。這是一個測試，我們來看看。", "Big5", "big5"),
-    "gbk": ("你好，今天天气很好。这是一个测试，我们来看看。", "GBK", "gb18030"),
-    "latin-1": ("Où est le café? À côté", "Latin-1", "latin1"),
-    "cp1252": ("“Où” est le café – là", "Windows-1252", "cp1252"),
+    "cp1251": "Привет, как дела? Это простой текст на русском языке.",
+    "koi8-r": "Привет, как дела? Это простой текст на русском языке.",
+    "cp932": "こんにちは、元気ですか？これはテストです。",
+    "euc-jp": "こんにちは、元気ですか？これはテストです。",
+    "euc-kr": "안녕하세요, 오늘 날씨가 좋네요. 이것은 시험입니다.",
+    "big5": "你好，今天天氣很好。這是一個測試，我們來看看。",
+    "gb18030": "你好，今天天气很好。这是一个测试，我们来看看。",
+    "latin1": "Où est le café? À côté",
+    "cp1252": "“Où” est le café – là",
 }
 
 
 @pytest.mark.parametrize("encoding", TEXTS)
-def test_another_encoding_is_guessed_and_the_command_is_given(tmp_path, encoding):
-    text, name, iconv = TEXTS[encoding]
+def test_another_encoding_is_guessed_and_the_option_is_named(tmp_path, encoding):
+    text = TEXTS[encoding]
     path = tmp_path / "a b.jsonl"
     path.write_bytes(b'{"text": "ascii"}\n' + json.dumps({"text": text}, ensure_ascii=False).encode(encoding) + b"\n")
     message = refusal(path)
     first = next(byte for byte in path.read_bytes() if byte > 0x7F)
     assert f"a b.jsonl:2: byte 0x{first:02X} at column 1" in message
-    assert f"(looks like {name})" in message
-    assert f"iconv -f {iconv} -t utf-8 '{path}' > 'utf8-a b.jsonl'" in message
+    assert f"(looks like {encoding}): data.encoding={encoding} in a run reads it so" in message
 
 
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"])
-def test_wide_encodings_are_named_with_and_without_their_mark(tmp_path, encoding):
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32"])
+def test_wide_encodings_are_named_by_their_mark(tmp_path, encoding):
     (tmp_path / "a.jsonl").write_bytes(json.dumps(ROW).encode(encoding))
-    assert f"is {encoding[:6].upper()}, not UTF-8" in refusal(tmp_path / "a.jsonl")
+    assert f"is {encoding.upper()}" in refusal(tmp_path / "a.jsonl")
 
 
 def test_utf8_that_is_damaged_is_not_called_latin1(tmp_path):
@@ -546,9 +545,9 @@ class TestHub:
     @pytest.mark.parametrize(
         ("error", "message"),
         [
-            (ConnectionError("no route"), "no connection to the hub"),
-            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), r"write hub:owner/name:CONFIG"),
-            (RuntimeError("Dataset scripts are no longer supported"), "needs a loading script"),
+            (ConnectionError("no route"), "no route; or fetch its files (hf download owner/name"),
+            (ValueError("Config name is missing.\nPlease pick one among: ['a', 'b']"), "'b']; or fetch its files"),
+            (RuntimeError("Dataset scripts are no longer supported"), "no longer supported; or fetch its files"),
             (RuntimeError("this dataset is gated"), "hf auth login"),
         ],
     )
@@ -562,7 +561,7 @@ class TestHub:
             raise ConnectionError("reset")
 
         hub({"train": broken()})
-        assert "no connection to the hub (reset)" in refusal("hub:owner/name")
+        assert "hub:owner/name cannot be read: reset; or fetch its files" in refusal("hub:owner/name")
 
     def test_offline_is_said_with_the_command_that_fetches(self, monkeypatch):
         import datasets
@@ -712,7 +711,7 @@ def test_nul_bytes_at_the_end_are_named_and_no_encoding(tmp_path, size):
     assert "NUL bytes in place of a row" in str(found[2])
 
 
-@pytest.mark.parametrize(("stray", "name"), [(b"\xff", "damaged"), (b"\xff\xff\xfe", "damaged"), (b"\xe9", "Latin-1")])
+@pytest.mark.parametrize(("stray", "name"), [(b"\xff", "damaged"), (b"\xff\xff\xfe", "damaged"), (b"\xe9", "latin1")])
 def test_bytes_that_no_text_has_are_damage_and_no_encoding(tmp_path, stray, name):
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps(ROW).encode().replace(b"hello", b"hel" + stray + b"lo") + b"\n")
@@ -720,8 +719,7 @@ def test_bytes_that_no_text_has_are_damage_and_no_encoding(tmp_path, stray, name
 
 
 @pytest.mark.parametrize("end", ["\r", "\n", "\r\n"])
-@pytest.mark.parametrize("first", ["", "sep=;", '"sep=;"', "SEP=;"])
-def test_tables_of_old_line_ends_and_of_excel(tmp_path, end, first):
-    text = end.join([*filter(None, [first]), "prompt;completion", "q1;a1", 'q2;"a,2"', ""])
+def test_tables_of_old_line_ends(tmp_path, end):
+    text = end.join(["prompt;completion", "q1;a1", 'q2;"a,2"', ""])
     (tmp_path / "a.csv").write_bytes(text.encode())
     assert data_of(tmp_path / "a.csv") == [{"prompt": "q1", "completion": "a1"}, {"prompt": "q2", "completion": "a,2"}]

@@ -113,10 +113,10 @@ def test_the_first_format_that_fits_is_taken_and_a_mapping_goes_before_it():
 
 def test_rows_that_process_wrote_need_no_mapping():
     row = RawRow("f:1", {"messages": [], "source": "raw:1", "id": "0"})
-    formats.check_mapping(row, {"messages": "chat"})
+    formats.first_format(iter([row]), DataConfig(columns={"messages": "chat"}))
     assert rename_columns(row, {"messages": "chat"}) == row
     with pytest.raises(DataError, match=r"data\.columns names chat"):
-        formats.check_mapping(RawRow("f:1", {"messages": []}), {"messages": "chat"})
+        formats.first_format(iter([RawRow("f:1", {"messages": []})]), DataConfig(columns={"messages": "chat"}))
 
 
 def test_formats_travel_between_processes():

@@ -126,7 +126,7 @@ def run(tmp_path):
             f"model: {{name: no/model}}\ndata: {{process: {{raw_path: {tmp_path}/raw.jsonl, out_dir: {tmp_path}/out}}}}"
         )
         config = config_from_text(text, name="test", overrides=[f"data.process.{one}" for one in settings])
-        report = process(config, token_counter=lambda texts: [len(text.split()) for text in texts], force=True)
+        report = process(config, force=True)
         kept = [json.loads(line)["source"] for file in sorted((tmp_path / "out").glob("*.jsonl"))
                 for line in file.read_text().splitlines()]  # fmt: skip
         return report, sorted(int(where.rpartition(":")[2]) for where in kept)
@@ -162,7 +162,7 @@ def test_near_duplicates_are_counted_and_named_and_dropped_where_that_is_asked(r
     report, kept = run("near_duplicates=drop", "similarity=0.99", rows=rows)
     assert 21 in kept
     report, kept = run("near_duplicates=ignore", rows=rows)
-    assert report.near_dropped is None
+    assert report.as_json()["near_duplicates"]["dropped"] is None
     assert not any("Near" in line for line in report.lines())
 
 
@@ -225,7 +225,7 @@ def test_the_runs_own_held_out_files_are_compared_with_by_default(tmp_path):
     def overlaps(held_out: str, more: str = ""):
         text = (f"model: {{name: no/model}}\ndata: {{train_path: {raw}, {held_out}, "
                 f"process: {{raw_path: {raw}, out_dir: {tmp_path}/out, {fixed}{more}}}}}")  # fmt: skip
-        return process(config_from_text(text, name="test"), token_counter=lambda texts: [1] * len(texts), force=True)
+        return process(config_from_text(text, name="test"), force=True)
 
     found = overlaps(f"test_path: {test}").overlaps
     assert [(name, places.count) for name, places in found.items()] == [(test, 1)]

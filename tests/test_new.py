@@ -309,25 +309,18 @@ def test_columns_are_guessed_by_what_they_are_called(names, columns):
     assert guessed_columns(names) == columns
 
 
-def test_a_table_from_excel_gets_one_message_for_encoding_and_columns(tmp_path):
+def test_a_table_from_excel_is_told_the_encoding_and_then_the_columns(tmp_path):
     path = tmp_path / "x.csv"
     path.write_bytes("Frage;Antwort\nWie heißt du?;Ich heiße Änne – ja\n".encode("cp1252"))
     data = config_from_text(f"model: {{name: a/b}}\ndata: {{train_path: {path}}}", name="x").data
     with pytest.raises(DataError) as refused:
         look_at(data, data_paths(data), task_mode="sft")
-    said = str(refused.value)
-    assert "looks like Windows-1252" in said
-    assert "data.columns={prompt: Frage, completion: Antwort}" in said
-    # the command in it makes a table that only the columns are left to say of
-    command = re.search(r"iconv .* > \S+(?=\. Its)", said)
-    assert command is not None
-    subprocess.run(command[0], shell=True, check=True, cwd=tmp_path)
+    assert "looks like cp1252): data.encoding=cp1252 in a run reads it so" in str(refused.value)
+    read = data.model_copy(update={"encoding": "cp1252"})
+    with pytest.raises(DataError, match=r"data\.columns=\{prompt: Frage, completion: Antwort\}"):
+        look_at(read, data_paths(read), task_mode="sft")
     columns = {"prompt": "Frage", "completion": "Antwort"}
-    good = data.model_copy(update={"train_path": str(tmp_path / "utf8-x.csv"), "columns": columns})
-    look_at(good, data_paths(good), task_mode="sft")
-    # the option that it names needs no other table
-    assert "data.encoding=cp1252 in a run reads it so" in said
-    read = data.model_copy(update={"encoding": "cp1252", "columns": columns})
+    read = read.model_copy(update={"columns": columns})
     look_at(read, data_paths(read), task_mode="sft")
     look = first_look(str(path))
     assert (look.settings["data.encoding"], look.settings["data.columns"]) == ("cp1252", columns)

@@ -20,7 +20,6 @@ from sft_play.data.sources.formats import (
 )
 from sft_play.data.sources.other_kinds import NEGATIVES, REJECTED, TAGS
 from sft_play.data.sources.raw import BadRow, RawRow
-from sft_play.errors import DataError
 from tests.conftest import chat
 
 ASKED = [{"from": "human", "value": "q"}]
@@ -109,30 +108,6 @@ def test_what_the_message_proposes_trains_what_it_says(row, columns):
     assert isinstance(refused, BadRow)
     assert said in refused.detail
     assert texts(read(row, columns=columns)) == QA
-
-
-@pytest.mark.parametrize(
-    ("row", "kind"),
-    [
-        ({"prompt": "q", "completions": ["a", "b"], "labels": [True, False]}, "steps with labels"),
-        ({"instruction": "q", "completions": [{"response": "a"}], "models": ["m"]}, "several answers to one prompt"),
-        ({"prompt": "q", "responses": ["a", "b"], "scores": [1, 2]}, "several answers to one prompt"),
-        ({"conversation_a": TURNS, "conversation_b": TURNS, "winner": "model_a"}, "comparisons of two answers"),
-        ({"question": "q", "response_j": "a", "response_k": "b"}, "comparisons of two answers"),
-        ({"input": {"messages": []}, "preferred_output": [], "non_preferred_output": []}, "preferences"),
-        ({"anchor": "x", "positive": "y", "extra": "z"}, "retrieval or embeddings"),
-        ({"sentence1": "x", "sentence2": "y", "score": 0.5}, "retrieval or embeddings"),
-        ({"sentence": "x", "label": 1}, "classification"),
-        ({"input_ids": [1], "labels": [1]}, "rows of tokens"),
-        ({"question": "q", "choices": {"text": ["x", "y"]}, "answerKey": "A"}, "multiple choice"),
-        ({"prompt": [TURNS[0]], "reward_model": {"ground_truth": "4"}}, "reinforcement learning"),
-        ({"prompt": ["Compose a blog post.", "Rewrite it."], "category": "writing"}, "reinforcement learning"),
-    ],
-)
-def test_columns_of_another_kind_are_named_beside_the_known_formats(row, kind):
-    with pytest.raises(DataError, match=kind) as said:
-        first_format(iter([RawRow("f:1", row)]), DataConfig())
-    assert "Expected one of" in str(said.value)
 
 
 def test_plain_text_may_have_any_label():

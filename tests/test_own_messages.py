@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks import message_forms
+from sft_play.data.masks import fitted_template
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
@@ -93,13 +93,13 @@ def test_a_row_is_what_transformers_renders_or_what_was_changed_is_said(tokenize
     ("template", "name", "notes"),
     [
         (CHATML, "developer", ()),
-        (STRICT + CHATML, "developer", (message_forms.NOTE_ROLE,)),
+        (STRICT + CHATML, "developer", (fitted_template.NOTE_ROLE,)),
         (KEYS, "keys", ()),
         (CHATML, "keys", ()),
         (PARTS, "parts", ()),
-        (CHATML, "parts", (message_forms.NOTE_PARTS,)),
+        (CHATML, "parts", (fitted_template.NOTE_PARTS,)),
         (PARTS, "think parts", ()),
-        (CHATML, "other names", (message_forms.NOTE_ROLE,)),
+        (CHATML, "other names", (fitted_template.NOTE_ROLE,)),
     ],
 )
 def test_what_the_template_takes_is_kept_and_the_rest_is_named(tokenizer, template, name, notes):

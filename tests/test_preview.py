@@ -17,9 +17,22 @@ from sft_play.commands.rows import Preview
 from sft_play.commands.rows import preview as preview_of
 from sft_play.config.load import load_config
 from sft_play.data.masks.words import BYTE_LETTERS
-from sft_play.data.preview import Gap, Shown, example_line, plain_lines, shortened, spread_out, terminal_text
+from sft_play.data.preview import (
+    Gap,
+    Shown,
+    TokenBytes,
+    TokenPiece,
+    example_line,
+    kept_tokens,
+    plain_lines,
+    shortened,
+    signs,
+    spread_out,
+    terminal_text,
+    token_pieces,
+    visible,
+)
 from sft_play.data.preview_page import html_page
-from sft_play.data.token_pieces import TokenBytes, TokenPiece, kept_tokens, signs, token_pieces, visible
 from sft_play.errors import DataError
 from tests.bundled import there, tokenizer_folder
 from tests.conftest import chat

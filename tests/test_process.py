@@ -19,10 +19,6 @@ from tests.bundled import ORIGINS, data_file
 from tests.conftest import chat
 
 
-def count_words(texts):
-    return [len(text.split()) for text in texts]
-
-
 def write(path: Path, *rows: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,7 +42,7 @@ def run(tmp_path):
             name="run.yaml",
             overrides=settings,
         )
-        return process(config, force=force, token_counter=count_words)
+        return process(config, force=force)
 
     made.folder = tmp_path / "out"
     return made
@@ -89,7 +85,7 @@ def test_raw_files_of_every_kind_become_one_form(run, tmp_path):
     ]
     assert [set(row) for row in found] == [{"messages", "source", "id"}] * 3 + [{"messages", "tools", "source", "id"}]
     assert [file.format for file in report.files] == ["question/answer", "alpaca", "prompt/completion", "messages"]
-    assert report.files[0].unused == ("score",)
+    assert report.files[0].unused == ["score"]
     text = "\n".join(report.lines())
     assert "a.jsonl: 1 rows, question/answer; columns not used: score" in text
     assert "README.md" in text
@@ -304,54 +300,16 @@ def test_turns_that_are_not_trained_stay_marked(run, tmp_path):
 
 
 def test_lengths_are_counted_with_their_share_over_the_limit(run, tmp_path):
-    # words: "q" + "w"*n, n words; max_seq_len is 8
-    write(
-        tmp_path / "raw" / "a.jsonl",
-        chat("q", "w " * 3),
-        chat("q", "w " * 7),
-        chat("q", "w " * 9),
-        chat("q", "w " * 300),
-    )
+    # 4 characters a token, the line break between the turns among them; max_seq_len is 8
+    write(tmp_path / "raw" / "a.jsonl", *(chat("q", "w" * (4 * tokens - 2)) for tokens in (4, 8, 10, 301)))
     report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
     train = report.as_json()["splits"]["train"]
     assert train["tokens_estimated"] == 4 + 8 + 10 + 301
     assert train["share_over_max_seq_len"] == 0.5
     assert (train["token_lengths"]["<= 128"], train["token_lengths"]["<= 512"], train["longest"]) == (3, 1, 301)
     assert report.as_json()["tokens_per_epoch_estimated"] == 323
-    assert "train: about 323 tokens an epoch, longest row 301; 50.0% of the rows are over model.max_seq_len 8" in (
-        "\n".join(report.lines())
-    )
-
-
-def test_lengths_of_many_rows_are_told_by_a_tenth_of_those_behind(run, tmp_path, monkeypatch):
-    monkeypatch.setattr("sft_play.data.process_report.COUNTED_ROWS", 100)
-    write(tmp_path / "raw" / "a.jsonl", *chats(0, 5_000))
-    report = run("data.process.val_fraction=0", "data.process.test_fraction=0")
-    assert report.splits["train"].tokens == pytest.approx(5_000 * 6, rel=0.2)
-
-
-def test_tokens_are_counted_by_the_models_own_tokenizer_or_estimated_and_said(tmp_path, tiny_llama):
-    from transformers import AutoTokenizer
-
-    write(tmp_path / "raw" / "a.jsonl", *chats(0, 4))
-
-    def made(name):
-        return process(
-            config_from_text(
-                f"model: {{name: {name}}}\ndata: {{process: {{raw_path: {tmp_path}/raw, out_dir: {tmp_path}/out, "
-                "val_fraction: 0, test_fraction: 0}}",
-                name="run.yaml",
-            )
-        )
-
-    report = made("no/model")
-    texts = [f"what is {n}?\nit is {n}" for n in range(4)]
-    assert report.lengths_by == "lengths are estimated at 4 characters per token"
-    assert report.splits["train"].tokens == sum(round(len(text) / 4) for text in texts)
-    report = made(tiny_llama)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    assert report.splits["train"].tokens == sum(len(tokenizer(text)["input_ids"]) for text in texts)
-    assert report.lengths_by.startswith("counted by the model's tokenizer")
+    told = "train: about 323 tokens an epoch, longest row 301; 50.0% of the rows are over model.max_seq_len 8"
+    assert f"{told} (lengths are estimated at 4 characters per token)" in report.lines()
 
 
 class TestWriting:

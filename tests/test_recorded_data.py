@@ -453,9 +453,8 @@ def bounded(number: int) -> dict[str, Any]:
         one = parts.with_template(TEMPLATES["chatml"] + BODIES[number].replace("N", str(size)))
         try:
             renderer = Renderer(one, DataConfig(on_missing_end="train"), max_seq_len=400, encoder=Encoder(parts))
-            text_of = renderer.rendered(
-                Chat("f:1", ({"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}))
-            )
+            messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+            text_of = renderer.turns().template.rendered(messages)
             became.append(text_of if len(text_of) < 200 else digest(text_of))
         except SftPlayError as error:
             became.append(re.sub(r"0x\w+|\d+(\.\d+)? s\b", "_", str(error)))

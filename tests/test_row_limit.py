@@ -22,14 +22,14 @@ from sft_play.config.schema import DataConfig
 from sft_play.data import process as process_module
 from sft_play.data.build import survey
 from sft_play.data.build.size import rough_size
-from sft_play.data.build.survey import row_outcomes
+from sft_play.data.build.survey import RowMaker, in_batches
 from sft_play.data.build.workers import BATCH_CHARS
+from sft_play.data.masks.render import Renderer
 from sft_play.data.process import process
-from sft_play.data.process_report import RowLengths, SplitReport
 from sft_play.data.sources import json_rows, raw, tables
 from sft_play.data.sources.files import read_rows
 from sft_play.data.sources.formats import NOTE_PIECE, Text
-from sft_play.data.sources.raw import BadRow, LongLine, RawRow, line_blocks, piece_end, text_pieces
+from sft_play.data.sources.raw import BadRow, RawRow, line_blocks, piece_end, text_pieces
 from sft_play.errors import DataError
 from sft_play.process import heap
 from tests.bundled import data_file, there, tokenizer_folder
@@ -99,7 +99,7 @@ def test_lines_are_held_up_to_the_limit_and_not_a_byte_beyond(tmp_path, monkeypa
         found: list[bytes | int] = []
         for at, block in line_blocks(path):
             assert at == sum((item if isinstance(item, int) else len(item)) + 1 for item in found)
-            found += [block.size] if isinstance(block, LongLine) else block.removesuffix(b"\n").split(b"\n")
+            found += [block] if isinstance(block, int) else block.removesuffix(b"\n").split(b"\n")
         monkeypatch.undo()
         expected = [line if len(line) <= limit else len(line) for line in wanted]
         if expected[-1] == b"" and not end:
@@ -208,7 +208,7 @@ def test_a_long_text_file_is_read_in_pieces_and_says_so(tmp_path, monkeypatch):
         name="run.yaml",
         overrides=("data.process.val_fraction=0", "data.process.test_fraction=0"),
     )
-    report = process(config, token_counter=lambda texts: [len(text) // 4 for text in texts])
+    report = process(config)
     assert report.rows_kept == len(rows)
     assert report.notes[NOTE_PIECE].count == len(rows)
     written = (tmp_path / "out" / "train.jsonl").read_text().splitlines()
@@ -255,36 +255,11 @@ def test_a_piece_has_the_tokens_that_it_has_in_the_whole_text(tmp_path, monkeypa
 # What is counted and rendered together.
 
 
-def test_lengths_are_counted_a_few_characters_at_a_time():
-    asked: list[int] = []
-
-    def count(texts: list[str]) -> list[int]:
-        asked.append(sum(map(len, texts)))
-        return [len(text.split()) for text in texts]
-
-    counts = SplitReport()
-    lengths = RowLengths(count, max_seq_len=1_000)
-    sizes = [3, 400_000, 10, 100_000, 5]
-    for number, words in enumerate(sizes):
-        lengths.add(Text("f", "word " * words), bytes([number] * 32), counts)
-    lengths.flush()
-    assert max(asked) < MIB
-    assert counts.tokens == sum(sizes)
-    assert counts.longest == 400_000
-
-
 def test_rows_are_rendered_a_few_characters_at_a_time():
-    batches: list[int] = []
-
-    class Maker:
-        def of(self, examples: Any, *, document: bool) -> list[Any]:
-            batches.append(sum(len(example.text) for _, example in examples))
-            return [number for number, _ in examples]
-
-    texts = (Text("f", "x" * 300_000) for _ in range(50))
-    made = list(row_outcomes(enumerate(texts, start=1), Maker()))  # type: ignore[arg-type]
-    assert made == list(range(1, 51))
-    assert max(batches) <= BATCH_CHARS
+    texts = [(number, Text("f", "x" * 300_000)) for number in range(1, 51)]
+    batches = list(in_batches(texts))
+    assert [row for batch in batches for row in batch] == texts
+    assert max(sum(len(text.text) for _, text in batch) for batch in batches) <= BATCH_CHARS
 
 
 def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
@@ -296,17 +271,15 @@ def test_memory_is_given_back_behind_long_texts_alone(monkeypatch):
     assert trimmed == [0, 0]
 
 
-def test_every_batch_of_long_texts_gives_memory_back(monkeypatch):
+def test_every_batch_of_long_texts_gives_memory_back(tiny_llama, monkeypatch):
+    from transformers import AutoTokenizer
+
     told: list[int] = []
     monkeypatch.setattr(survey, "give_back", told.append)
-
-    class Maker:
-        def of(self, examples: Any, *, document: bool) -> list[Any]:
-            return [number for number, _ in examples]
-
+    maker = RowMaker(Renderer(AutoTokenizer.from_pretrained(tiny_llama), max_seq_len=10), task_mode="cpt")
     sizes = [10, 900_000, 800_000, 20]
-    made = list(row_outcomes(enumerate((Text("f", "x" * size) for size in sizes), start=1), Maker()))  # type: ignore[arg-type]
-    assert made == [1, 2, 3, 4]
+    made: list[Any] = list(maker.outcomes(enumerate((Text("f", "x " * (size // 2)) for size in sizes), start=1)))
+    assert [one.number for one in made] == [1, 2, 3, 4]
     assert told == [900_000, 800_000]
 
 
@@ -329,7 +302,7 @@ def test_the_rough_size_of_a_file_is_told_from_a_bounded_sample(tmp_path):
 def made(path: Path, folder: Path, *words: str) -> Any:
     text = f"model: {{name: x}}\ndata: {{process: {{raw_path: {path}, out_dir: {folder}}}}}\n"
     config = config_from_text(text, name="run.yaml", overrides=words)
-    return process(config, token_counter=lambda texts: [1 for _ in texts])
+    return process(config)
 
 
 def test_process_names_a_line_over_the_limit_and_writes_nothing(tmp_path):

@@ -359,12 +359,12 @@ class TestCache:
         path = write(tmp_path / "t.jsonl", *(chat(f"q {n}", f"a {n}") for n in range(600)))
         made = []
 
-        def breaks(self, rows, examples):
-            made.append(rows)
+        def breaks(self, row, example):
+            made.append(row)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(RowWriter, "write", breaks)
+            patch.setattr(RowWriter, "add", breaks)
             with pytest.raises(KeyboardInterrupt):
                 build(path, recipe, split="train")
         assert made

@@ -106,10 +106,12 @@ def test_think_text_has_every_name_that_templates_know():
     assert made.render([{"role": "assistant", "content": "x", "reasoning": "why"}]) == "why|why"
 
 
-def test_generation_marks_are_noted_with_their_place():
-    made = template("{% for m in messages %}<{% generation %}{{ m.content }}{% endgeneration %}>{% endfor %}")
-    assert made.has_generation
-    assert made.render_marked(CHAT) == ("<hello there><fine>", [(1, 12), (14, 18)])
+def test_generation_marks_write_nothing_and_keep_what_is_set_between_them():
+    made = template(
+        "{% set t = 'a' %}{% for m in messages %}<{% generation %}{{ t }}{% set t = 'b' %}{{ m.content }}"
+        "{% endgeneration %}{{ t }}>{% endfor %}"
+    )
+    assert made.render(CHAT) == "<ahello therea><afinea>"
 
 
 def test_what_a_template_raises_is_a_render_error_on_one_line():

@@ -13,7 +13,7 @@ import pytest
 from sft_play.config.load import config_from_text
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.splits import build_splits
-from sft_play.data.masks import message_forms, token_row
+from sft_play.data.masks import fitted_template, token_row
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import IGNORED, TokenRow
 from sft_play.data.masks.tokenizer import Encoder, TokenizerParts
@@ -190,7 +190,7 @@ def test_calls_of_every_shared_template_are_what_transformers_renders_or_said(mi
 @pytest.mark.parametrize("name", there(["bundled/calls", *(f"mistral-common/{version}" for version in MISTRAL)]))
 def test_mistrals_calls_are_json_in_both_forms(name):
     renderer = renderer_of(tokenizer_for(name), template_of(name))
-    for arguments, notes in ((ODD, (message_forms.TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
+    for arguments, notes in ((ODD, (fitted_template.TEXT_FOR_OBJECT,)), (as_text(ODD), ())):
         made = rendered(renderer, row(call(arguments)))
         assert isinstance(made, TokenRow)
         assert made.notes == notes
@@ -263,7 +263,9 @@ def test_the_form_that_a_template_writes_rightly_is_found_by_asking_it(small, wa
             assert made.notes == ()
             assert made.text == by_transformers(small, data)
         else:
-            assert made.notes == (message_forms.TEXT_FOR_OBJECT if own == "object" else message_forms.OBJECT_FOR_TEXT,)
+            assert made.notes == (
+                fitted_template.TEXT_FOR_OBJECT if own == "object" else fitted_template.OBJECT_FOR_TEXT,
+            )
         other = json.loads(arguments) if isinstance(arguments, str) else as_text(arguments)
         again = rendered(renderer, row(call(other)))
         assert isinstance(again, TokenRow)
@@ -321,7 +323,7 @@ def test_an_id_that_the_template_takes_is_left_as_it_is(name):
     assert made.text == by_transformers(tokenizer, data)
     longer = rendered(renderer, row(call(as_text(ODD), id="call_12345")))
     assert isinstance(longer, TokenRow)
-    assert longer.notes == (message_forms.NOTE_SHORT_IDS,)
+    assert longer.notes == (fitted_template.NOTE_SHORT_IDS,)
 
 
 def test_a_special_token_that_json_text_spells_by_an_escape_is_no_control_token(small):
@@ -345,8 +347,8 @@ def test_what_was_changed_is_counted_in_the_log_of_the_run(tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     splits = build_splits(config, data_paths(config.data), tokenizer, max_seq_len=512)
     lines = splits.train.report.lines("train")
-    assert [line for line in lines if message_forms.OBJECT_FOR_TEXT in line] == [
-        f"Data train: 6 rows: {message_forms.OBJECT_FOR_TEXT} (first: {path}:2)"
+    assert [line for line in lines if fitted_template.OBJECT_FOR_TEXT in line] == [
+        f"Data train: 6 rows: {fitted_template.OBJECT_FOR_TEXT} (first: {path}:2)"
     ]
 
 
@@ -387,7 +389,7 @@ def test_each_row_has_the_template_that_transformers_chooses_for_it(tmp_path, ho
         assert made.text == by_transformers(tokenizer, data)
         assert ("get_weather" in made.text) == ("tools" in data)
         assert trained(made).endswith("Yes.<|im_end|>")
-    assert renderer.end_of_turn == "<|im_end|>"
+    assert renderer.turns().ends.end_of_turn == "<|im_end|>"
 
 
 HERMES = ("bundled/tools", "llama.cpp/NousResearch-Hermes-3-Llama-3.1-8B-tool_use")

@@ -15,21 +15,22 @@ from sft_play.commands.request import Request
 from sft_play.config.load import LoadedConfig, load_config
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats
-from sft_play.data.build.survey import RowMaker, row_outcomes
+from sft_play.data.build.survey import RowMaker
 from sft_play.data.preview import (
     TERMINAL_PIECES,
     Shown,
+    TokenBytes,
     plain_lines,
     row_numbered,
     rows_spread,
     shown_rows,
     terminal_text,
+    visible,
 )
 from sft_play.data.preview_page import PAGE_PIECES, html_page
 from sft_play.data.sources.examples import ExampleReader, look_at
 from sft_play.data.sources.files import AnySource, data_paths, split_of
 from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, bad_row_lines
-from sft_play.data.token_pieces import TokenBytes, visible
 from sft_play.data.written import OutputFolder
 from sft_play.diagnose.row_tools import SPLITS, first_stage, prepare_hub, refuse_source, tools_of
 from sft_play.errors import DataError
@@ -103,7 +104,7 @@ def _rows(
     split, stats, target = split_of(part), RowStats(str(source)), written.open(names[part])
     text_wanted = maker.task_mode == "cpt" or split == "text"
     reader = ExampleReader(source, data, split="train" if split == "text" else split, text_wanted=text_wanted)
-    for outcome in row_outcomes(reader.numbered(), maker, document=split == "text"):
+    for outcome in maker.outcomes(reader.numbered(), document=split == "text"):
         if isinstance(outcome, BadRow):
             stats.count_bad(outcome)
         elif outcome.whole is None:

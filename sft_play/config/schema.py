@@ -338,7 +338,7 @@ Encoding = Literal[
     "utf-8", "utf-16", "cp1252", "latin1", "cp1250", "cp1254", "cp1251", "koi8-r", "cp932", "euc-jp", "gb18030",
     "euc-kr", "big5",
 ]  # fmt: skip
-"""By Python's and iconv's name."""
+"""By Python's name."""
 
 
 class DataConfig(Section):

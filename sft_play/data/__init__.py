@@ -6,7 +6,7 @@
   (`workers.py`) and write them as Arrow files (`arrow_rows.py`), counts them in `stats.py`, mixes sources (`mixing.py`)
   and packs rows (`packing.py`);
 - `make check` reads the same counts (without a tokenizer those of `build/survey.py`) and judges them (`checks.py`);
-- `make preview` picks rows and shows their tokens (`preview.py`, `token_pieces.py`, `preview_page.py`);
+- `make preview` picks rows and shows their tokens (`preview.py`, `preview_page.py`);
 - `make process` and `style` write files (`process.py`, `process_report.py`, `style.py`, through `written.py`);
 - a plan asks for the rough size of the data (`build/size.py`), before anything is tokenised.
 """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,31 +23,30 @@ from sft_play.log import one_line
 # Rows
 
 
-def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> list[Finding]:
+def judge_rows(survey: RowStats, data: DataConfig, *, task_mode: str) -> Iterator[Finding]:
     """The rows of a file: how many, of which format, and those that cannot be read."""
     name = f"rows: {survey.split}"
     every = f"{rows_text(survey.rows)} of {survey.source} ({survey.format})"
     if survey.rows == 0:
-        return [failed(name, f"{survey.source} has no rows", "give a file with rows")]
+        yield failed(name, f"{survey.source} has no rows", "give a file with rows")
+        return
     if task_mode == "cpt" and survey.chats and survey.split != "train":
-        return [warned(name, f"{every} hold chats and task_mode is cpt: the file is not used",
-                        f"set data.{survey.split}_path to plain text, or to null")]  # fmt: skip
+        found = f"{every} hold chats and task_mode is cpt: the file is not used"
+        yield warned(name, found, f"set data.{survey.split}_path to plain text, or to null")
+        return
     if survey.bad:
-        findings = [_bad(name, every, survey.bad, survey.first_bad, data, roles_said(survey.bad, survey.turns))]
+        yield _bad(name, every, survey.bad, survey.first_bad, data, roles_said(survey.bad, survey.turns))
     else:
-        findings = [passed(name, every)]
+        yield passed(name, every)
     if survey.left_out:
         reasons = "; ".join(f"{count:,} x {reason}" for reason, count in survey.left_out.most_common(6))
-        findings.append(passed(name, f"{sum(survey.left_out.values()):,} rows are left out as asked: {reasons}"))
+        yield passed(name, f"{sum(survey.left_out.values()):,} rows are left out as asked: {reasons}")
     if survey.notes:
         notes = [
             f"{count:,} x {one_line(note, limit=200)} (the first: {one_line(survey.first_noted[note], limit=300)})"
             for note, count in survey.notes.most_common(12)
         ]
-        findings.append(
-            warned(name, "\n".join(["rows that are used as they are:", *notes]), "look at them: make preview ROW=…")
-        )
-    return findings
+        yield warned(name, "\n".join(["rows that are used as they are:", *notes]), "look at them: make preview ROW=…")
 
 
 def _bad(
@@ -60,138 +59,105 @@ def _bad(
     return failed(name, lines, FIX_OR_SKIP)
 
 
-def judge_repeats(surveys: Mapping[str, RowStats]) -> list[Finding]:
+def judge_repeats(surveys: Mapping[str, RowStats]) -> Iterator[Finding]:
     """Rows with the same content: within a file, and between training and held-out files."""
-    findings = []
-    for survey in surveys.values():
-        count, (first, again) = survey.repeats()
+    repeats = [(survey, *survey.repeats()) for survey in surveys.values()]
+    for survey, count, (first, again) in repeats:
         if count:
-            findings.append(
-                warned(
-                    "duplicates",
-                    f"{rows_text(count)} of {survey.source} ({count / max(1, survey.rows):.1%}) with the content of an "
-                    f"earlier one, such as row {again:,} with that of row {first:,}",
-                    "keep one of each: make process SET=data.process.drop_duplicates=true",
-                )
+            found = (
+                f"{rows_text(count)} of {survey.source} ({count / max(1, survey.rows):.1%}) with the content of an "
+                f"earlier one, such as row {again:,} with that of row {first:,}"
             )
-    if not findings:
-        findings.append(passed("duplicates", "no row is twice in its file"))
+            yield warned("duplicates", found, "keep one of each: make process SET=data.process.drop_duplicates=true")
+    if not any(count for _, count, _ in repeats):
+        yield passed("duplicates", "no row is twice in its file")
     files = [survey for survey in surveys.values() if survey.split != "text"]
     pairs = [pair for pair in itertools.combinations(files, 2) if pair[0].split != pair[1].split]
-    leaks = []
-    for one, other in pairs:
-        count, (row, same) = one.shared_with(other)
+    shared = [(one, other, *one.shared_with(other)) for one, other in pairs]
+    for one, other, count, (row, same) in shared:
         if count:
-            leaks.append(
-                warned(
-                    "leaks",
-                    f"{count:,} contents are in {one.split} and in {other.split}, such as row {row:,} of {one.source} "
-                    f"and row {same:,} of {other.source}: figures on {other.split} flatter the model",
-                    "leave them out of one: make process SET=data.process.drop_leaks=true",
-                )
+            found = (
+                f"{count:,} contents are in {one.split} and in {other.split}, such as row {row:,} of {one.source} "
+                f"and row {same:,} of {other.source}: figures on {other.split} flatter the model"
             )
-    if not leaks and pairs:
-        splits = ", ".join(dict.fromkeys(survey.split for survey in files))
-        leaks = [passed("leaks", f"no row is in two of {splits}")]
-    return [*findings, *leaks]
+            yield warned("leaks", found, "leave them out of one: make process SET=data.process.drop_leaks=true")
+    if pairs and not any(count for _, _, count, _ in shared):
+        yield passed("leaks", f"no row is in two of {', '.join(dict.fromkeys(survey.split for survey in files))}")
 
 
 # Masks
 
 
-def judge_masks(survey: RowStats, data: DataConfig) -> list[Finding]:
+def judge_masks(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
     """Which rows have a verified mask, by which method, and how much of them is trained."""
     name = f"masks: {survey.split}"
     if survey.unmasked:
         readable = f"{rows_text(survey.rows - survey.bad.total())} of {survey.source}"
-        return [_bad(name, readable, survey.unmasked, survey.first_unmasked, data)]
+        yield _bad(name, readable, survey.unmasked, survey.first_unmasked, data)
+        return
     if not survey.kept:
-        return [skipped(name, "no row is left to look at")]
+        yield skipped(name, "no row is left to look at")
+        return
     methods = ", ".join(f"{METHODS.get(method, method)} ({count:,})" for method, count in survey.methods.most_common())
-    share = survey.trained / max(1, survey.tokens)
-    rows = survey.methods.total()
+    rows, share = survey.methods.total(), survey.trained / max(1, survey.tokens)
     every = f"every one of {rows:,} rows" if rows != 1 else "the only row"
-    findings = [
-        passed(
-            name,
-            f"verified on {every} by {methods}; {survey.trained:,} of "
-            f"{survey.tokens:,} tokens are trained ({share:.0%})",
-        )
-    ]
+    tokens = f"{survey.trained:,} of {survey.tokens:,} tokens are trained ({share:.0%})"
+    yield passed(name, f"verified on {every} by {methods}; {tokens}")
     if survey.methods["inexact"]:
-        findings.append(
-            warned(
-                name,
-                f"{survey.methods['inexact']:,} rows have no exact mask and train the nearest one",
-                "they are trained because data.on_inexact_mask=train; give data.chat_template a better template",
-            )
-        )
+        found = f"{survey.methods['inexact']:,} rows have no exact mask and train the nearest one"
+        why = "they are trained because data.on_inexact_mask=train; give data.chat_template a better template"
+        yield warned(name, found, why)
     if survey.untrained_turns:
-        findings.append(
-            warned(
-                name,
-                f"{survey.untrained_turns:,} assistant turns have no exact mask and are not trained: the template "
-                "writes a turn of the history differently from how it is generated",
-                "data.multi_turn=split trains each of them as the last turn of a row of its own",
-            )
+        found = (
+            f"{survey.untrained_turns:,} assistant turns have no exact mask and are not trained: the template "
+            "writes a turn of the history differently from how it is generated"
         )
+        yield warned(name, found, "data.multi_turn=split trains each of them as the last turn of a row of its own")
     if survey.merged:
-        findings.append(passed(name, f"{survey.merged:,} answers end inside a token, which is split there"))
-    return findings
+        yield passed(name, f"{survey.merged:,} answers end inside a token, which is split there")
 
 
-def judge_texts(survey: RowStats, data: DataConfig) -> list[Finding]:
+def judge_texts(survey: RowStats, data: DataConfig) -> Iterator[Finding]:
     """What the template does to texts: think text that it leaves out, special tokens that texts spell."""
-    findings = []
     if survey.stripped_think:
-        findings.append(
-            warned(
-                "think text",
-                f"{survey.stripped_think:,} pieces of think text in {survey.split} are not written by the template",
-                "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written",
-            )
+        found = f"{survey.stripped_think:,} pieces of think text in {survey.split} are not written by the template"
+        way = "a template that writes it; data.multi_turn=split keeps it where only the last turn's is written"
+        yield warned("think text", found, way)
+    if not survey.special_in_text:
+        return
+    spelled = (
+        f"{survey.special_in_text:,} special tokens are spelled in the texts of {rows_text(survey.special_rows)} "
+        f"of {survey.split} (the first: {one_line(survey.first_special)})"
+    )
+    if data.special_tokens_in_text != "plain":
+        found = f"{spelled}: they become the tokens that they spell"
+        yield warned("special tokens", found, "data.special_tokens_in_text=plain takes them as text")
+    elif survey.special_documents:
+        found = (
+            f"{spelled}; {rows_text(survey.special_documents)} are plain text, trained whole, with these "
+            "tokens as the characters that spell them"
         )
-    if survey.special_in_text:
-        spelled = (
-            f"{survey.special_in_text:,} special tokens are spelled in the texts of {rows_text(survey.special_rows)} "
-            f"of {survey.split} (the first: {one_line(survey.first_special)})"
-        )
-        if data.special_tokens_in_text == "plain" and survey.special_documents:
-            findings.append(
-                warned(
-                    "special_tokens_in_text",
-                    f"{spelled}; {rows_text(survey.special_documents)} are plain text, trained whole, with these "
-                    "tokens as the characters that spell them",
-                    "rendered chats belong into messages; data.special_tokens_in_text=control takes each for its token",
-                )
-            )
-        elif data.special_tokens_in_text == "plain":
-            findings.append(passed("special tokens", f"{spelled}: tokenised as plain text"))
-        else:
-            findings.append(
-                warned(
-                    "special tokens",
-                    f"{spelled}: they become the tokens that they spell",
-                    "data.special_tokens_in_text=plain takes them as text",
-                )
-            )
-    return findings
+        way = "rendered chats belong into messages; data.special_tokens_in_text=control takes each for its token"
+        yield warned("special_tokens_in_text", found, way)
+    else:
+        yield passed("special tokens", f"{spelled}: tokenised as plain text")
 
 
 # Length
 
 
-def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> list[Finding]:
+def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, positions: int | None) -> Iterator[Finding]:
     """What `max_seq_len` takes away, and which limit would keep how much where that is too much.
 
     `positions`: how many the model has; None where it has no limit.
     """
     cost, name = survey.cost, f"length: {survey.split}"
     if not cost.trained:
-        return []
+        return
     share = survey.lost / cost.trained
     if not (survey.cut_rows or survey.too_long or share):
-        return [passed(name, f"the longest row has {cost.longest:,} tokens; max_seq_len {max_seq_len:,} cuts none")]
+        yield passed(name, f"the longest row has {cost.longest:,} tokens; max_seq_len {max_seq_len:,} cuts none")
+        return
     of = f"of {survey.kept + survey.too_long:,} rows"
     rows = [f"{survey.cut_rows:,} {of} are cut at max_seq_len {max_seq_len:,}"]
     if survey.too_long:
@@ -200,81 +166,78 @@ def judge_lengths(survey: RowStats, data: DataConfig, *, max_seq_len: int, posit
     lost = f"{'; '.join(rows)}; {survey.lost:,} of {cost.trained:,} trained tokens ({share:.1%}) are lost"
     ways = ways_to_keep(survey, data, max_seq_len=max_seq_len, positions=positions)
     if survey.kept == 0:
-        return [failed(name, f"{lost}: nothing is left", ways)]
-    if share > data.max_lost_fraction and survey.split == "train":
+        yield failed(name, f"{lost}: nothing is left", ways)
+    elif share > data.max_lost_fraction and survey.split == "train":
         over = f", more than data.max_lost_fraction={data.max_lost_fraction:g}"
-        return [failed(name, lost + over, f"{ways}, or raise data.max_lost_fraction to accept it")]
-    return [warned(name, lost, ways)]
+        yield failed(name, lost + over, f"{ways}, or raise data.max_lost_fraction to accept it")
+    else:
+        yield warned(name, lost, ways)
 
 
-def judge_blocks(survey: RowStats, *, max_seq_len: int) -> list[Finding]:
+def judge_blocks(survey: RowStats, *, max_seq_len: int) -> Finding:
     """How many full blocks the documents of plain text come to."""
     name = f"blocks: {survey.split}"
     if not survey.kept:
-        return [skipped(name, "no document is left to look at")]
+        return skipped(name, "no document is left to look at")
     blocks, left = divmod(survey.tokens, max_seq_len)
     count = f"{survey.kept:,} documents, {survey.tokens:,} tokens: {blocks:,} full blocks of {max_seq_len:,}"
     if blocks == 0 and survey.split not in ("val", "test"):
-        return [failed(name, count, "lower model.max_seq_len, or give more text")]
-    return [passed(name, f"{count}; {left:,} tokens are left over")]
+        return failed(name, count, "lower model.max_seq_len, or give more text")
+    return passed(name, f"{count}; {left:,} tokens are left over")
 
 
-def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str, grouped: bool) -> list[Finding]:
+def judge_padding(shares: Mapping[str, float], *, micro_batch: int, packing: str, grouped: bool) -> Finding:
     """Share of padding for each way to make batches, the run's own marked."""
     names = {"random": "random order", "grouped": "grouped by length", "best_fit": "packed (best_fit)"}
     own = "best_fit" if packing == "best_fit" else "grouped" if grouped else "random"
-    listed = [
-        f"{names.get(key, key)} {share:.1%}{' (this run)' if key == own else ''}" for key, share in shares.items()
-    ]
-    return [passed("padding", f"of the tokens in batches of {micro_batch}: {', '.join(listed)}")]
+    listed = [f"{names[key]} {share:.1%}{' (this run)' if key == own else ''}" for key, share in shares.items()]
+    return passed("padding", f"of the tokens in batches of {micro_batch}: {', '.join(listed)}")
 
 
 # Roles and marks
 
 
-def judge_roles(survey: RowStats) -> list[Finding]:
+def judge_roles(survey: RowStats) -> Iterator[Finding]:
     """Trained tokens of each role."""
-    if not survey.role_rows:
-        return []
-    order = sorted(survey.roles, key=lambda role: (role == TEMPLATE, -survey.roles[role][0]))
-    shares = ", ".join(f"{role} {survey.roles[role][1]:,} of {survey.roles[role][0]:,}" for role in order)
-    of = "" if survey.role_rows == survey.kept else f", counted in {survey.role_rows:,} of {survey.kept:,} rows"
-    return [passed("tokens by role", f"trained in {survey.split}: {shares}{of}")]
+    if survey.role_rows:
+        order = sorted(survey.roles, key=lambda role: (role == TEMPLATE, -survey.roles[role][0]))
+        shares = ", ".join(f"{role} {survey.roles[role][1]:,} of {survey.roles[role][0]:,}" for role in order)
+        of = "" if survey.role_rows == survey.kept else f", counted in {survey.role_rows:,} of {survey.kept:,} rows"
+        yield passed("tokens by role", f"trained in {survey.split}: {shares}{of}")
 
 
-def judge_marks(survey: RowStats, tokenizer: Any, *, adds_bos: bool) -> list[Finding]:
+def judge_marks(survey: RowStats, tokenizer: Any) -> Iterator[Finding]:
     """BOS on all rows or none, trained parts that end with a special token, padding that is not trained."""
-    if not survey.kept or survey.texts:
-        return []
+    if survey.kept and not survey.texts:
+        yield _bos(survey, tokenizer)
+        yield _end(survey, tokenizer)
+        yield _pad(survey, tokenizer)
+
+
+def _bos(survey: RowStats, tokenizer: Any) -> Finding:
     name = tokenizer.bos_token
     if survey.with_bos not in (0, survey.kept):
-        bos = warned(
-            "BOS",
-            f"{survey.with_bos:,} of {survey.kept:,} rows of {survey.split} begin with {name}, the others do not",
-            "give data.chat_template a template that writes it always or never",
-        )
-    elif adds_bos and not survey.with_bos:
-        bos = warned(
-            "BOS",
-            f"the tokenizer puts {name} before a text, and the chat template writes none: rows begin without it",
-            "fine if the model was trained like that; otherwise give data.chat_template one that writes it",
-        )
-    else:
-        every = f"every row of {survey.split} begins with one {name}"
-        bos = passed("BOS", every if survey.with_bos else "none, as the tokenizer has it")
-    return [bos, _end(survey, tokenizer), _pad(survey, tokenizer)]
+        found = f"{survey.with_bos:,} of {survey.kept:,} rows of {survey.split} begin with {name}, the others do not"
+        return warned("BOS", found, "give data.chat_template a template that writes it always or never")
+    if survey.with_bos:
+        return passed("BOS", f"every row of {survey.split} begins with one {name}")
+    # with a template that writes one too, an engine's prompts have two
+    if tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]:
+        found = f"the tokenizer puts {name} before a text, and the chat template writes none: rows begin without it"
+        way = "fine if the model was trained like that; otherwise give data.chat_template one that writes it"
+        return warned("BOS", found, way)
+    return passed("BOS", "none, as the tokenizer has it")
 
 
 def _end(survey: RowStats, tokenizer: Any) -> Finding:
-    names = [str(tokenizer.convert_ids_to_tokens(number)) for number, _ in survey.ends.most_common(3)]
     if survey.open_ends:
-        return warned(
-            "end of turn",
+        found = (
             f"{survey.open_ends:,} of {survey.kept:,} rows of {survey.split} have an answer that ends with no special "
-            f"token (the first: {one_line(survey.first_open_end)}): the model does not learn to stop there",
-            "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
-            "assistant's turn with a token",
+            f"token (the first: {one_line(survey.first_open_end)}): the model does not learn to stop there"
         )
+        why = "they are trained because data.on_missing_end=train; give data.chat_template a template that ends an "
+        return warned("end of turn", found, f"{why}assistant's turn with a token")
+    names = [str(tokenizer.convert_ids_to_tokens(number)) for number, _ in survey.ends.most_common(3)]
     eos = "" if tokenizer.eos_token in names else f"; the tokenizer's eos is {tokenizer.eos_token}"
     added = ", ".join(f"{one_line(end)} after {rows:,} rows" for end, rows in survey.added_ends.most_common(3))
     if added:
@@ -284,19 +247,17 @@ def _end(survey: RowStats, tokenizer: Any) -> Finding:
 
 def _pad(survey: RowStats, tokenizer: Any) -> Finding:
     if survey.pad_trained:
-        return warned(
-            "padding token",
+        found = (
             f"{survey.pad_trained:,} rows of {survey.split} train {tokenizer.pad_token}, which also pads; padding is "
-            "masked by length, so it is still learned",
-            "fine if the template ends turns with it",
+            "masked by length, so it is still learned"
         )
+        return warned("padding token", found, "fine if the template ends turns with it")
     same = ", which is also the end token" if tokenizer.pad_token_id == tokenizer.eos_token_id else ""
     return passed("padding token", f"{tokenizer.pad_token}{same}; padding is masked by length, never by its id")
 
 
 def mask_lines(report: RowStats, tokenizer: Any) -> list[str]:
     """What a run logs about its training rows' masks: trained tokens by role, BOS, end of turn, padding."""
-    adds_bos = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     rows = replace(report, split="train")
-    found = [*judge_roles(rows), *judge_marks(rows, tokenizer, adds_bos=adds_bos)]
+    found = itertools.chain(judge_roles(rows), judge_marks(rows, tokenizer))
     return [f"Data train: {one.name}: {one.found}" for one in found]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from sft_play.data.sources.column_words import guessed_columns
 from sft_play.data.sources.examples import ExampleReader, characters
 from sft_play.data.sources.files import AnySource, data_files, find_source, read_rows
 from sft_play.data.sources.formats import Chat, Example, Text, recognise
-from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, NotUtf8, RawRow, bad_row_lines
+from sft_play.data.sources.raw import BadRow, NotUtf8, RawRow, none_usable
 from sft_play.data.sources.tables import split_of_name
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -77,8 +76,7 @@ def _look(given: str, encoding: Encoding, count: Count, positions: int | None) -
     reader = ExampleReader(source, DataConfig(columns=columns), split="train", text_wanted=is_text)
     examples, bad = _sample(reader)
     if not examples:
-        lines = bad_row_lines(f"the first {len(bad):,} rows of {one_line(given)}", _counted(bad), bad[:3])
-        raise DataError("\n".join([*lines, FIX_OR_SKIP]))
+        raise none_usable(f"the first {len(bad):,} rows of {one_line(given)}", bad)
     is_cpt = isinstance(examples[0], Text) and not looks_rendered(examples[0].text)
     size = rough_size(DataConfig(train_path=paths["data.train_path"], encoding=encoding), text_wanted=is_cpt)
     rows = max(size.rows if size else 0, len(examples))
@@ -140,10 +138,6 @@ def _sample(reader: ExampleReader) -> tuple[list[Example], list[BadRow]]:
         if size > SAMPLE_CHARACTERS:
             break
     return examples, bad
-
-
-def _counted(bad: Sequence[BadRow]) -> Counter[str]:
-    return Counter(row.reason for row in bad)
 
 
 def _tokens(examples: Sequence[Example], count: Count) -> list[int]:

@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.process_report import text_of
+from sft_play.data.process_report import said_in
 from sft_play.data.sources.files import data_files, find_source, read_part
 from sft_play.data.sources.formats import Example, Text, recognise, to_example
+from sft_play.data.sources.messages import texts_in
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 
@@ -159,7 +160,7 @@ def whole_text(example: Example) -> str:
     """All of a row but system prompts and tools, which many rows share."""
     if isinstance(example, Text):
         return example.text
-    return text_of(turn for turn in example.messages if turn.get("role") not in ("system", "developer"))
+    return said_in(turn for turn in example.messages if turn.get("role") not in ("system", "developer"))
 
 
 def long_questions(example: Example) -> list[str]:
@@ -186,17 +187,9 @@ def texts_to_compare_with(value: str, data: DataConfig) -> Iterator[tuple[str, s
                     shape = recognise(row.data, {})
                     example = BadRow("", "") if shape is None else to_example(row, shape, data)
                     if isinstance(example, BadRow):
-                        texts = list(filter(_is_long, _strings(row.data)))
+                        texts = list(filter(_is_long, texts_in(row.data)))
                     else:
                         texts = [whole_text(example), *long_questions(example)]
                     yield from ((text, row.where) for text in texts)
     except DataError as error:
         raise DataError(f"data.process.compare_with: {error}") from None
-
-
-def _strings(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (dict, list)):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _strings(part)

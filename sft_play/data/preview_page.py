@@ -5,11 +5,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from sft_play.data.preview import Gap, Shown
-from sft_play.data.token_pieces import NEWLINE, SPACE, TAB, Kind, TokenPiece, signs, visible
+from sft_play.data.preview import NEWLINE, SPACE, TAB, Gap, Kind, Shown, TokenPiece, signs, visible
 
 PAGE_PIECES = 20_000
 """Tokens of one example on the page; of longer ones the middles of stretches are left out, with a count."""
@@ -53,20 +51,16 @@ def html_page(examples: Sequence[Shown], *, title: str, about: Iterable[str], mo
     # the page may be opened anywhere: it allows itself this one style sheet, by its digest, and nothing else
     digest = base64.b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
-    out = io.StringIO()
-    out.write('<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n')
-    out.write(f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n')
-    out.write('<meta name="viewport" content="width=device-width, initial-scale=1">\n')
-    out.write('<meta name="referrer" content="no-referrer">\n')
-    out.write(f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n")
-    out.write(f"<h1>{_escaped(title)}</h1>\n")
-    for line in about:
-        out.write(f'<p class="soft">{_escaped(line)}</p>\n')
-    out.write(_legend(examples))
-    for shown in examples:
-        out.write(_section(shown, most))
-    out.write("</main>\n</body>\n</html>\n")
-    return out.getvalue()
+    lines = "".join(f'<p class="soft">{_escaped(line)}</p>\n' for line in about)
+    sections = "".join(_section(shown, most) for shown in examples)
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="referrer" content="no-referrer">\n'
+        f"<title>{_escaped(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f"<h1>{_escaped(title)}</h1>\n{lines}{_legend(examples)}{sections}</main>\n</body>\n</html>\n"
+    )
 
 
 def _escaped(text: str) -> str:
@@ -94,18 +88,15 @@ def _legend(examples: Sequence[Shown]) -> str:
 
 
 def _section(shown: Shown, most: int) -> str:
-    head = f"<h2>Row {shown.number:,}</h2>\n"
-    out = [f'<section>\n{head}<p class="soft">{_escaped(shown.where)}</p>\n']
-    if shown.reason:
-        out.append(f'<p class="bad">Cannot be used: {_escaped(shown.reason)}</p>\n')
     facts = "".join(f"<li>{_escaped(fact)}</li>" for fact in shown.facts())
-    if facts:
-        out.append(f'<ul class="facts">{facts}</ul>\n')
-    if shown.pieces:
-        out.append(f'<div class="tokens" dir="ltr">{"".join(_spans(shown, most))}</div>\n')
-    if shown.raw:
-        out.append(f"<pre>{_escaped(shown.raw)}</pre>\n")
-    return "".join([*out, "</section>\n"])
+    parts = [
+        (shown.reason, f'<p class="bad">Cannot be used: {_escaped(shown.reason)}</p>\n'),
+        (facts, f'<ul class="facts">{facts}</ul>\n'),
+        (shown.pieces, f'<div class="tokens" dir="ltr">{"".join(_spans(shown, most))}</div>\n'),
+        (shown.raw, f"<pre>{_escaped(shown.raw)}</pre>\n"),
+    ]
+    body = "".join(part for has_any, part in parts if has_any)
+    return f'<section>\n<h2>Row {shown.number:,}</h2>\n<p class="soft">{_escaped(shown.where)}</p>\n{body}</section>\n'
 
 
 def _spans(shown: Shown, most: int) -> Iterator[str]:

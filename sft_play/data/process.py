@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,21 +17,10 @@ from typing import Any, TextIO
 
 from sft_play.config.schema import ProcessConfig, RunConfig
 from sft_play.data.build.stats import RowStats, rows_text
-from sft_play.data.masks.render import is_trained_turn
 from sft_play.data.near import Similar, Sketch, Sketches, long_questions, texts_to_compare_with, whole_text
-from sft_play.data.process_report import (
-    SHOWN,
-    FileReport,
-    Places,
-    ProcessReport,
-    RowLengths,
-    SplitReport,
-    TokenCounter,
-    by_count,
-    token_counter,
-)
-from sft_play.data.sources.examples import rows_of
-from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, split_names, walk
+from sft_play.data.process_report import SHOWN, FileReport, Places, ProcessReport, SplitReport, by_count
+from sft_play.data.sources.examples import example_of, rows_of
+from sft_play.data.sources.files import Part, data_files, find_source, is_saved, read_part, walk
 from sft_play.data.sources.formats import (
     Example,
     Text,
@@ -41,12 +31,11 @@ from sft_play.data.sources.formats import (
     formats_of,
     is_processed,
     rename_columns,
-    to_example,
     unused_columns,
 )
 from sft_play.data.sources.messages import as_given, roles_said
 from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, bad_row_lines, too_large
-from sft_play.data.sources.tables import split_of_name
+from sft_play.data.sources.tables import split_names, split_of_name
 from sft_play.data.written import CannotWrite, OutputFolder
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -69,35 +58,27 @@ def split_by_digest(digest: bytes, *, val_fraction: float, test_fraction: float)
     return "test" if share < val_fraction + test_fraction else "train"
 
 
-def process(config: RunConfig, *, force: bool = False, token_counter: TokenCounter | None = None) -> ProcessReport:
+def process(config: RunConfig, *, force: bool = False) -> ProcessReport:
     """Read `data.process.raw_path`, write train, val and test rows and report.json to `data.process.out_dir`.
 
-    `force` overwrites files that were edited; `token_counter` counts tokens in place of the model's tokenizer.
+    `force` overwrites files that were edited.
 
     Raises:
         DataError: raw files that are missing or cannot be read, rows that cannot be used (unless `data.on_bad_row`
             is skip), files that were edited, nothing left to train on. Nothing is written then.
     """
     check_columns(config.data)
-    return _Process(config, token_counter).run(force=force)
+    return _Process(config).run(force=force)
 
 
 class _Process:
     """One pass over the raw files; what grows with them is digests (16 bytes a row), what near-duplicates are found by
     (`near.Similar`) and counts."""
 
-    def __init__(self, config: RunConfig, counter: TokenCounter | None) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._options: ProcessConfig = config.data.process
-        self._counter = counter
-        self._report = ProcessReport(
-            self._options.out_dir,
-            config.model.max_seq_len,
-            duplicates_dropped=self._options.drop_duplicates,
-            leaks_dropped=self._options.drop_leaks,
-            near_dropped=None if self._options.near_duplicates == "ignore" else self._options.near_duplicates == "drop",
-            overlaps_dropped=self._options.drop_overlaps,
-        )
+        self._report = ProcessReport(self._options, config.model.max_seq_len)
         self._faults: list[str] = []
         self._has_bad_rows = False
         self._seen: dict[str, set[bytes]] = {name: set() for name in SPLITS}
@@ -105,7 +86,6 @@ class _Process:
         self._kinds: dict[str, str] = {}
         """The first file with chats, and the first with plain text: they are not processed together."""
         self._files: dict[str, TextIO] = {}
-        self._lengths: RowLengths | None = None
         self._near = None if self._options.near_duplicates == "ignore" else Similar(self._sketches)
         self._others: dict[str, Similar] = {}
         """The rows of each file that training rows are compared with."""
@@ -120,62 +100,54 @@ class _Process:
         """Read, check, write."""
         report = self._report
         parts = self._parts()
-        for value in self._options.compare_with:
-            self._compare_with(value)
-        for value in self._own_held_out(parts):
-            try:
-                self._compare_with(value)
-            except DataError as error:
-                report.remarks.append(f"Training rows were not compared with {one_line(value)}: {error}")
-        out = OutputFolder(
-            Path(self._options.out_dir).expanduser(),
-            (*(f"{name}.jsonl" for name in SPLITS), "report.json"),
-            force=force,
-            command="process",
-        )
-        counter, report.lengths_by = (
-            (self._counter, "counted without the template's own tokens")
-            if self._counter is not None
-            else token_counter(self._config)
-        )
-        self._lengths = RowLengths(counter, self._config.model.max_seq_len)
+        self._compare_with_others(parts)
+        names = (*(f"{name}.jsonl" for name in SPLITS), "report.json")
+        out = OutputFolder(Path(self._options.out_dir).expanduser(), names, force=force, command="process")
         total = functools.partial(rows_of, [part for part, _ in parts])
         with out, waiting("Processing raw rows", unit="rows", total=total) as self._news:
             for part, split in parts:
                 self._read(part, split, out)
             self._judge()
             if self._near is not None and self._is_full:
-                with_what = f"the first {len(self._near):,} that have none ({MOST_INDEX_BYTES / GIB:g} GiB of memory)"
-                way = "data.process.near_duplicates=drop compares with all"
-                report.remarks.append(f"Near-duplicates: rows were compared with {with_what}; {way}")
-            self._lengths.flush()
+                report.remarks.append(
+                    f"Near-duplicates: rows were compared with the first {len(self._near):,} that have none "
+                    f"({MOST_INDEX_BYTES / GIB:g} GiB of memory); data.process.near_duplicates=drop compares with all"
+                )
             report.splits = {name: report.splits[name] for name in SPLITS if name in report.splits}
             out.write_json("report.json", report.as_json())
         return report
 
+    def _written(self) -> list[Path]:
+        """The folders that processed rows are written to."""
+        data = self._config.data
+        return [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
+
+    def _compare_with_others(self, parts: list[tuple[Part, str | None]]) -> None:
+        """Read the rows in which training rows are looked for: those of compare_with; those of data.val_path and
+        data.test_path where they are files here, and neither raw rows to train on nor what is written."""
+        data, asked = self._config.data, self._options.compare_with
+        known = {Path(value).expanduser().resolve() for value in asked}
+        known |= {part.path.resolve() for part, split in parts if split not in ("val", "test")}
+        for value in asked:
+            self._compare_with(value)
+        for held in (data.val_path, data.test_path) if self._near is not None else ():
+            path = Path(held or "").expanduser().resolve()
+            if held and path.exists() and path not in known and not any(map(path.is_relative_to, self._written())):
+                known.add(path)
+                try:
+                    self._compare_with(held)
+                except DataError as error:
+                    why = f"Training rows were not compared with {one_line(held)}: {error}"
+                    self._report.remarks.append(why)
+
     def _compare_with(self, value: str) -> None:
-        """Read the rows of a file in which training rows are looked for."""
-        other = Similar(self._sketches)
-        with waiting(f"Reading the rows of {one_line(value)}", unit="rows") as news:
+        other, name = Similar(self._sketches), one_line(value)
+        with waiting(f"Reading the rows of {name}", unit="rows") as news:
             for text, where in texts_to_compare_with(value, self._config.data):
                 other.add(self._sketches.of(text), where)
                 news.add()
-        self._others[one_line(value)] = other
-        self._report.overlaps[one_line(value)] = Places()
-
-    def _own_held_out(self, parts: list[tuple[Part, str | None]]) -> list[str]:
-        """data.val_path and data.test_path, where they are files here, are neither raw rows to train on nor what is
-        written, and are not compared with yet."""
-        data = self._config.data
-        written = [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
-        raw = {part.path.resolve() for part, split in parts if split not in ("val", "test")}
-        found: dict[Path, str] = {}
-        for value in (data.val_path, data.test_path) if self._near is not None else ():
-            path = Path(value or "").expanduser().resolve()
-            if value and path.exists() and not any(path.is_relative_to(folder) for folder in written):
-                found.setdefault(path, value)
-        given = {Path(value).expanduser().resolve() for value in data.process.compare_with}
-        return [value for path, value in found.items() if path not in raw | given]
+        self._others[name] = other
+        self._report.overlaps[name] = Places()
 
     def _parts(self) -> list[tuple[Part, str | None]]:
         """The raw files with the splits that they name; the held-out ones first, so that leaks are seen."""
@@ -201,21 +173,20 @@ class _Process:
         except DataError as error:
             raise DataError(f"data.process.raw_path: {error}") from None
         root = source if isinstance(source, Path) and source.is_dir() else None
-        data = self._config.data
         # Our own output may be in a folder below the raw files: it is not read again.
-        written = [Path(folder).expanduser().resolve() for folder in (data.process.out_dir, data.style.out_dir)]
-        parts = [part for part in parts if not any(part.path.resolve().is_relative_to(folder) for folder in written)]
+        written = self._written()
+        parts = [part for part in parts if not any(map(part.path.resolve().is_relative_to, written))]
         if not parts:
             raise DataError(
                 f"data.process.raw_path={one_line(value)} is in the folder that is written to "
-                f"({data.process.out_dir}); give data.process.out_dir another one"
+                f"({self._options.out_dir}); give data.process.out_dir another one"
             )
         if root is not None and not is_saved(root):
             taken = {part.name for part in parts}
             self._report.skipped_files += [one_line(str(item)) for item in walk(root) if str(item) not in taken]
         named: list[tuple[Part, str | None]] = []
         for part in parts:
-            names = split_names(part)
+            names = split_names(part.name, on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
             named += self._splits_of_set(part, names) if names else [(part, _named_split(part, root))]
         return named
 
@@ -246,7 +217,7 @@ class _Process:
                     stats.count_example(example)
                 problem = example if isinstance(example, BadRow) else self._take(example, split, file, out)
                 if problem is not None:
-                    self._report.dropped.setdefault(problem.reason, Places()).add(problem.where)
+                    self._report.drop(problem.reason, problem.where)
                     stats.count_bad(problem)
         except CannotWrite:  # a full disk is no fault of the raw file
             raise
@@ -260,8 +231,7 @@ class _Process:
 
     def _examples(self, part: Part, file: FileReport) -> Iterator[Example | BadRow]:
         """The rows of one raw file; its format goes into `file`."""
-        rows = read_part(part)
-        data = self._config.data
+        rows, data = read_part(part), self._config.data
         first, shape = first_format(rows, data)
         if shape is not None:
             assert isinstance(first[-1], RawRow)
@@ -269,17 +239,13 @@ class _Process:
             file.format = shape.name
             read = {*shape.needs, *shape.may_have}
             # A format whose columns are all read anyway, such as alpaca's input, is not worth a remark.
-            file.also = tuple(other.name for other in formats_of(row.data) if not set(other.needs) <= read)[:4]
-            file.unused = tuple(unused_columns(row.data, shape))[:SHOWN]
-        for raw in (row for source in (first, rows) for row in source):
-            if isinstance(raw, BadRow) or shape is None:
-                yield raw if isinstance(raw, BadRow) else BadRow(raw.where, "no known format")
-                continue
-            row = rename_columns(raw, data.columns)
-            example = to_example(row, shape, data)
-            source = row.data.get("source")
-            if isinstance(source, str) and source and is_processed(row.data) and not isinstance(example, BadRow):
-                example = dataclasses.replace(example, where=source)  # as it was processed before
+            file.also = [other.name for other in formats_of(row.data) if not set(other.needs) <= read][:4]
+            file.unused = unused_columns(row.data, shape)[:SHOWN]
+        for raw in itertools.chain(first, rows):
+            example = example_of(raw, shape, data)
+            if isinstance(raw, RawRow) and not isinstance(example, BadRow) and is_processed(raw.data):
+                source = raw.data["source"]  # as it was processed before
+                example = dataclasses.replace(example, where=source) if isinstance(source, str) and source else example
             yield example
 
     def _take(self, example: Example, split: str | None, file: FileReport, out: OutputFolder) -> BadRow | None:
@@ -303,11 +269,7 @@ class _Process:
         if place not in self._files:  # a split without rows gets no file
             self._files[place] = out.open(f"{place}.jsonl")
         self._files[place].write(line + "\n")
-        counts = report.splits.setdefault(place, SplitReport())
-        counts.stats.count_example(example)
-        counts.trained_turns += sum(map(is_trained_turn, getattr(example, "messages", ())))
-        assert self._lengths is not None
-        self._lengths.add(example, digest, counts)
+        report.splits.setdefault(place, SplitReport()).count(example, max_seq_len=report.max_seq_len)
         return None
 
     def _is_double(self, key: bytes, place: str, where: str) -> bool:
@@ -318,7 +280,7 @@ class _Process:
             report.duplicates.add(where)
             dropped = self._options.drop_duplicates
             if dropped:
-                report.dropped.setdefault("a duplicate of an earlier row", Places()).add(where)
+                report.drop("a duplicate of an earlier row", where)
         seen.add(key)
         # The held-out splits come first where raw files have their own, so a row of train knows whether they hold it.
         others = [name for name in SPLITS[SPLITS.index(place) + 1 :] if key in self._seen[name]]
@@ -326,7 +288,7 @@ class _Process:
             report.leaks.add(f"{where} ({' and '.join(others) or 'val'})")
             # from train alone: the held-out rows stay the same whatever is trained on
             if self._options.drop_leaks and place == "train" and not dropped:
-                report.dropped.setdefault("stands in val or test too", Places()).add(where)
+                report.drop("stands in val or test too", where)
                 dropped = True
         return dropped
 
@@ -347,7 +309,7 @@ class _Process:
         if found is not None:
             report.near.add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
             if self._options.near_duplicates == "drop":
-                report.dropped.setdefault("nearly an earlier row", Places()).add(example.where)
+                report.drop("nearly an earlier row", example.where)
                 return True
         elif not self._is_full:
             self._near.add(sketch, example.where)
@@ -367,7 +329,7 @@ class _Process:
             if found is not None:
                 report.overlaps[name].add(f"{example.where} (like {found[1]}, {found[0]:.2f})")
                 if self._options.drop_overlaps and not dropped:
-                    report.dropped.setdefault("nearly a row of a held-out file", Places()).add(example.where)
+                    report.drop("nearly a row of a held-out file", example.where)
                     dropped = True
         return dropped
 

@@ -42,14 +42,9 @@ class StyleReport:
 
     def lines(self) -> list[str]:
         """The report in words."""
-        total = self.total
-        rows = sum(total.values())
-        lines = [f"Styled {rows_text(rows)} into {self.out_dir}: {_words(total)}"]
-        lines += [
-            f"  {name}: {rows_text(sum(counts.values()))}, {_words(counts)}" for name, counts in self.splits.items()
-        ]
-        lines += [f"data.style.per_source: no row's source matches {one_line(glob)}" for glob in self.unused_globs]
-        return lines
+        lines = [f"Styled {rows_text(self.total.total())} into {self.out_dir}: {_words(self.total)}"]
+        lines += [f"  {name}: {rows_text(counts.total())}, {_words(counts)}" for name, counts in self.splits.items()]
+        return [*lines, *(f"data.style.per_source: no row's source matches {one_line(g)}" for g in self.unused_globs)]
 
     def as_json(self) -> dict[str, Any]:
         """The report as JSON, which report.json holds."""
@@ -109,8 +104,7 @@ class _Styler:
     """Gives rows their system prompt; remembers which globs matched none."""
 
     def __init__(self, options: StyleConfig, prompt: str | None) -> None:
-        self._how, self._prompt = options.how, prompt
-        self._per_source = options.per_source
+        self._options, self._prompt = options, prompt
         self.unused = dict.fromkeys(options.per_source)
 
     def __call__(self, row: dict[str, Any]) -> tuple[dict[str, Any], str]:
@@ -120,26 +114,25 @@ class _Styler:
             return row, "text"
         if not isinstance(messages, list) or not messages or not all(isinstance(item, dict) for item in messages):
             raise DataError(f"a processed row has no list of messages (id {one_line(str(row.get('id')))})")
-        prompt = self._prompt_of(row)
+        prompt, first = self._prompt_of(row), messages[0]
         if prompt is None or not prompt.strip():
             return row, "left"
-        first = messages[0]
         if first.get("role") not in ("system", "developer"):  # processed rows keep their authors' names of roles
             return {**row, "messages": [{"role": "system", "content": prompt}, *messages]}, "set"
-        present = first.get("content")
+        present, how = first.get("content"), self._options.how
         # content in parts is its author's own form, which a prompt of ours would not fit into
-        if self._how == "keep" or not isinstance(present, str):
+        if how == "keep" or not isinstance(present, str):
             return row, "left"
-        done, content = "replaced", prompt
-        if self._how == "prepend" and present.strip():
-            done, content = "prepended", f"{prompt}\n\n{present}"
-        return {**row, "messages": [{**first, "content": content}, *messages[1:]]}, done
+        is_before = how == "prepend" and bool(present.strip())
+        content = f"{prompt}\n\n{present}" if is_before else prompt
+        styled = {**row, "messages": [{**first, "content": content}, *messages[1:]]}
+        return styled, "prepended" if is_before else "replaced"
 
     def _prompt_of(self, row: dict[str, Any]) -> str | None:
         source = row.get("source")
         if isinstance(source, str):
             file = _PLACE.sub("", source)
-            for glob, prompt in self._per_source.items():
+            for glob, prompt in self._options.per_source.items():
                 if any(fnmatchcase(name, glob) for name in (source, file, file.rpartition("/")[2])):
                     self.unused.pop(glob, None)
                     return prompt

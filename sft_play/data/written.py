@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TextIO
 
 from sft_play.errors import DataError
+from sft_play.files import atomic
 from sft_play.log import one_line
 
 RECORD = ".sft_play_written.json"
@@ -38,8 +39,7 @@ class OutputFolder:
     def __init__(self, path: Path, names: tuple[str, ...], *, force: bool, command: str) -> None:
         self.path = path
         self._names, self._force, self._command = names, force, command
-        self._aside: dict[str, Path] = {}
-        self._open: list[_Output] = []
+        self._open: dict[str, _Output] = {}
 
     def __enter__(self) -> OutputFolder:
         foreign = [] if self._force else [name for name in self._names if self._is_foreign(name)]
@@ -57,14 +57,11 @@ class OutputFolder:
     def open(self, name: str) -> TextIO:
         """A text file that takes its name when the context ends; `name` must be one of those announced."""
         assert name in self._names, name
-        aside = self.path / f".{name}.{os.getpid()}.{secrets.token_hex(4)}.part"
         try:
-            file = _Output(aside, shown=self.path / name)
+            self._open[name] = _Output(self.path / name)
         except OSError as error:
             raise DataError(f"{self.path / name} cannot be written: {error.strerror}") from None
-        self._aside[name] = aside
-        self._open.append(file)
-        return file
+        return self._open[name]
 
     def write_json(self, name: str, answer: Any) -> None:
         """A JSON file."""
@@ -73,31 +70,27 @@ class OutputFolder:
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         try:
             if kind is None:
-                for file in self._open:
+                for file in self._open.values():
                     file.keep()
                 self._keep()
         except OSError as problem:
             raise CannotWrite(f"{self.path} cannot be written: {problem.strerror}") from None
         finally:
-            for file in self._open:
-                with contextlib.suppress(OSError):
-                    file.close()
-            for aside in self._aside.values():
-                with contextlib.suppress(OSError):
-                    aside.unlink(missing_ok=True)
+            for file in self._open.values():
+                file.drop()
 
     def _keep(self) -> None:
         """Rename what was written, remove announced files that were not written this time, update the record."""
         record = self._record()
-        outdated = [name for name in self._names if name not in self._aside and record.pop(name, None) is not None]
-        record |= {name: _digest(aside) for name, aside in self._aside.items()}
-        part = self.path / f"{RECORD}.{os.getpid()}.part"
-        self._aside[RECORD] = part  # written before anything is renamed: a full disk leaves all as it was
-        part.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        for name in outdated:
-            (self.path / name).unlink(missing_ok=True)
-        for name, aside in self._aside.items():  # the record last
-            aside.replace(self.path / name)
+        outdated = [name for name in self._names if name not in self._open and record.pop(name, None) is not None]
+        record |= {name: _digest(file.aside) for name, file in self._open.items()}
+        # the record is written before anything is renamed, so that a full disk leaves all as it was; it is renamed last
+        with atomic.replacing(self.path / RECORD) as part:
+            part.write_text(json.dumps(record, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            for name in outdated:
+                (self.path / name).unlink(missing_ok=True)
+            for name, file in self._open.items():
+                file.aside.replace(self.path / name)
 
     def _is_foreign(self, name: str) -> bool:
         path = self.path / name
@@ -118,26 +111,34 @@ class OutputFolder:
 class _Output(io.TextIOWrapper):
     """A file that is written; a full disk, or a limit, is the user's error, not ours."""
 
-    def __init__(self, path: Path, *, shown: Path) -> None:
+    def __init__(self, path: Path) -> None:
+        self.aside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
         unnamed = _unnamed(path.parent)
-        super().__init__(path.open("wb") if unnamed is None else unnamed, encoding="utf-8", newline="\n")
-        self._path, self._shown, self._is_unnamed = path, shown, unnamed is not None
+        super().__init__(self.aside.open("wb") if unnamed is None else unnamed, encoding="utf-8", newline="\n")
+        self._path, self._is_unnamed = path, unnamed is not None
 
     def keep(self) -> None:
-        """Write everything out, give the file its name, and close it; raises OSError."""
+        """Write everything out, give the file its name aside, and close it; raises OSError."""
         self.flush()
         if self._is_unnamed:  # O_TMPFILE: Linux alone, and not on every file system
             # Python calls linkat, which can follow the link in /proc to the unnamed file, only where it is given a
             # src_dir_fd; the path is absolute, so that any one does.
             number = self.fileno()
-            os.link(f"/proc/self/fd/{number}", self._path, src_dir_fd=number, follow_symlinks=True)
+            os.link(f"/proc/self/fd/{number}", self.aside, src_dir_fd=number, follow_symlinks=True)
         self.close()
+
+    def drop(self) -> None:
+        """Close it and remove what was not renamed."""
+        with contextlib.suppress(OSError):
+            self.close()
+        with contextlib.suppress(OSError):
+            self.aside.unlink(missing_ok=True)
 
     def write(self, text: str, /) -> int:
         try:
             return super().write(text)
         except OSError as error:
-            raise CannotWrite(f"{self._shown} cannot be written: {error.strerror}") from None
+            raise CannotWrite(f"{self._path} cannot be written: {error.strerror}") from None
 
 
 def _unnamed(folder: Path) -> BinaryIO | None:

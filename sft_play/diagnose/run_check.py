@@ -16,9 +16,8 @@ from sft_play.config.schema import RunConfig
 from sft_play.data import checks
 from sft_play.data.build.stats import RowStats
 from sft_play.data.build.survey import RowMaker, survey_rows
-from sft_play.data.preview import Shown, example_line
+from sft_play.data.preview import Shown, TokenBytes, example_line, token_pieces
 from sft_play.data.sources.files import AnySource, data_paths, split_of
-from sft_play.data.token_pieces import TokenBytes, token_pieces
 from sft_play.diagnose import disk, engines
 from sft_play.diagnose.doctor import Planned
 from sft_play.diagnose.pages import CheckReport
@@ -202,10 +201,7 @@ class _Checks:
             yield from checks.judge_texts(survey, config.data)
         for survey in chats[:1]:
             yield from checks.judge_roles(survey)
-            # a template that writes BOS, with a tokenizer that adds one, gives an engine's prompts two
-            plain = self._tokenizer("x")["input_ids"]
-            adds_bos = bool(plain) and plain[0] == self._tokenizer.bos_token_id
-            yield from checks.judge_marks(survey, self._tokenizer, adds_bos=adds_bos)
+            yield from checks.judge_marks(survey, self._tokenizer)
             yield from self._example(survey)
         for survey in chats:
             yield from checks.judge_lengths(survey, config.data, max_seq_len=maker.max_seq_len, positions=positions)
@@ -213,7 +209,7 @@ class _Checks:
             if self._is_text(survey) and not (survey.chats and survey.split in ("val", "test")):
                 if survey.unmasked:
                     yield from checks.judge_masks(survey, config.data)
-                yield from checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)
+                yield checks.judge_blocks(survey, max_seq_len=maker.max_seq_len)
 
     def _is_text(self, survey: RowStats) -> bool:
         return self._config.task_mode == "cpt" or survey.split == "text"
@@ -282,7 +278,7 @@ class _Checks:
         if cut.tokens is not None and rows is not None:
             passes = average_passes(rows, cut, effective_batch=plan.batch.effective_batch, ranks=plan.batch.ranks)
             shares["grouped"] = 1 - passes.tokens / (passes.count * passes.places * plan.batch.ranks)
-        yield from checks.judge_padding(
+        yield checks.judge_padding(
             shares,
             micro_batch=plan.batch.micro_batch,
             packing=config.data.packing,

@@ -64,7 +64,7 @@ def run(job: RunJob) -> dict[str, Any]:
         distributed.process_group(job.plan, timeout_s=job.timeout_s, deepspeed=job.deepspeed is not None),
         Heartbeat(job.timeout_s) as beat,
     ):
-        distributed.require_alike(digests(job, facts, writes_date=prepared[0].renderer.writes_date))
+        distributed.require_alike(digests(job, facts, writes_date=prepared[0].renderer.parts.writes_date))
         with run_folder(job, prepared, facts):
             watch = Watch(memory, beat, started)
             if job.stages:

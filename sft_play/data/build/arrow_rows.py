@@ -20,6 +20,8 @@ from sft_play.data.sources.formats import Chat, Example
 
 _SCHEMA = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 _SCHEMA_WITH_CHATS = _SCHEMA.append(pa.field("chat", pa.string()))
+_BATCH_ROWS, _BATCH_TOKENS = 256, 1 << 18
+"""Rows that are written together: so many, or so many tokens."""
 
 
 class RowWriter:
@@ -31,20 +33,31 @@ class RowWriter:
         """Eight bytes for the tokens of each row."""
         self._keeps_chats = keeps_chats
         self._schema = _SCHEMA_WITH_CHATS if keeps_chats else _SCHEMA
+        self._waiting: list[tuple[TokenRow, Example]] = []
+        self._tokens = 0
 
     def __enter__(self) -> RowWriter:
         self._file = pa.OSFile(str(self.path), "wb")
         self._stream = pa.ipc.new_stream(self._file, self._schema)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._write()
         self._stream.close()
         self._file.close()
 
-    def write(self, rows: Sequence[TokenRow], examples: Sequence[Example]) -> None:
-        """A batch of rows with the examples they are made of."""
-        if not rows:
+    def add(self, row: TokenRow, example: Example) -> None:
+        """A row, with the example that it is made of."""
+        self._waiting.append((row, example))
+        self._tokens += len(row.input_ids)
+        if len(self._waiting) == _BATCH_ROWS or self._tokens > _BATCH_TOKENS:
+            self._write()
+
+    def _write(self) -> None:
+        if not self._waiting:
             return
+        rows = [row for row, _ in self._waiting]
         offsets, ids = _joined([row.input_ids for row in rows])
         label_offsets, labels = _joined([row.labels for row in rows])
         sources = np.array([row.source != CHAT for row in rows], np.int8)
@@ -53,8 +66,9 @@ class RowWriter:
             self.digests += hashlib.blake2b(tokens[begin:end], digest_size=8).digest()
         columns = [_lists(offsets, ids), _lists(label_offsets, labels), _arrow(sources)]
         if self._keeps_chats:
-            columns.append(pa.array([_as_json(example) for example in examples], pa.string()))
+            columns.append(pa.array([_as_json(example) for _, example in self._waiting], pa.string()))
         self._stream.write_batch(pa.record_batch(columns, schema=self._schema))
+        self._waiting, self._tokens = [], 0
 
 
 def row_digest(input_ids: Sequence[int]) -> int:

@@ -15,30 +15,28 @@ import json
 import pickle
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.arrow_rows import RowWriter, write_blocks
 from sft_play.data.build.stats import LimitCost, RowStats
-from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, no_document
-from sft_play.data.build.workers import BATCH_CHARS, BATCH_ROWS, bytes_of, file_pieces, how_many, together
+from sft_play.data.build.survey import FEWEST_ROLE_ROWS, ROLE_ROWS, RowCounter, RowMaker
+from sft_play.data.build.workers import BATCH_ROWS, bytes_of, file_pieces, how_many, together
 from sft_play.data.masks.render import Renderer
 from sft_play.data.masks.token_row import TokenRow
 from sft_play.data.masks.tokenizer import TokenizerParts
-from sft_play.data.sources.examples import characters, example_of, rows_of
+from sft_play.data.sources.examples import example_of, rows_of
 from sft_play.data.sources.files import AnySource, Part, data_files, digest_of, read_part
-from sft_play.data.sources.formats import Chat, Example, Format, Text, content_digest, digest_share, first_format
+from sft_play.data.sources.formats import Example, Format, content_digest, digest_share, first_format
 from sft_play.data.sources.raw import BadRow
 from sft_play.errors import DataError
 from sft_play.files import atomic, cache_dir, locked
-from sft_play.process.heap import give_back
 from sft_play.process.waiting import Waiting, waiting
 
 KEPT, HELD = "kept", "held"
@@ -278,28 +276,38 @@ class _Maker:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self._renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
+        renderer = Renderer(recipe.tokenizer, recipe.data, max_seq_len=recipe.max_seq_len, today=recipe.today)
+        self._rows = RowMaker(renderer, task_mode=recipe.task_mode)
 
     def __call__(self, job: _Job, *, news: Waiting | None = None) -> _Result:
         """The rows of a piece, written into its files."""
-        stats = _no_rows(self._recipe)
-        counter = RowCounter(self._renderer, role_rows=job.role_rows)
+        recipe, stats = self._recipe, _no_rows(self._recipe)
+        counter = RowCounter(self._rows.renderer, role_rows=job.role_rows)
+        sides: dict[int, str] = {}
         with contextlib.ExitStack() as stack:
             stack.enter_context(_garbage_collection_paused())
             writers = {
                 # a file for each job and side: no process waits for another, and the order is that of the jobs
                 name: stack.enter_context(self._writer(job, name))
-                for name in ((KEPT, HELD) if self._recipe.held_share else (KEPT,))
+                for name in ((KEPT, HELD) if recipe.held_share else (KEPT,))
             }
-            for batch in self._batches(job, stats):
-                rows_of = self._documents if self._recipe.documents else self._rows
-                written = rows_of(batch, stats, counter)
-                for name, writer in writers.items():
-                    writer.write([row for row, _ in written[name]], [example for _, example in written[name]])
-                gc.collect(0)
-                give_back(max((characters(one.example) for one in batch.examples), default=0))
-                if news is not None:
-                    news.add(len(batch.examples))
+            examples = self._examples(job, stats, sides, news)
+            for at, outcome in enumerate(self._rows.outcomes(examples, document=recipe.documents)):
+                assert not isinstance(outcome, BadRow)
+                while next(iter(sides)) != outcome.number:  # those of earlier rows, all of which are done
+                    del sides[next(iter(sides))]
+                side, whole, row = sides[outcome.number], outcome.whole, outcome.row
+                if whole is None:
+                    assert isinstance(row, BadRow)
+                    stats[side].count_unmasked(row)
+                elif recipe.documents:
+                    stats[side].count_document(whole)
+                else:
+                    counter.count(stats[side], outcome.number, outcome.example, whole, row)
+                if not isinstance(row, BadRow):
+                    writers[side].add(row, outcome.example)
+                if at % BATCH_ROWS == 0:
+                    gc.collect(0)
         return _Result(
             {name: writer.path.name for name, writer in writers.items()},
             stats,
@@ -312,36 +320,18 @@ class _Maker:
         keeps_chats = recipe.keeps_chats and is_held_out and not recipe.documents
         return RowWriter(Path(job.folder) / f"{job.number:06d}.{name}.arrow", keeps_chats=keeps_chats)
 
-    def _batches(self, job: _Job, stats: _Stats) -> Iterator[_Batch]:
-        """The piece's examples in batches: one is tokenised while the next is read and rendered."""
-        before: _Batch | None = None
-        # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
-        with ThreadPoolExecutor(1) as tokenizer:
-            for examples in _in_batches(self._examples(job, stats)):
-                batch = self._submit(examples, tokenizer)
-                if before is not None:
-                    yield before
-                before = batch
-            if before is not None:
-                yield before
-
-    def _submit(self, examples: Sequence[_Read], tokenizer: ThreadPoolExecutor) -> _Batch:
-        """A batch that is rendered and handed to the tokenizer's thread."""
-        renderer = self._renderer
-        if self._recipe.documents:
-            texts = [one.example.text for one in examples if isinstance(one.example, Text)]
-            return _Batch(examples, [], tokenizer.submit(renderer.documents, texts))
-        expanded = [one._replace(example=part) for one in examples for part in renderer.expand(one.example)]
-        drafts = renderer.drafts([one.example for one in expanded])
-        return _Batch(expanded, drafts, tokenizer.submit(renderer.encodings, drafts))
-
-    def _examples(self, job: _Job, stats: _Stats) -> Iterator[_Read]:
-        """The piece's examples; bad rows are only counted, on the side that is kept."""
+    def _examples(
+        self, job: _Job, stats: _Stats, sides: dict[int, str], news: Waiting | None
+    ) -> Iterator[tuple[int, Example]]:
+        """The piece's examples with the numbers of their rows; the side of each goes into `sides`. Bad rows are only
+        counted, on the side that is kept."""
         data, share = self._recipe.data, self._recipe.held_share
         kept = stats[KEPT]
         for number, raw in enumerate(read_part(job.part), start=1):
             for counts in stats.values():
                 counts.rows = number
+            if news is not None:
+                news.add()
             example = example_of(raw, job.shape, data)
             if isinstance(example, BadRow):
                 kept.count_bad(example)
@@ -349,76 +339,11 @@ class _Maker:
             if job.shape is not None:
                 kept.formats[job.shape.name] += 1
             if not self._recipe.documents:
-                example = self._renderer.as_chat(example)
+                example = self._rows.renderer.as_chat(example)
             digest = content_digest(example)
-            side = HELD if digest_share(digest) < share else KEPT
-            stats[side].count_content(example, digest, number)
-            yield _Read(number, side, example)
-
-    def _documents(self, batch: _Batch, stats: _Stats, _: RowCounter) -> _Written:
-        """A batch's documents as rows, counted; chats among them are none."""
-        written: _Written = {KEPT: [], HELD: []}
-        tokens = iter(batch.tokens.result())
-        for _number, side, example in batch.examples:
-            if isinstance(example, Chat):
-                stats[side].count_unmasked(BadRow(example.where, no_document(self._recipe.task_mode)))
-                continue
-            row = TokenRow(example.where, next(tokens), [])
-            counts = stats[side]
-            counts.special_rows += self._renderer.specials.count(example.text) > 0
-            counts.kept += 1
-            counts.tokens += len(row.input_ids)
-            written[side].append((row, example))
-        return written
-
-    def _rows(self, batch: _Batch, stats: _Stats, counter: RowCounter) -> _Written:
-        """A batch's rows within max_seq_len, counted, with their examples."""
-        written: _Written = {KEPT: [], HELD: []}
-        made = self._renderer.tokenised(batch.drafts, batch.tokens.result())
-        for (number, side, example), whole in zip(batch.examples, made, strict=True):
-            if isinstance(whole, BadRow):
-                stats[side].count_unmasked(whole)
-                continue
-            row = self._renderer.cut(whole)
-            counter.count(stats[side], number, example, whole, row)
-            if not isinstance(row, BadRow):
-                written[side].append((row, example))
-        return written
-
-
-class _Read(NamedTuple):
-    """An example with the number of its row in the piece, from 1, and its side: KEPT or HELD."""
-
-    number: int
-    side: str
-    example: Example
-
-
-_Written = dict[str, list[tuple[TokenRow, Example]]]
-"""Rows and what they are made of, by side."""
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Examples in the tokenizer's thread: those of documents have no drafts, and lists of ids as tokens."""
-
-    examples: Sequence[_Read]
-    drafts: Sequence[TokenRow | BadRow]
-    tokens: Future[list[Any]]
-
-
-def _in_batches(examples: Iterable[_Read]) -> Iterator[list[_Read]]:
-    batch: list[_Read] = []
-    chars = 0
-    for one in examples:
-        size = characters(one.example)
-        if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
-            yield batch
-            batch, chars = [], 0
-        batch.append(one)
-        chars += size
-    if batch:
-        yield batch
+            sides[number] = HELD if digest_share(digest) < share else KEPT
+            stats[sides[number]].count_content(example, digest, number)
+            yield number, example
 
 
 @contextlib.contextmanager

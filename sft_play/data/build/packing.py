@@ -5,6 +5,7 @@ All of it is arithmetic on lengths: no row is read or copied here. Lengths are t
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,6 @@ import numpy.typing as npt
 from sft_play.config.schema import RunConfig
 
 Indices = npt.NDArray[np.int64]
-
-_WORD_BITS = 512
-"""Lengths that one word of the set of spaces stands for: two levels of such words reach 262,144 tokens at once."""
 
 
 def wants_packing(config: RunConfig) -> bool:
@@ -50,8 +48,8 @@ def best_fit(lengths: npt.ArrayLike, capacity: int) -> Packs:
     """Rows in packs of at most `capacity` tokens, no row cut: the longest first, each into the fullest pack that has
     room for it (best-fit decreasing: at most 11/9 of the fewest packs there can be, and a rest of a pack).
 
-    Rows of one length are dealt together and the spaces are a set of bits, so that a million rows take seconds; the
-    same lengths give the same packs everywhere.
+    Rows of one length are dealt together, so that a million rows take seconds; the same lengths give the same packs
+    everywhere.
 
     Raises:
         ValueError: a row is empty or longer than a pack.
@@ -81,87 +79,41 @@ def joined(parts: Sequence[Packs]) -> Packs:
 def _dealt(falling: Indices, capacity: int) -> list[int]:
     """The pack of each row, for lengths in falling order."""
     values, counts = np.unique(-falling, return_counts=True)
-    open_packs: dict[int, list[int]] = {}
-    spaces = _Spaces(capacity)
-    packs: list[int] = []
+    by_space: dict[int, list[int]] = {}
+    """Open packs by the space that they have left, and these spaces in order."""
+    spaces: list[int] = []
+
+    def put(space: int, packs: list[int]) -> None:
+        if packs and space:  # full ones are dropped
+            if space not in by_space:
+                by_space[space] = []
+                bisect.insort(spaces, space)
+            by_space[space] += packs
+
+    pack_of_row: list[int] = []
     opened = 0
     for length, left in zip((-values).tolist(), counts.tolist(), strict=True):
         while left:
-            space = spaces.at_least(length)
-            if space is None:  # no open pack has room: as many new ones as this length fills
+            at = bisect.bisect_left(spaces, length)
+            if at == len(spaces):  # no open pack has room: as many new ones as this length fills
                 new = -(-left // (capacity // length))  # rounded up
-                space, open_packs[capacity] = capacity, list(range(opened + new - 1, opened - 1, -1))
-                spaces.add(capacity)
+                put(capacity, list(range(opened + new - 1, opened - 1, -1)))
                 opened += new
-            left -= _fill(open_packs, spaces, packs, space=space, length=length, rows=left)
-    return packs
-
-
-def _fill(
-    open_packs: dict[int, list[int]], spaces: _Spaces, packs: list[int], *, space: int, length: int, rows: int
-) -> int:
-    """Put rows of one length into the packs that have `space` left, each filled before the next; how many went in."""
-    waiting = open_packs[space]
-    each = space // length  # rows of this length that one of these packs takes
-    whole = min(len(waiting), rows // each)
-    taken = [waiting.pop() for _ in range(whole)]
-    packs += taken if each == 1 else [pack for pack in taken for _ in range(each)]
-    _put(open_packs, spaces, space - each * length, taken)
-    done, rest = whole * each, rows - whole * each
-    if waiting and rest:  # fewer than fill one more
-        pack = waiting.pop()
-        packs += [pack] * rest
-        _put(open_packs, spaces, space - rest * length, [pack])
-        done = rows
-    if not waiting:
-        del open_packs[space]
-        spaces.remove(space)
-    return done
-
-
-def _put(open_packs: dict[int, list[int]], spaces: _Spaces, space: int, packs: list[int]) -> None:
-    """Note packs that have `space` left; full ones are dropped."""
-    if packs and space:
-        open_packs.setdefault(space, []).extend(packs)
-        spaces.add(space)
-
-
-class _Spaces:
-    """A set of numbers up to `largest` that finds its smallest member from a number on: bits in words of bits."""
-
-    def __init__(self, largest: int) -> None:
-        self._words = [0] * (largest // _WORD_BITS + 1)
-        self._some = 0
-        """Bit n: word n is not empty."""
-
-    def add(self, number: int) -> None:
-        """Put a number in."""
-        word, bit = divmod(number, _WORD_BITS)
-        self._words[word] |= 1 << bit
-        self._some |= 1 << word
-
-    def remove(self, number: int) -> None:
-        """Take a number out that is in."""
-        word, bit = divmod(number, _WORD_BITS)
-        self._words[word] ^= 1 << bit
-        if not self._words[word]:
-            self._some ^= 1 << word
-
-    def at_least(self, number: int) -> int | None:
-        """The smallest member that is not below `number`."""
-        word, bit = divmod(number, _WORD_BITS)
-        here = self._words[word] >> bit
-        if here:
-            return number + _lowest(here)
-        later = self._some >> (word + 1)
-        if not later:
-            return None
-        word += 1 + _lowest(later)
-        return word * _WORD_BITS + _lowest(self._words[word])
-
-
-def _lowest(bits: int) -> int:
-    return (bits & -bits).bit_length() - 1
+            space = spaces[at]
+            waiting, each = by_space[space], space // length  # rows of this length that one of these packs takes
+            taken = [waiting.pop() for _ in range(min(len(waiting), left // each))]
+            pack_of_row += taken if each == 1 else [pack for pack in taken for _ in range(each)]
+            left -= len(taken) * each
+            put(space - each * length, taken)
+            if waiting and left:  # fewer than fill one more
+                pack = waiting.pop()
+                pack_of_row += [pack] * left
+                put(space - left * length, [pack])
+                left = 0
+            if not waiting:
+                del by_space[space]
+                del spaces[bisect.bisect_left(spaces, space)]
+    return pack_of_row
 
 
 def grouped(order: npt.ArrayLike, lengths: npt.ArrayLike, *, window: int) -> Indices:

@@ -11,6 +11,7 @@ from sft_play.config.schema import DataConfig
 from sft_play.data.build.mixing import exact_shares
 from sft_play.data.sources.examples import rows_of
 from sft_play.data.sources.files import Part, data_files, find_source, read_part
+from sft_play.data.sources.messages import texts_in
 from sft_play.data.sources.raw import BadRow, is_gzipped
 from sft_play.errors import SftPlayError
 
@@ -48,10 +49,9 @@ def rough_size(data: DataConfig, *, text_wanted: bool = False) -> RoughSize | No
     if len(known) < len(sizes):
         return None
     counts = [min(size.rows, source.max_rows or size.rows) for source, size in known]
-    weights = [
-        count if source.weight is None else source.weight for count, (source, _) in zip(counts, known, strict=True)
-    ]
-    per_epoch = exact_shares(weights, sum(counts))
+    weights = [source.weight for source, _ in known]
+    shares = [count if weight is None else weight for count, weight in zip(counts, weights, strict=True)]
+    per_epoch = exact_shares(shares, sum(counts))
     characters = [count * size.characters / size.rows for count, (_, size) in zip(per_epoch, known, strict=True)]
     return RoughSize(sum(counts), round(sum(characters)))
 
@@ -74,7 +74,7 @@ def _of_file(part: Part) -> RoughSize | None:
     sample: list[dict[str, Any]] = []
     for taken, row in enumerate(read_part(part), start=1):
         if not isinstance(row, BadRow):
-            rows, characters = rows + 1, characters + _characters(row.data)
+            rows, characters = rows + 1, characters + sum(map(len, texts_in(row.data)))
             if len(sample) < _SAMPLE_KEPT and characters < SAMPLE_CHARACTERS:
                 sample.append(row.data)
         if taken == SAMPLE_ROWS or characters >= SAMPLE_CHARACTERS:
@@ -92,11 +92,3 @@ def _rows(part: Part, sample: list[dict[str, Any]], *, at_least: int) -> int:
     row_bytes = sum(len(json.dumps(row, ensure_ascii=False, default=str).encode()) for row in sample) / len(sample)
     packed = 4 if is_gzipped(part.path) else 1  # JSON compresses to about a quarter
     return max(at_least, int(part.path.stat().st_size * packed / row_bytes))
-
-
-def _characters(value: Any) -> int:
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, dict):
-        return sum(_characters(item) for item in value.values())
-    return sum(_characters(item) for item in value) if isinstance(value, list) else 0

@@ -6,7 +6,6 @@ token trained. cpt_mixed: both, in a given ratio. The rows themselves are in the
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -14,7 +13,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,35 +39,24 @@ HELD_TEXT_FRACTION = 0.05
 """Share of the text of cpt_mixed that is held out where the chats have validation rows and val_fraction is 0."""
 
 
-class Chats(Sequence[Chat]):
+class Chats:
     """The conversations of a split's rows, read from the cache one at a time.
 
-    `parts`: columns of the cache, each with the places in it that hold a conversation.
+    `column`: a mapped data set of the column `chat` alone, with a row for each of the split's, null where it is none.
     """
 
-    def __init__(self, *parts: tuple[Any, Sequence[int]]) -> None:
-        self.parts = parts
-        self._ends = list(itertools.accumulate(len(places) for _, places in parts))
+    def __init__(self, column: Any = None) -> None:
+        self.column = column
+        tables = () if column is None else column.with_format("arrow").iter(batch_size=10_000)
+        is_chat = itertools.chain.from_iterable(table["chat"].is_valid().to_pylist() for table in tables)
+        self.rows = [place for place, valid in enumerate(is_chat) if valid]
+        """The number of each conversation's row in its split."""
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Chat: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Chat]: ...
-    def __getitem__(self, index: int | slice) -> Chat | list[Chat]:
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        part = bisect.bisect_right(self._ends, at)
-        column, places = self.parts[part]
-        return chat_of(column[int(places[at - self._ends[part]])])  # from the part's end: negative
-
-    def rows(self) -> list[int]:
-        """The number of each conversation's row in its split, whose rows are those of the parts one after the other."""
-        starts = itertools.accumulate((len(column) for column, _ in self.parts), initial=0)
-        return [start + int(at) for start, (_, places) in zip(starts, self.parts, strict=False) for at in places]
+    def __getitem__(self, index: int) -> Chat:
+        return chat_of(self.column[self.rows[index]]["chat"])
 
 
 @dataclass(frozen=True)
@@ -163,9 +151,8 @@ class _Builder:
         share = self._config.data.val_fraction
         # with cpt_mixed the share still holds for the text, of which no validation file is given
         if val is not None and share and self._config.task_mode != "cpt_mixed":
-            self._notes.append(
-                f"data.val_fraction={share:g} is not used: data.val_path={paths.val} has validation rows"
-            )
+            has = f"data.val_path={paths.val} has validation rows"
+            self._notes.append(f"data.val_fraction={share:g} is not used: {has}")
         share = share if val is None else 0.0  # rows of val_path are enough
         train, split_off = self._source(paths.train, "train", documents=self._is_text, held_share=share)
         test = self._held_out(paths.test, "test")
@@ -443,11 +430,7 @@ def _of_cache(built: Built, name: str, source: str) -> Split:
     stats.source = source
     if rows is None or "chat" not in rows.column_names:
         return Split(rows, stats, digests=digests)
-    tables = rows.select_columns("chat").with_format("arrow").iter(batch_size=10_000)
-    is_chat = itertools.chain.from_iterable(table["chat"].is_valid().to_pylist() for table in tables)
-    places = [place for place, valid in enumerate(is_chat) if valid]
-    chats = Chats((rows.select_columns("chat")["chat"], places))
-    return Split(rows.remove_columns("chat"), stats, chats, digests)
+    return Split(rows.remove_columns("chat"), stats, Chats(rows.select_columns("chat")), digests)
 
 
 def _note_shared(splits: Mapping[str, Split | None]) -> None:
@@ -477,14 +460,15 @@ def _marked(split: Split, source: int) -> Split:
 
 def _together(splits: Sequence[Split]) -> Split:
     report = functools.reduce(RowStats.beside, [split.report for split in splits])
-    chats = Chats(*(part for split in splits for part in split.chats.parts))
+    columns = [split.chats.column for split in splits]
+    chats = Chats() if any(column is None for column in columns) else Chats(_joined(columns))
     return Split(_joined([split.rows for split in splits]), report, chats)
 
 
 def _joined(datasets: Sequence[Any]) -> Any:
     from datasets import concatenate_datasets
 
-    return concatenate_datasets([dataset.select_columns(["input_ids", "labels", "source"]) for dataset in datasets])
+    return concatenate_datasets([one.select_columns(sorted(one.column_names)) for one in datasets])
 
 
 def _bad_rows_message(stats: RowStats, source: str) -> str:

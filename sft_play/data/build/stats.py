@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from sft_play.config.schema import DataConfig
-from sft_play.data.masks.token_row import IGNORED, TokenRow, trained_tokens
-from sft_play.data.sources.formats import Chat, Example, Text
+from sft_play.data.masks.token_row import IGNORED, TokenRow
+from sft_play.data.sources.formats import Chat, Example
 from sft_play.data.sources.raw import SHOWN_BAD_ROWS, BadRow
 from sft_play.log import one_line
 
@@ -71,12 +71,11 @@ class LimitCost:
             if self.truncate == "drop":  # all at once, where the whole row fits
                 self._steps[size] += end - begin
                 self._steps[size + 1] -= end - begin
-            elif self.truncate == "prompt":  # a token is kept where the limit reaches back to it
-                self._steps[size - end + 1] += 1
-                self._steps[size - begin + 1] -= 1
-            else:
-                self._steps[begin + 1] += 1
-                self._steps[end + 1] -= 1
+                continue
+            if self.truncate == "prompt":  # a token is kept where the limit reaches back to it
+                begin, end = size - end, size - begin
+            self._steps[begin + 1] += 1
+            self._steps[end + 1] -= 1
 
     def merge(self, other: LimitCost) -> None:
         """Add the rows of another."""
@@ -215,10 +214,8 @@ class RowStats:
     @property
     def dropped(self) -> dict[str, int]:
         """Rows that are not used, by reason."""
-        dropped = self.unusable + self.left_out
-        if self.too_long:
-            dropped["nothing trained is left within max_seq_len, or too long"] += self.too_long
-        return dict(dropped)
+        too_long = Counter({"nothing trained is left within max_seq_len, or too long": self.too_long})
+        return dict(self.unusable + self.left_out + too_long)  # adding counters leaves zeros out
 
     @property
     def noted(self) -> dict[str, int]:
@@ -234,16 +231,12 @@ class RowStats:
         """Count a row that is not used."""
         if row.is_asked:
             self.left_out[row.reason] += 1
-            return
-        self.bad[row.reason] += 1
-        if len(self.first_bad) < SHOWN_BAD_ROWS:
-            self.first_bad.append(row)
+        else:
+            _list_bad(row, self.bad, self.first_bad)
 
     def count_unmasked(self, row: BadRow) -> None:
         """Count a row that gets no exact mask."""
-        self.unmasked[row.reason] += 1
-        if len(self.first_unmasked) < SHOWN_BAD_ROWS:
-            self.first_unmasked.append(row)
+        _list_bad(row, self.unmasked, self.first_unmasked)
 
     def count_content(self, example: Example, digest: bytes, number: int) -> None:
         """Count an example with its content's digest, the row of this number."""
@@ -257,21 +250,21 @@ class RowStats:
 
     def count_example(self, example: Example) -> None:
         """Count what a row holds."""
-        self.chats += isinstance(example, Chat)
-        self.texts += isinstance(example, Text)
         if isinstance(example, Chat):
+            self.chats += 1
             self.turns.update([message["role"] for message in example.messages])
-        self.note(example.notes, example.where)
+        else:
+            self.texts += 1
+        self._note(example.notes, example.where)
 
-    def note(self, notes: Iterable[str], where: str) -> None:
-        """Count what looks odd in a row."""
+    def _note(self, notes: Iterable[str], where: str) -> None:
         for note in notes:
             self.notes[note] += 1
             self.first_noted.setdefault(note, where)
 
     def count_rendered(self, whole: TokenRow) -> None:
         """Count how a row was rendered."""
-        self.note(whole.notes, whole.where)
+        self._note(whole.notes, whole.where)
         self.methods[whole.method] += 1
         self.untrained_turns += whole.untrained_turns
         self.stripped_think += whole.stripped_think
@@ -281,13 +274,18 @@ class RowStats:
             self.first_special = self.first_special or whole.where
             self.special_documents += whole.method == "document"
 
+    def count_document(self, whole: TokenRow) -> None:
+        """Count a document, which is joined with others and cut into blocks."""
+        self.special_rows += whole.special_in_text > 0
+        self.kept += 1
+        self.tokens += len(whole.input_ids)
+
     def count_kept(self, row: TokenRow) -> None:
         """Count the tokens of a row within max_seq_len."""
-        trained = row.trained
         self.kept += 1
         self.tokens += len(row.input_ids)
-        self.trained += trained
-        self.whole_trained += trained + row.lost
+        self.trained += row.trained
+        self.whole_trained += row.trained + row.lost
         self.cut_rows += row.cut > 0
         self.tokens_cut += row.cut
         self.lost_by_cut += row.lost
@@ -295,13 +293,14 @@ class RowStats:
 
     def count_too_long(self, whole: TokenRow, row: BadRow) -> None:
         """Count a row of which max_seq_len leaves nothing to train."""
-        trained = trained_tokens(whole.labels)
         prompt = next(index for index, label in enumerate(whole.labels) if label != IGNORED)
         self.too_long += 1
         self.first_too_long = self.first_too_long or f"{row.where}: {row.detail}"
         self.shortest_prompt = min(filter(None, (self.shortest_prompt, prompt)), default=0)
-        self.whole_trained += trained
-        self.lost_with_rows += trained
+        self.whole_trained += whole.trained
+        self.lost_with_rows += whole.trained
+
+    # Adding up.
 
     def add(self, other: RowStats) -> None:
         """Add the rows of a later piece of the same source, whose rows are numbered from 1 too."""
@@ -315,7 +314,7 @@ class RowStats:
     def with_held(self, held: RowStats) -> RowStats:
         """The counts of a source whose rows are on two sides, these ones and those that are held out."""
         both = RowStats(format="")
-        _add_up(both, self, but=())
+        _add_up(both, self)
         _add_up(both, held, but=("rows", "contents", "first"))
         both._fill(self.rows)
         for place, content in enumerate(held.contents):
@@ -395,10 +394,8 @@ class RowStats:
             f"{self.kept:,} of {self.rows:,} rows of {self.source} ({self.format}); "
             f"{self.tokens:,} tokens, {self.trained:,} of them trained{share}"
         ]
-        for reason, count in sorted(self.dropped.items(), key=lambda item: -item[1]):
-            lines.append(f"{rows_text(count)} left out: {reason}")
-        for note, count in sorted(self.noted.items(), key=lambda item: -item[1]):
-            lines.append(f"{rows_text(count)}: {note}")
+        lines += [f"{rows_text(count)} left out: {reason}" for reason, count in Counter(self.dropped).most_common()]
+        lines += [f"{rows_text(count)}: {note}" for note, count in Counter(self.noted).most_common()]
         if self.repeated:
             lines.append(
                 f"{rows_text(self.repeated)} with the tokens of an earlier one (make check names them; make process "
@@ -430,7 +427,7 @@ class RowStats:
         return f"{shown}, longest {min(max(self.lengths), max_seq_len):,}, {cut}"
 
     def _mask_lines(self) -> Iterator[str]:
-        methods = sorted(self.methods.items(), key=lambda item: -item[1])
+        methods = self.methods.most_common()
         counts = ", ".join(f"{count:,} by {method}" for method, count in methods if method != "document")
         if counts:
             yield f"{_VERIFIED}: {counts} (docs/masks.md)"
@@ -453,7 +450,13 @@ class RowStats:
             yield f"{self.merged:,} answers end inside a token, which is split there as in generation"
 
 
-def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str]) -> None:
+def _list_bad(row: BadRow, reasons: Counter[str], first: list[BadRow]) -> None:
+    reasons[row.reason] += 1
+    if len(first) < SHOWN_BAD_ROWS:
+        first.append(row)
+
+
+def _add_up(mine: RowStats, other: RowStats, *, but: Collection[str] = ()) -> None:
     """Add the counts of later rows to those of earlier ones, field by field.
 
     Numbers, counters and costs are added; lists of bad rows grow up to `SHOWN_BAD_ROWS`; of what was seen first, or is

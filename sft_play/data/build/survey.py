@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.build.stats import RowStats, trained_runs
@@ -110,7 +112,7 @@ class RowCounter:
         counted = survey.role_rows
         if counted >= self._role_rows or (counted >= 100 and survey.kept % (counted // 10)):
             return
-        encoded = self._renderer.encoded(whole.text)
+        encoded = self._renderer.encoder.backend.encode(whole.text, add_special_tokens=False)
         if encoded.ids != list(whole.input_ids):
             return  # a text that spells a special token is tokenised differently
         survey.role_rows += 1
@@ -121,11 +123,6 @@ class RowCounter:
 
 
 # Rows, one batch after the other
-
-
-def no_document(task_mode: str) -> str:
-    """Why a chat is no document."""
-    return f"task_mode is {task_mode}, which takes plain text here, and the row is a chat"
 
 
 @dataclass(frozen=True)
@@ -150,59 +147,75 @@ class RowMaker:
     """
 
     def __init__(self, renderer: Renderer, *, task_mode: str) -> None:
-        self.renderer = renderer
-        self.task_mode = task_mode
+        self.renderer, self.task_mode = renderer, task_mode
+        self.max_seq_len = renderer.max_seq_len
 
-    @property
-    def max_seq_len(self) -> int:
-        """The longest row."""
-        return self.renderer.max_seq_len
+    def outcomes(
+        self, rows: Iterable[tuple[int, Example | BadRow]], *, document: bool = False
+    ) -> Iterator[BadRow | RowOutcome]:
+        """Numbered rows in their order, tokenised in batches; bad rows are passed on.
 
-    def joins(self, *, document: bool) -> bool:
-        """Whether texts are documents that are joined; else they are rows, and one that is a rendered chat is read."""
-        return document or self.task_mode == "cpt"
+        `document`: they are the plain text of `task_mode: cpt_mixed`.
+        """
+        joined = document or self.task_mode == "cpt"
+        before: _Batch | None = None
+        # tokenizers lets go of Python's lock while it encodes: one batch is encoded beside the rendering of the next
+        with ThreadPoolExecutor(1) as tokenizer:
+            for batch in in_batches(rows):
+                begun = self._begun(batch, tokenizer, joined=joined)
+                if before is not None:
+                    yield from self._ended(before, joined=joined)
+                before = begun
+            if before is not None:
+                yield from self._ended(before, joined=joined)
 
-    def of(self, examples: Sequence[tuple[int, Example]], *, document: bool = False) -> list[RowOutcome]:
-        """Numbered examples, tokenised as one batch; `document`: they are the plain text of `task_mode: cpt_mixed`."""
-        joined = self.joins(document=document)
-        expanded = [(number, one) for number, example in examples
-                    for one in self.renderer.expand(example if joined else self.renderer.as_chat(example))]  # fmt: skip
-        taken = [one for _, one in expanded if not (joined and isinstance(one, Chat))]
-        rendered = iter(self.renderer.render_all(taken))
-        rows = []
-        for number, example in expanded:
-            if joined and isinstance(example, Chat):
-                row = BadRow(example.where, no_document(self.task_mode))
-                rows.append(RowOutcome(number, example, None, row))
-                continue
-            whole = next(rendered)
-            if isinstance(whole, BadRow):
-                rows.append(RowOutcome(number, example, None, whole))
+    def _begun(self, batch: Sequence[Numbered], tokenizer: ThreadPoolExecutor, *, joined: bool) -> _Batch:
+        """A batch that is rendered and handed to the tokenizer's thread."""
+        rows: list[Numbered] = []
+        for number, one in batch:
+            if isinstance(one, BadRow):
+                rows.append((number, one))
             else:
-                rows.append(RowOutcome(number, example, whole, whole if joined else self.renderer.cut(whole)))
-        return rows
+                given = one if joined else self.renderer.as_chat(one)
+                rows += [(number, part) for part in self.renderer.expand(given)]
+        taken = [one for _, one in rows if not (isinstance(one, BadRow) or (joined and isinstance(one, Chat)))]
+        drafts = self.renderer.drafts(taken)
+        return rows, drafts, tokenizer.submit(self.renderer.encodings, drafts)
+
+    def _ended(self, batch: _Batch, *, joined: bool) -> Iterator[BadRow | RowOutcome]:
+        rows, drafts, encodings = batch
+        made = iter(self.renderer.tokenised(drafts, encodings.result()))
+        for number, example in rows:
+            if isinstance(example, BadRow):
+                yield example
+            elif joined and isinstance(example, Chat):
+                why = f"task_mode is {self.task_mode}, which takes plain text here, and the row is a chat"
+                yield RowOutcome(number, example, None, BadRow(example.where, why))
+            elif isinstance(whole := next(made), BadRow):
+                yield RowOutcome(number, example, None, whole)
+            else:
+                yield RowOutcome(number, example, whole, whole if joined else self.renderer.cut(whole))
+        give_back(max((characters(one) for _, one in rows if not isinstance(one, BadRow)), default=0))
 
 
-def row_outcomes(
-    rows: Iterable[tuple[int, Example | BadRow]], maker: RowMaker, *, document: bool = False
-) -> Iterator[BadRow | RowOutcome]:
-    """Numbered rows in their order, tokenised in batches; bad rows are passed on."""
-    waiting: list[tuple[int, Example]] = []
-    chars = longest = 0
-    for number, example in rows:
-        size = 0 if isinstance(example, BadRow) else characters(example)
-        # a bad row flushes too, so that outcomes keep the order of the file
-        if len(waiting) == BATCH_ROWS or chars + size > BATCH_CHARS or isinstance(example, BadRow):
-            yield from maker.of(waiting, document=document)
-            give_back(longest)
-            waiting, chars, longest = [], 0, 0
-        if isinstance(example, BadRow):
-            yield example
-        else:
-            waiting.append((number, example))
-            chars, longest = chars + size, max(longest, size)
-    yield from maker.of(waiting, document=document)
-    give_back(longest)
+Numbered = tuple[int, Example | BadRow]
+_Batch = tuple[Sequence[Numbered], Sequence[TokenRow | BadRow], Future[list[Any]]]
+"""Rows, the drafts of those that can be rendered, and their encodings, in the tokenizer's thread."""
+
+
+def in_batches(rows: Iterable[Numbered]) -> Iterator[list[Numbered]]:
+    """Rows that are rendered and tokenised together: BATCH_ROWS, or BATCH_CHARS, more only in a single row."""
+    batch: list[Numbered] = []
+    chars = 0
+    for number, one in rows:
+        size = 0 if isinstance(one, BadRow) else characters(one)
+        if batch and (len(batch) == BATCH_ROWS or chars + size > BATCH_CHARS):
+            yield batch
+            batch, chars = [], 0
+        batch.append((number, one))
+        chars += size
+    if batch:
+        yield batch
 
 
 def survey_rows(source: AnySource, data: DataConfig, split: str, *, text_wanted: bool = False) -> RowStats:

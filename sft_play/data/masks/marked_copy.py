@@ -10,9 +10,12 @@ import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from sft_play.data.masks.message_forms import Kind
 from sft_play.data.masks.token_row import Span
+
+Kind = Literal["content", "reasoning", "name", "argument", "arguments"]
+"""`argument` is a text inside the arguments of a call, `arguments` all of them as one JSON text."""
 
 # Sentinels are ASCII letters and digits: nothing that a template strips, splits at or escapes.
 SALT = "zQ9x"
@@ -90,8 +93,6 @@ class Skeleton:
     order: tuple[tuple[int, str], ...]
     turns: tuple[Turn, ...]
     stripped: tuple[int, ...] = ()
-    marks_agree: bool = False
-    """The template has `{% generation %}` marks, and they hold exactly the turns."""
 
     @property
     def added(self) -> str:

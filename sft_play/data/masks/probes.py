@@ -14,6 +14,8 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sft_play.data.masks.fitted_template import (
+    ARGUMENT_FORMS,
+    CALL_FORMS,
     CALLING,
     NEXT_TURNS,
     ODD_ARGUMENTS,
@@ -21,10 +23,12 @@ from sft_play.data.masks.fitted_template import (
     PLAIN,
     PROBE_TOOLS,
     SYSTEM,
+    ArgumentForm,
     FittedTemplate,
     Habits,
+    in_form,
+    with_arguments_as,
 )
-from sft_play.data.masks.message_forms import ARGUMENT_FORMS, CALL_FORMS, ArgumentForm, in_form, with_arguments_as
 from sft_play.data.masks.template import ChatTemplate, Endless, RenderError
 from sft_play.data.masks.token_row import Inexact
 from sft_play.data.masks.turn_ends import TurnEnds, control_token_places, control_tokens

@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from typing import Any
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.masks.rendered_chats import RenderedChats, looks_rendered
-from sft_play.data.masks.settings import PLAIN, is_by_kind, kind_of, settings_of
 from sft_play.data.masks.special_tokens import Specials, texts_of
-from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.template import PLAIN, ChatTemplate, RenderError, is_by_kind, kind_of, settings_of
 from sft_play.data.masks.token_row import (
     CHAT,
     IGNORED,
@@ -55,11 +54,6 @@ NOTE_PARTED = (
     "answer is trained behind what both have in common"
 )
 TOO_LONG = "longer than max_seq_len (data.truncate=drop)"
-ROWS_HELPED = 20
-"""Rows without an exact mask for which settings that help are looked for: messages show no more of them."""
-
-SETTINGS_TRIED = 24
-"""Settings of a template that are tried on a row: Qwen's, GLM's and gpt-oss' read fewer."""
 
 
 class Renderer:
@@ -91,10 +85,7 @@ class Renderer:
         self._added = frozenset(number for number, _, _ in self.parts.added)
         self._bos = self.parts.bos_id
         self._turns: dict[tuple[bool, str], Turns | TokenizerError] = {}
-        self._switched: dict[tuple[str, str, Any], Turns] = {}
         self._stops: dict[bool, tuple[str, ...]] = {}
-        self._helped = 0
-        self._fits: dict[tuple[bool, str], str] = {}
         self._by_kind = any(map(is_by_kind, self.data.chat_template_kwargs.values()))
 
     # What the template does.
@@ -134,22 +125,12 @@ class Renderer:
         except TokenizerError as error:
             raise Inexact(f"no chat template for rows {'with' if tools else 'without'} tools", str(error)) from error
 
-    def _turns_of(self, source: str, *, with_tools: bool = False, kind: str = PLAIN, **more: Any) -> Turns:
-        variables = {**dict(self.parts.special_map), **settings_of(self.data.chat_template_kwargs, kind), **more}
+    def _turns_of(self, source: str, *, with_tools: bool, kind: str) -> Turns:
+        variables = {**dict(self.parts.special_map), **settings_of(self.data.chat_template_kwargs, kind)}
         template = ChatTemplate(source, variables=variables, today=self.today)
         marked = (text for _, text, is_special in self.parts.added if is_special)
         special = dict.fromkeys((*self.parts.special, *marked))
         return Turns(template, special_tokens=[*special], eos_token=self.parts.eos, with_tools=with_tools)
-
-    @property
-    def end_of_turn(self) -> str:
-        """The text that ends an assistant turn, such as `<|im_end|>`; empty where the template writes nothing."""
-        return self.turns().ends.end_of_turn
-
-    @property
-    def writes_date(self) -> bool:
-        """Whether the chat template writes the day."""
-        return self.parts.writes_date
 
     @functools.cached_property
     def specials(self) -> Specials:
@@ -224,23 +205,28 @@ class Renderer:
     def encodings(self, drafts: Sequence[TokenRow | BadRow]) -> list[Any]:
         """The second step, the tokenizer's alone: it can run in a thread beside the other two.
 
-        Each is an `Encoding`, or `Masked` where every word of the text is known.
+        For each draft an `Encoding`, or `Masked` where every word of the text is known; None for bad rows and for texts
+        with hidden special tokens, which need another copy of the tokenizer (`_tokenised`).
         """
-        # texts with hidden special tokens need another copy of the tokenizer, one by one (`_tokenised`)
-        plain = [draft for draft in drafts if isinstance(draft, TokenRow) and self._is_plain(draft)]
-        by_words = [self.encoder.masked(draft.text, draft.spans) for draft in plain]
-        others = [draft.text for draft, masked in zip(plain, by_words, strict=True) if masked is None]
-        encodings = iter(self._backend.encode_batch(others, add_special_tokens=False))
-        return [next(encodings) if masked is None else masked for masked in by_words]
+        made: list[Any] = [None] * len(drafts)
+        for source, has_marks in ((CHAT, False), (TEXT, True)):
+            asked: dict[int, str] = {}
+            for at, draft in enumerate(drafts):
+                if isinstance(draft, TokenRow) and draft.source == source and not self._hides(draft.special_in_text):
+                    made[at] = self.encoder.masked(draft.text, draft.spans) if source == CHAT else None
+                    if made[at] is None:
+                        asked[at] = draft.text
+            encodings = self._backend.encode_batch(list(asked.values()), add_special_tokens=has_marks)
+            for at, encoding in zip(asked, encodings, strict=True):
+                made[at] = encoding
+        return made
 
     def tokenised(self, drafts: Sequence[TokenRow | BadRow], encodings: Sequence[Any]) -> list[TokenRow | BadRow]:
         """The third step: drafts with their encodings as tokens and labels."""
-        waiting = iter(encodings)
-        return [draft if isinstance(draft, BadRow) else self._tokenised(draft, waiting) for draft in drafts]
-
-    def _is_plain(self, draft: TokenRow) -> bool:
-        """Whether the tokenizer takes its text as it is, in one batch with others."""
-        return draft.source == CHAT and not self._hides(draft.special_in_text)
+        return [
+            draft if isinstance(draft, BadRow) else self._tokenised(draft, encoding)
+            for draft, encoding in zip(drafts, encodings, strict=True)
+        ]
 
     def _hides(self, special: int) -> bool:
         """Whether so many special tokens in texts are hidden while the template runs, and tokenised as plain text."""
@@ -275,7 +261,8 @@ class Renderer:
                 spans = [(start + size, end) for size, (start, end) in zip(sizes, spans, strict=True)]
             notes = fitted.notes
             if located.parted:
-                notes += (NOTE_PARTED + self._setting_that_fits(messages, example.tools, located.text),)
+                settings = self._settings(messages, example.tools)
+                notes += (f"{NOTE_PARTED} ({settings})" if settings else NOTE_PARTED,)
             # with loss_on=all the one span is the whole text, whose end says nothing of the answers'
             answers = [*located.spans.values()] if self.data.loss_on == "all" else spans
             self._check_ends(located.text, answers, example.tools)
@@ -284,7 +271,7 @@ class Renderer:
             if error.reason == REFUSED:
                 details.append(self._ways_out(messages, example.tools))
             elif error.reason == OTHER_PROMPT:
-                details.insert(0, self._settings_that_help(messages, example.tools))
+                details.append(self._settings(messages, example.tools))
             return BadRow(example.where, error.reason, "; ".join(filter(None, details)))
         return TokenRow(
             example.where, [], [], method=method, untrained_turns=untrained, stripped_think=located.stripped,
@@ -336,51 +323,10 @@ class Renderer:
                 return " and ".join(tried)
         return ""
 
-    def _settings_that_help(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """A setting of the template's with which a row's mask is exact, tried on it; else empty."""
-        if self._helped >= ROWS_HELPED:
-            return ""
-        self._helped += 1
-        setting = self._fitting_setting(messages, tools)
-        return f"{setting} makes it exact" if setting else ""
-
-    def _setting_that_fits(self, messages: Sequence[Message], tools: Sequence[Any], text: str) -> str:
-        """For a note: the setting with which the prompts of rows of this kind fit, tried on the first; else empty."""
-        kind = kind_of(messages)
-        key = (bool(tools), kind)
-        if key not in self._fits:
-            setting = self._fitting_setting(messages, tools, text=text if kind == PLAIN else None)
-            self._fits[key] = f" ({setting} makes the prompts of such rows fit)" if setting else ""
-        return self._fits[key]
-
-    def _fitting_setting(self, messages: Sequence[Message], tools: Sequence[Any], *, text: str | None = None) -> str:
-        """The first setting with which all turns begin where their prompts end, for rows of this kind alone: others may
-        need another one. With `text` the row must stay as it is: a plain answer is not to be trained as a thinking one.
-        """
-        usual = self._turns_for(messages, tools)
-        jinja, kind = usual.template.jinja, kind_of(messages)
-        try:
-            messages = usual.template.fitted(messages, tools).messages
-        except Inexact:
-            return ""
-        given = settings_of(self.data.chat_template_kwargs, kind)
-        for name, value in jinja.settings[:SETTINGS_TRIED]:
-            if name in given and given[name] == value:
-                continue
-            if not usual.template.begins_with_prompt(messages, tools, **{name: value}):
-                continue
-            key = (f"{kind}: {jinja.source}", name, value)
-            with contextlib.suppress(Inexact, TokenizerError):
-                if key not in self._switched:
-                    more = {name: value}
-                    self._switched[key] = self._turns_of(jinja.source, with_tools=usual.with_tools, kind=kind, **more)
-                turns = self._switched[key]
-                located = turns.locate(turns.template.fitted(messages, tools).messages, tools)
-                _, untrained, _ = self._trained_spans(located, messages)
-                if not untrained and not located.parted and (text is None or located.text == text):
-                    shown = str(value).lower() if isinstance(value, bool) else value
-                    return f"data.chat_template_kwargs={{{name}: {{{kind}: {shown}}}}}"
-        return ""
+    def _settings(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The variables of the template that may make prompts fit, in words; empty where it reads none."""
+        names = self._turns_for(messages, tools).template.jinja.settings
+        return f"the template reads {', '.join(names)}, which data.chat_template_kwargs sets" if names else ""
 
     def _takes(self, messages: Sequence[Message], tools: Sequence[Any], *, merged: bool, moved: bool) -> bool:
         """Whether the template renders these messages, merged or with the system prompt moved as options would."""
@@ -428,16 +374,16 @@ class Renderer:
             details.append(f"data.on_inexact_mask=train would train {shown}")
         raise Inexact(turn.reason, "; ".join(details))
 
-    def _tokenised(self, draft: TokenRow, encodings: Iterator[Any]) -> TokenRow | BadRow:
+    def _tokenised(self, draft: TokenRow, encoding: Any) -> TokenRow | BadRow:
         if draft.source == TEXT:
-            (ids,) = self.documents([draft.text])
-            draft.input_ids, draft.labels = ids, list(ids)
+            ids = list((self.specials.plain.encode(draft.text) if encoding is None else encoding).ids)
+            end = self.parts.end_of_text
+            # some tokenizers put it there themselves, by their post-processor
+            draft.input_ids = ids if end is None or (ids and ids[-1] == end) else [*ids, end]
+            draft.labels = list(draft.input_ids)
             return draft
-        is_plain = self._is_plain(draft)
-        encoded, spans = draft.text, draft.spans
-        if is_plain:
-            encoding = next(encodings)  # one for each plain draft, in their order
-        else:
+        is_plain, encoded, spans = encoding is not None, draft.text, draft.spans
+        if not is_plain:
             encoding, spans, encoded, draft.text, draft.spans = self.specials.encode(encoded, spans)
         masked = encoding if isinstance(encoding, Masked) else masked_of(encoding, encoded, spans, self._added)
         draft.merged = masked.inside
@@ -475,32 +421,8 @@ class Renderer:
 
     def documents(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokens of documents with what the tokenizer puts around a text, each ended by the end-of-text token."""
-        hides = [self._hides(self.specials.count(text)) for text in texts]
-        plain = [text for text, hide in zip(texts, hides, strict=True) if not hide]
-        encodings = iter(self._backend.encode_batch(plain))
-        end = self.parts.end_of_text
-        documents = []
-        for text, hide in zip(texts, hides, strict=True):
-            ids = list((self.specials.plain.encode(text) if hide else next(encodings)).ids)
-            # some tokenizers put it there themselves, by their post-processor
-            documents.append(ids if end is None or (ids and ids[-1] == end) else [*ids, end])
-        return documents
-
-    def encoded(self, text: str) -> Any:
-        """The tokenizer's own encoding of a rendered text, with offsets."""
-        return self._backend.encode(text, add_special_tokens=False)
-
-    def rendered(self, chat: Chat) -> str:
-        """The whole conversation as the model will see it.
-
-        Raises:
-            RenderError: the template refuses it.
-        """
-        turns = self.turns(with_tools=bool(chat.tools), kind=kind_of(chat.messages))
-        try:
-            return turns.template.rendered(turns.template.fitted(chat.messages, chat.tools).messages, chat.tools)
-        except Inexact as error:
-            raise RenderError(error.detail) from error
+        rows = self.render_all([Text("", text) for text in texts])
+        return [row.input_ids for row in rows if isinstance(row, TokenRow)]  # all of them: a text is never refused
 
     def prompt_ids(self, chat: Chat) -> tuple[list[int], str] | None:
         """Tokens of everything before the last assistant turn with the generation prompt, and that turn's text.

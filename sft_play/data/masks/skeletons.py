@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sft_play.data.masks.fitted_template import ANSWER, NEXT_QUESTION, FittedTemplate
+from sft_play.data.masks.fitted_template import ANSWER, NEXT_QUESTION, FittedTemplate, mapped
 from sft_play.data.masks.marked_copy import (
     NOWHERE,
     OTHER_SALT,
     SALT,
     SENTINEL_CHARS,
+    Kind,
     MarkedPiece,
     MarkedText,
     Place,
@@ -28,7 +29,6 @@ from sft_play.data.masks.marked_copy import (
     with_first_sentinels,
     with_other_sentinels,
 )
-from sft_play.data.masks.message_forms import Kind, adapted, mapped
 from sft_play.data.masks.template import RenderError
 from sft_play.data.masks.token_row import NO_END, OTHER_PROMPT, Inexact
 from sft_play.data.masks.turn_ends import TurnEnds, common_length, control_tokens, first_difference, shared_beginning
@@ -76,26 +76,9 @@ class Skeletons:
         gaps, order, broken = take_apart(text, pieces)
         written = {number for number, _ in order}
         stripped = self._judge_pieces(messages, pieces, written, broken, text)
-        places = MarkedText(text, gaps, order, pieces)
-        turns = tuple(
-            self._turn(places, copy, index, tools)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant"
-        )
-        agree = self._template.jinja.has_generation and self._marks_agree(places, turns, copy, tools)
-        return Skeleton(tuple(gaps), tuple(order), turns, stripped, agree), pieces
-
-    def _marks_agree(
-        self, places: MarkedText, turns: Sequence[Turn], copy: Sequence[Message], tools: Sequence[Any]
-    ) -> bool:
-        """Whether `{% generation %}` marks begin where the turns begin and end with them, white space aside."""
-        text, marks = self._template.jinja.render_marked(adapted(copy, parts=self._template.habits.parts), tools=tools)
-        exact = [(turn.start, turn.end) for turn in turns if turn.start is not None and turn.end is not None]
-        spans = [(places.position(start), places.position(end)) for start, end in exact]
-        return len(marks) == len(spans) == len(turns) and all(
-            mark[0] == span[0] and mark[1] >= span[1] and not text[span[1] : mark[1]].strip()
-            for mark, span in zip(marks, spans, strict=True)
-        )
+        row = _MarkedRow(self._template, self._ends, MarkedText(text, gaps, order, pieces), copy, tools)
+        turns = tuple(row.turn(index) for index, message in enumerate(messages) if message["role"] == "assistant")
+        return Skeleton(tuple(gaps), tuple(order), turns, stripped), pieces
 
     def marked_copy(self, messages: Sequence[Message]) -> tuple[list[Message], list[MarkedPiece]]:
         """The row with sentinels around its pieces, and the pieces by number."""
@@ -162,9 +145,35 @@ class Skeletons:
             stripped.append(number)
         return tuple(stripped)
 
-    def _turn(self, places: MarkedText, copy: Sequence[Message], index: int, tools: Sequence[Any]) -> Turn:
+
+@dataclass(frozen=True)
+class _EndPlace:
+    """Where a turn ends; `added` is the end of it that the template does not write."""
+
+    place: Place | None = None
+    by_prefix: bool = False
+    by_next: bool = False
+    added: str = ""
+
+
+@dataclass(frozen=True)
+class _MarkedRow:
+    """A marked copy and its rendering, `places`, on which turns are measured."""
+
+    template: FittedTemplate
+    ends: TurnEnds
+    places: MarkedText
+    copy: Sequence[Message]
+    tools: Sequence[Any]
+
+    def _rendered(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
+        return self.template.rendered(messages, self.tools, prompt=prompt)
+
+    def turn(self, index: int) -> Turn:
+        """The assistant's turn that is this message."""
+        places, copy = self.places, self.copy
         try:
-            prompt = self._template.rendered(copy[:index], tools, prompt=True)
+            prompt = self._rendered(copy[:index], prompt=True)
         except RenderError as error:
             if index:
                 return Turn(index, reason="the chat template cannot render the prompt of a turn", detail=str(error))
@@ -176,27 +185,27 @@ class Skeletons:
         begin, rest, unasked = None, None, False
         # Without a question or a result before the turn, some templates write no prompt but do write the turn's header.
         if not (index and copy[index - 1]["role"] in ("user", "tool")):
-            begin = self._unasked_start(places, copy, index, tools, after=common if is_prefix else 0, first=first)
+            begin = self._unasked_start(index, after=common if is_prefix else 0, first=first)
             unasked = not is_prefix
         elif is_prefix:
             begin = common
         elif first is not None:
             before, whose = places.piece_before(first, index)
             tail = text_after(prompt, places.text, before) or ""
-            size = self._header_size(prompt, copy[:index], tools, tail, places.text[before:first])
+            size = self._header_size(prompt, copy[:index], tail, places.text[before:first])
             # what is asked must stand before the turn, not another turn
             is_asked = whose >= 0 and all(message["role"] in ("user", "tool") for message in copy[whose:index])
             if is_asked and size is not None:
                 begin, rest = before + size, tail[size:]
         given = common if is_prefix else begin
         if begin is not None and not rest and not unasked:
-            begin += len(self._header_at(places, copy, index, tools, at=begin))
+            begin += len(self._header_at(index, begin))
         start = None if begin is None else places.place(begin)
         after = common if last is None else last
         # Arguments that are escaped as HTML (`{&#34;x&#34;: …}`) may have changed quotes only, which are in no piece.
-        if entity := self._template.entity(places.text[begin or common : places.next_piece(after)], copy):
+        if entity := self.template.entity(places.text[begin or common : places.next_piece(after)], copy):
             raise Inexact(_ENTITIES, f"messages[{index}]: {entity}")
-        end = self._turn_end(places, copy, index, tools, after=after, is_text=kind == "content")
+        end = self._end(index, after=after, is_text=kind == "content")
         detail = f"messages[{index}]"
         if begin is None or start is None or end.place is None:
             if not is_prefix:
@@ -212,34 +221,23 @@ class Skeletons:
         header = places.text[given:begin]
         return Turn(index, start, end.place, end.by_prefix, end.by_next, end.added, header, rest, unasked)
 
-    def _header_at(
-        self, places: MarkedText, copy: Sequence[Message], index: int, tools: Sequence[Any], *, at: int
-    ) -> str:
+    def _header_at(self, index: int, at: int) -> str:
         """The header of an assistant's turn where the text has it behind the prompt, which has none; else empty.
 
         Templates may write no generation prompt after a tool's result, and open a turn there all the same. The header
         is what they write as a generation prompt after a question: given, not generated.
         """
-        if not index or copy[index - 1]["role"] != "tool":
+        if not index or self.copy[index - 1]["role"] != "tool":
             return ""
-        asked = [*copy[:index], NEXT_QUESTION]
+        asked = [*self.copy[:index], NEXT_QUESTION]
         try:
-            prompt, without = (self._template.rendered(asked, tools, prompt=wanted) for wanted in (True, False))
+            prompt, without = self._rendered(asked, prompt=True), self._rendered(asked)
         except RenderError:
             return ""
         header = prompt.removeprefix(without) if prompt.startswith(without) else ""
-        return header if header.strip() and places.text.startswith(header, at) else ""
+        return header if header.strip() and self.places.text.startswith(header, at) else ""
 
-    def _unasked_start(
-        self,
-        places: MarkedText,
-        copy: Sequence[Message],
-        index: int,
-        tools: Sequence[Any],
-        *,
-        after: int,
-        first: int | None,
-    ) -> int | None:
+    def _unasked_start(self, index: int, *, after: int, first: int | None) -> int | None:
         """Where a turn begins that follows neither a question nor a tool's result; None where that is not certain.
 
         Templates may write a generation prompt after a question only, and the turn's header in any case. So the header
@@ -247,26 +245,24 @@ class Skeletons:
         """
         if first is None:
             return None
-        asked = [*copy[:index], NEXT_QUESTION]
+        asked = [*self.copy[:index], NEXT_QUESTION]
         try:
-            prompt = self._template.rendered(asked, tools, prompt=True)
-            whole = self._template.rendered([*asked, *copy[index:]], tools)
+            prompt = self._rendered(asked, prompt=True)
+            whole = self._rendered([*asked, *self.copy[index:]])
         except RenderError:
             return None
-        question = NEXT_QUESTION["content"]
-        tail = prompt.rpartition(question)[2]
-        at = whole.find(places.text[first : first + SENTINEL_CHARS])
+        tail = prompt.rpartition(NEXT_QUESTION["content"])[2]
+        text = self.places.text
+        at = whole.find(text[first : first + SENTINEL_CHARS])
         asked_at = len(prompt) - len(tail)
         gap = whole[asked_at:at]
-        size = self._header_size(prompt, asked, tools, tail, gap)
+        size = self._header_size(prompt, asked, tail, gap)
         if size is None or at < 0 or SALT in gap or not whole.startswith(prompt[: asked_at + size]):
             return None
         begin = first - len(gap) + size
-        return begin if begin >= after and places.text[begin:first] == gap[size:] else None
+        return begin if begin >= after and text[begin:first] == gap[size:] else None
 
-    def _header_size(
-        self, prompt: str, asked: Sequence[Message], tools: Sequence[Any], tail: str, gap: str
-    ) -> int | None:
+    def _header_size(self, prompt: str, asked: Sequence[Message], tail: str, gap: str) -> int | None:
         """How much of `gap`, what stands before a turn's first piece, is the header that its prompt gives; None where
         that is not certain. `tail` is the end of the prompt, behind the piece that `gap` is behind too.
 
@@ -276,84 +272,63 @@ class Skeletons:
         """
         if SALT in tail or not tail.strip():
             return None
-        size = len(shared_beginning(tail, gap, self._ends.special))
+        size = len(shared_beginning(tail, gap, self.ends.special))
         if size == len(tail):
             return size
-        answered = self._template.rendered_or_nothing([*asked, ANSWER], tools)
+        answered = self.template.rendered_or_nothing([*asked, ANSWER], self.tools)
         before = prompt[: len(prompt) - len(tail)]
         plain, is_there, _ = answered.removeprefix(before).partition(ANSWER["content"])
         if not is_there or not answered.startswith(before):
             return None
-        usual = len(shared_beginning(tail, plain, self._ends.special))
-        is_think = self._template.is_think(plain[usual:]) and self._template.is_think(plain[size:usual])
+        usual = len(shared_beginning(tail, plain, self.ends.special))
+        is_think = self.template.is_think(plain[usual:]) and self.template.is_think(plain[size:usual])
         return min(size, usual) if is_think else None
 
-    def _turn_end(
-        self,
-        places: MarkedText,
-        copy: Sequence[Message],
-        index: int,
-        tools: Sequence[Any],
-        *,
-        after: int,
-        is_text: bool,
-    ) -> _EndPlace:
+    def _end(self, index: int, *, after: int, is_text: bool) -> _EndPlace:
         """Where a turn ends whose last piece ends at `after`, and whether its own rendering ends there too."""
+        places, ends = self.places, self.ends
         limit = places.next_piece(after)
-        own = self._template.rendered_or_nothing(copy[: index + 1], tools)
+        own = self.template.rendered_or_nothing(self.copy[: index + 1], self.tools)
         # Where the conversation up to the turn is a beginning of the whole text, and ends before the next piece.
         until = len(own) if own and places.text.startswith(own) and after <= len(own) <= limit else None
-        is_last = index + 1 == len(copy)
+        is_last = index + 1 == len(self.copy)
         written = places.text[after:limit]
         own_tail = own[after:] if until is not None else text_after(own, places.text, after)
-        following = self._continued(places, copy, tools, after=after) if is_last else written
-        end = self._ends.end_of(own_tail, following, is_last=is_last, is_text=is_text)
+        following = self._continued(after) if is_last else written
+        end = ends.end_of(own_tail, following, is_last=is_last, is_text=is_text)
         # In the middle of a row any token that opens a turn follows; only one seen on the probes ends an answer.
         if end is not None and end.by_next and not is_last:
-            opener = next(reversed(control_tokens(end.text, self._ends.special)), "")
-            end = end if opener in self._ends.next_openers else None
+            opener = next(reversed(control_tokens(end.text, ends.special)), "")
+            end = end if opener in ends.next_openers else None
         if end is not None:
             # An end that the turn alone does not show is its own only where this turn's and the next one's texts stand.
             is_own = own_tail is not None and own_tail.startswith(end.text)
-            if not (is_own or end.by_next or places.tells_end(index, len(copy))):
+            if not (is_own or end.by_next or places.tells_end(index, len(self.copy))):
                 return _EndPlace()
-            size = len(end.text)
             # The last turn may be written without its end, which a next turn would bring: it is added to the text.
             added = end.text[len(written) :] if is_last else ""
             if added and not (end.text.startswith(written) and limit == len(places.text)):
                 return _EndPlace()
-            place = places.place(after + size - len(added))
+            place = places.place(after + len(end.text) - len(added))
             if place is not None and added:
                 place = Place(place.gap, place.offset + len(added))
             return _EndPlace(place, until is not None, end.by_next, added)
-        if self._ends.markers:
+        if ends.markers:
             return _EndPlace()  # this template ends turns, and this one has no end
         if until is not None:
             return _EndPlace(places.place(until), True)
         return _EndPlace(places.place(after)) if is_text else _EndPlace()
 
-    def _continued(
-        self, places: MarkedText, copy: Sequence[Message], tools: Sequence[Any], *, after: int
-    ) -> str | None:
+    def _continued(self, after: int) -> str | None:
         """What stands after the last piece of the last turn when the conversation goes on; None where it cannot."""
-        calls = copy[-1].get("tool_calls") or []
+        calls = self.copy[-1].get("tool_calls") or []
         # After calls a tool's result goes first: some templates refuse a question there, others open another turn.
         result = {"role": "tool", "content": NEXT_QUESTION["content"]}
         if calls:
             result |= {"name": calls[-1]["function"]["name"], "tool_call_id": str(calls[-1].get("id") or "")}
         for following in (result, NEXT_QUESTION) if calls else (NEXT_QUESTION,):
-            whole = self._template.rendered_or_nothing([*copy, following], tools)
-            tail = text_after(whole, places.text, after) if whole else None
+            whole = self.template.rendered_or_nothing([*self.copy, following], self.tools)
+            tail = text_after(whole, self.places.text, after) if whole else None
             if tail is not None and following["content"] in tail:
                 return tail.partition(following["content"])[0]
         return None
-
-
-@dataclass(frozen=True)
-class _EndPlace:
-    """Where a turn ends; `added` is the end of it that the template does not write."""
-
-    place: Place | None = None
-    by_prefix: bool = False
-    by_next: bool = False
-    added: str = ""

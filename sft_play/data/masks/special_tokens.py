@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
-import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from typing import Any
 
 from sft_play.data.masks.token_row import Inexact, Span
 from sft_play.data.masks.tokenizer import Splitting, TokenizerParts
-from sft_play.data.sources.messages import Message, with_texts
+from sft_play.data.sources.messages import Message, texts_in, with_texts
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -68,20 +68,17 @@ class Specials:
     def encode(self, text: str, spans: Sequence[Span]) -> tuple[Any, tuple[Span, ...], str, str, tuple[Span, ...]]:
         """A rendered text with hidden tokens: its encoding, the spans in the text that was encoded, that text, and the
         text and spans as a person reads them."""
-        encoded, shown = _Spliced(), _Spliced()
-        at = 0
+        named: list[Replaced] = []
+        plain: list[Replaced] = []
         # A token found by its name was written by the template; one found by its private-use character, by the data.
         for match in re.finditer(f"{self._pattern.pattern}|{self._hidden}", text):
-            between, token = text[at : match.start()], match.group()
-            written = token if token in self._number else self.tokens[ord(token) - _HIDDEN_BASE]
-            encoded.add(between, self._name(token) if token in self._number else written, len(token))
-            shown.add(between, written, len(token))
-            at = match.end()
-        for spliced in (encoded, shown):  # the text after the last one
-            spliced.add(text[at:], "", 0)
-        encoding = self.plain.encode(encoded.text, add_special_tokens=False)
-        moved, seen = (tuple(map(spliced.moved, spans)) for spliced in (encoded, shown))
-        return encoding, moved, encoded.text, shown.text, seen
+            token, is_templates = match.group(), match.group() in self._number
+            written = token if is_templates else self.tokens[ord(token) - _HIDDEN_BASE]
+            named.append((*match.span(), self._name(token) if is_templates else written))
+            plain.append((*match.span(), written))
+        (encoded, encoded_spans), (shown, shown_spans) = _spliced(text, named, spans), _spliced(text, plain, spans)
+        encoding = self.plain.encode(encoded, add_special_tokens=False)
+        return encoding, encoded_spans, encoded, shown, shown_spans
 
     @functools.cached_property
     def splitting(self) -> Splitting:
@@ -143,56 +140,30 @@ def texts_of(messages: Sequence[Message]) -> Iterable[str]:
             continue
         for key, value in message.items():
             if key not in _NO_TEXT_KEYS:
-                yield from _strings(value)
+                yield from texts_in(value)
         for call in message.get("tool_calls") or ():
             yield call["function"]["name"]
-            yield from _strings(call["function"]["arguments"])
+            yield from texts_in(call["function"]["arguments"])
 
 
 _NO_TEXT_KEYS = {"role", "id", "tool_call_id", "type", "tool_calls", "train"}
 
 
-def _strings(value: Any) -> Iterable[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from itertools.chain.from_iterable(map(_strings, value.values()))
-    elif isinstance(value, list):
-        yield from itertools.chain.from_iterable(map(_strings, value))
+Replaced = tuple[int, int, str]
+"""Characters [start, end) of a text, and what is put in their place."""
 
 
-class _Spliced:
-    """A text put together from parts of another one, and where its characters went."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._moves: list[tuple[int, int]] = [(0, 0)]
-        """Characters of the old text, and by how much what follows them moved."""
-        self._old = self._shift = 0
-
-    def add(self, between: str, instead: str, old_length: int) -> None:
-        """A part that stays, and one that takes the place of `old_length` characters."""
-        self._parts += (between, instead)
-        self._old += len(between) + old_length
-        self._shift += len(instead) - old_length
-        self._moves.append((self._old, self._shift))
-
-    @property
-    def text(self) -> str:
-        """The new text."""
-        return "".join(self._parts)
-
-    def moved(self, span: Span) -> Span:
-        """The span in the new text; its ends must not stand inside a replaced part."""
-        return self._move(span[0]), self._move(span[1])
-
-    def _move(self, position: int) -> int:
-        shift = 0
-        for old, moved in self._moves:
-            if old > position:
-                break
-            shift = moved
-        return position + shift
+def _spliced(text: str, parts: Sequence[Replaced], spans: Sequence[Span]) -> tuple[str, tuple[Span, ...]]:
+    """The text with these parts replaced, and the spans in it; none of their ends stands inside a replaced part."""
+    pieces: list[str] = []
+    ends, shifts, at = [], [0], 0
+    for start, end, instead in parts:
+        pieces += (text[at:start], instead)
+        ends.append(end)
+        shifts.append(shifts[-1] + len(instead) - (end - start))
+        at = end
+    moved = ((edge + shifts[bisect.bisect_right(ends, edge)] for edge in span) for span in spans)
+    return "".join([*pieces, text[at:]]), tuple((start, end) for start, end in moved)
 
 
 def _rename_strings(value: Any, names: Mapping[str, str]) -> Any:

@@ -19,12 +19,10 @@ from datetime import date
 from functools import partial
 from typing import Any
 
-from jinja2 import nodes
+from jinja2 import meta, nodes
 
-from sft_play.data.masks.settings import readable_settings
 from sft_play.data.masks.template_limits import MAX_CHARS, LimitedEnvironment, RenderBudget, TooMuch
-from sft_play.data.masks.token_row import Span
-from sft_play.data.sources.messages import Message
+from sft_play.data.sources.messages import REASONING_KEYS, Message
 from sft_play.errors import TokenizerError
 from sft_play.log import one_line
 
@@ -35,6 +33,32 @@ MAX_SECONDS = 5.0
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names of a turn's think text in the order of transformers 5.23 (`_REASONING_FIELDS` in utils/chat_template_utils.py):
 the first that a message has fills `reasoning_content` and `thinking`, which templates read."""
+
+
+THINK, PLAIN = "think", "plain"
+"""Kinds of rows: with think text in an answer, and without."""
+_CLOSED = re.compile(r"</(?:\w+:)?think(?:ing)?>|\[/THINK\]|<channel\|>")
+"""Ends of think text inside an answer."""
+_GIVEN = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+def kind_of(messages: Sequence[Message]) -> str:
+    """Whether an assistant's turn holds think text."""
+    answers = [message for message in messages if message["role"] == "assistant"]
+    texts = [message.get(key) for message in answers for key in REASONING_KEYS]
+    holds = any(isinstance(text, str) and text.strip() for text in texts)
+    return THINK if holds or any(_CLOSED.search(str(message.get("content"))) for message in answers) else PLAIN
+
+
+def is_by_kind(value: Any) -> bool:
+    """Whether it says a value for one kind of rows or for both, such as `{think: high, plain: no_think}`."""
+    return isinstance(value, Mapping) and bool(value) and {THINK, PLAIN}.issuperset(value)
+
+
+def settings_of(given: Mapping[str, Any], kind: str = PLAIN) -> dict[str, Any]:
+    """data.chat_template_kwargs for one kind of rows; a setting of the other kind alone is left out."""
+    fit = {name: value for name, value in given.items() if not is_by_kind(value) or kind in value}
+    return {name: value[kind] if is_by_kind(value) else value for name, value in fit.items()}
 
 
 class RenderError(ValueError):
@@ -59,45 +83,29 @@ class ChatTemplate:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise TokenizerError(f"the chat template has {len(source):,} characters; the limit is 1,000,000")
         self.source = source
-        self.has_generation = bool(re.search(r"\{%-?\s*generation\s*-?%\}", source))
         self._variables = dict(variables)
         self._environment = LimitedEnvironment(today)
         try:
             self._template = self._environment.compiled(source)
             tree = self._environment.parse(source)
             self.tested = frozenset(_tested_texts(tree))
-            self.settings = tuple(readable_settings(tree))
-            """Variables that it may be given, with values that it knows."""
+            known = {*_GIVEN, *self._environment.globals}
+            names = sorted(meta.find_undeclared_variables(tree) - known)
+            self.settings = tuple(name for name in names if not name.endswith("_token"))
+            """Variables that it reads and data.chat_template_kwargs may set."""
         except Exception as error:  # compiling somebody's program: RecursionError, SyntaxError, Jinja's own, …
             number = getattr(error, "lineno", None)
             line = f" (line {number})" if number else ""
             raise TokenizerError(f"the chat template is not valid Jinja{line}: {one_line(str(error))}") from error
 
-    def render(
-        self, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False, **more: Any
-    ) -> str:
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Any] = (), prompt: bool = False) -> str:
         """The conversation as text; with `prompt`, ended by what an answer is generated after.
 
         Raises:
             RenderError: the template refuses it, fails on it, or does not end.
         """
-        return "".join(self._pieces(messages, tools, prompt, more))
-
-    def render_marked(self, messages: Sequence[Message], *, tools: Sequence[Any] = ()) -> tuple[str, list[Span]]:
-        """The conversation with the places that `{% generation %}` marks."""
-        environment = self._environment
-        environment.pieces, environment.marked = [], []
-        try:
-            for piece in self._pieces(messages, tools, False, {}):
-                environment.pieces.append(piece)
-            return "".join(environment.pieces), environment.marked
-        finally:
-            environment.pieces = None
-
-    def _pieces(
-        self, messages: Sequence[Message], tools: Sequence[Any], prompt: bool, more: Mapping[str, Any]
-    ) -> Iterator[str]:
         self._environment.budget = RenderBudget()  # a new one for each rendering
+        pieces: list[str] = []
         written = 0
         with _as_render_error(), ended_after(MAX_SECONDS, TooMuch):
             for piece in self._template.generate(
@@ -105,12 +113,13 @@ class ChatTemplate:
                 tools=list(tools) or None,  # transformers passes None where there are none; templates test for it
                 documents=None,
                 add_generation_prompt=prompt,
-                **{**self._variables, **more},
+                **self._variables,
             ):
                 written += len(piece)
                 if written > MAX_CHARS:
                     raise TooMuch(f"a text of more than {MAX_CHARS:,} characters")
-                yield piece
+                pieces.append(piece)
+        return "".join(pieces)
 
 
 @contextmanager
@@ -125,8 +134,6 @@ def _as_render_error() -> Iterator[None]:
         raise Endless("the chat template calls itself without end, or the row is nested too deeply") from None
     except MemoryError:
         raise Endless("the chat template takes more memory than there is") from None
-    except GeneratorExit:  # the reader of the pieces has stopped reading
-        raise
     except Exception as error:
         raise RenderError(one_line(str(error) or type(error).__name__)) from error
 

@@ -12,14 +12,13 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sized
 from datetime import date, datetime
 from datetime import time as clock
+from functools import partial
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
-
-from sft_play.data.masks.token_row import Span
 
 MAX_STEPS = 2_000_000
 """Loop iterations and calls in one rendering; a conversation of a thousand turns takes some ten thousand."""
@@ -82,24 +81,15 @@ _METHODS_OF_DICT = frozenset(dir(dict))
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}`: the text between them, whose place is noted."""
+    """`{% generation %}…{% endgeneration %}`, with which templates mark answers: the text between them."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
 
-    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
-        """A block whose rendered text goes through `_note`."""
+    def parse(self, parser: jinja2.parser.Parser) -> list[nodes.Node]:
+        """What stands between the marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Callable[[], str]) -> str:
-        text = str(caller())
-        environment = self.environment
-        assert isinstance(environment, LimitedEnvironment)
-        if environment.pieces is not None:
-            start = sum(map(len, environment.pieces))
-            environment.marked.append((start, start + len(text)))
-        return text
+        return [nodes.Scope(body).set_lineno(line)]  # transformers' marks are a block: what is set there ends there
 
 
 class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
@@ -110,18 +100,16 @@ class LimitedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def __init__(self, today: date) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
         self.budget = RenderBudget()
-        self.pieces: list[str] | None = None
-        self.marked: list[Span] = []
         self.finalize = flat  # every value that `{{ }}` writes passes through it
         self.concat = _joined  # type: ignore[method-assign]  # puts together what blocks and macros write
         self.filters["tojson"] = _tojson
         for name in ("center", "indent", "format", "wordwrap", "batch", "slice", "truncate"):
-            self.filters[name] = _narrow(name, self.filters[name])
+            self.filters[name] = _after(partial(_check_filter, name), self.filters[name])
         for name in self.filters.keys() - _OF_LISTS:
-            self.filters[name] = self._counted(_of_flat(self.filters[name]))
+            self.filters[name] = self._counted(_after(_check_flat, self.filters[name]))
         tests: Any = self.tests
         for name in _COMPARING_TESTS:
-            tests[name] = _of_flat(tests[name])
+            tests[name] = _after(_check_flat, tests[name])
         for name, check in (("join", _check_join), ("replace", _check_replace)):
             self.filters[name] = _checked(self.filters[name], check)
         self.filters["bounded"] = self._bounded
@@ -257,14 +245,19 @@ def _count(value: Any) -> int:
     return counted
 
 
-def _of_flat(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _check_flat(*values: Any, **_: Any) -> None:
+    for value in values:
+        _count(value)
 
-    def written(*args: Any, **kwargs: Any) -> Any:
-        for value in args:
-            flat(value)
+
+def _after(check: Callable[..., None], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter or test that is called after a check of what it is given."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
         return plain(*args, **kwargs)
 
-    return _passing_as(plain, written)
+    return _passing_as(plain, checked)
 
 
 def _passing_as(plain: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -308,8 +301,7 @@ def _check_method(owner: str | bytes, name: str, args: tuple[Any, ...], kwargs: 
         _check_join(*args, owner)
     elif name in ("format", "format_map"):
         _check_format(str(owner), r"(\d+)")
-        for value in given:
-            flat(value)
+        _check_flat(*given)
     elif name == "translate" and args and isinstance(args[0], dict):
         _check_chars(len(owner) * max((len(str(text)) for text in args[0].values()), default=0))
     elif name == "expandtabs":
@@ -323,25 +315,20 @@ def _check_widths(values: Any) -> None:
             raise TooMuch(f"a text padded or repeated by more than {MAX_WIDTH:,}")
 
 
-def _narrow(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that pads, wraps or fills a text no further than a text may be long."""
-
-    def narrowed(*args: Any, **kwargs: Any) -> Any:
-        given = [value for value in (*args, *kwargs.values()) if isinstance(value, (int, str))]
-        _check_widths(given)
-        text = str(given[0]) if given else ""
-        if name == "format":
-            _check_format(text, _PERCENT_WIDTH)
-        # how often the padding or separator may be written
-        places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
-        sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
-        if name == "wordwrap":
-            _check_chars(WRAPPING * len(text))
-        if name in ("wordwrap", "format", "indent"):
-            _check_chars(places * max(sizes, default=0))
-        return plain(*args, **kwargs)
-
-    return _passing_as(plain, narrowed)
+def _check_filter(name: str, *args: Any, **kwargs: Any) -> None:
+    """Raise TooMuch where a filter would pad, wrap or fill a text further than a text may be long."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, (int, str))]
+    _check_widths(given)
+    text = str(given[0]) if given else ""
+    if name == "format":
+        _check_format(text, _PERCENT_WIDTH)
+    # how often the padding or separator may be written
+    places = {"wordwrap": len(text), "format": text.count("%")}.get(name, text.count("\n") + 1)
+    sizes = [value if isinstance(value, int) else len(value) for value in given[1:]]
+    if name == "wordwrap":
+        _check_chars(WRAPPING * len(text))
+    if name in ("wordwrap", "format", "indent"):
+        _check_chars(places * max(sizes, default=0))
 
 
 def _checked(plain: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ Span = tuple[int, int]
 IGNORED = -100
 """The label of a token that is not trained (torch's and transformers' convention)."""
 METHODS = {
-    "generation": "the template's own generation marks",
     "prefix": "rendered prefixes",
     "marker": "prefix and end-of-turn marker",
     "header": "the header that prompt and turn have in common",

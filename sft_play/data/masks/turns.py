@@ -71,9 +71,8 @@ class Turns:
     """
 
     def __init__(
-        self, jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool = False
+        self, jinja: ChatTemplate, *, special_tokens: Sequence[str], eos_token: str | None, with_tools: bool
     ) -> None:
-        self.with_tools = with_tools
         self.template, self.ends = probed(
             jinja, special_tokens=special_tokens, eos_token=eos_token, with_tools=with_tools
         )
@@ -216,8 +215,6 @@ class Turns:
         inexact = {turn.message: turn for turn in skeleton.turns if not turn.is_exact}
         if inexact:
             method = "last_turn" if spans else "inexact"
-        elif skeleton.marks_agree:
-            method = "generation"
         elif any(turn.by_next for turn in skeleton.turns):
             method = "next_turn"
         elif any(turn.rest is not None or turn.unasked for turn in skeleton.turns):

@@ -25,8 +25,6 @@ from sft_play.data.masks.token_row import Span
 
 MAX_WORDS = 200_000
 """Words that are remembered, some 60 MB; at the limit all are forgotten."""
-MAX_PIECES, MAX_PIECE_CHARS = 4_096, 256
-"""Limits on texts between added tokens that are remembered whole, such as a system prompt."""
 MAX_WORD_CHARS = 40
 """Longer words are rarely seen again."""
 PROBES = 300
@@ -60,7 +58,6 @@ class Words:
             f"({'|'.join(map(re.escape, longest_first))})" if added else r"((?!))"
         ).split
         self._ids = _Remembered(backend.model)
-        self._pieces: dict[str, Sequence[int]] = {}
 
     def ids(self, text: str) -> list[int] | None:
         """The text's ids; None where the tokenizer has to be asked."""
@@ -82,8 +79,8 @@ class Words:
             before, end = len(ids), position + len(piece)
             if number % 2:  # re.split puts the added tokens at odd places
                 ids.append(self._added[piece])
-            elif (piece_ids := self._piece_ids(piece)) is not None:
-                ids += piece_ids
+            elif (words := self._words(piece)) is not None:
+                ids += itertools.chain.from_iterable(map(self._ids.__getitem__, words))
             else:
                 return None
             while len(token_edges) < len(edges) and edges[len(token_edges)] < end:
@@ -94,22 +91,6 @@ class Words:
             position = end
         token_edges += [len(ids)] * (len(edges) - len(token_edges))
         return ids, list(zip(token_edges[::2], token_edges[1::2], strict=True))
-
-    def _piece_ids(self, piece: str) -> Sequence[int] | None:
-        """The ids of a text without added tokens; None where the pattern leaves characters of it out."""
-        # system prompts and the template's own words between tokens come again in every row
-        remembered = self._pieces.get(piece)
-        if remembered is not None:
-            return remembered
-        words = self._words(piece)
-        if words is None:
-            return None
-        ids = list(itertools.chain.from_iterable(map(self._ids.__getitem__, words)))
-        if len(piece) <= MAX_PIECE_CHARS:
-            if len(self._pieces) >= MAX_PIECES:
-                self._pieces.clear()
-            self._pieces[piece] = ids
-        return ids
 
     def _tokens_before(self, edge: int, piece: str) -> int | None:
         """How many tokens of a piece stand before an edge between words; None where the edge is inside a word."""

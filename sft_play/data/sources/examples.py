@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from sft_play.config.schema import DataConfig
 from sft_play.data.sources.file_kinds import kind_of
 from sft_play.data.sources.files import AnySource, DataPaths, Part, data_files, read_part
 from sft_play.data.sources.formats import Example, Format, Text, check_columns, first_format, rename_columns, to_example
-from sft_play.data.sources.raw import FIX_OR_SKIP, BadRow, RawRow, bad_row_lines, blocks, is_gzipped
-from sft_play.errors import DataError, SftPlayError
+from sft_play.data.sources.raw import BadRow, RawRow, blocks, is_gzipped, none_usable
+from sft_play.errors import SftPlayError
 from sft_play.log import one_line
 from sft_play.process.waiting import waiting
 
@@ -82,11 +81,6 @@ LOOKED_AT_FILES = 20
 """Files of each source that are looked at; a run reads the others with their rows."""
 LOOKED_AT_ROWS = 100
 """Rows of each file."""
-_SHOWN = 3
-
-
-class _Enough(Exception):
-    """LOOKED_AT_ROWS were read, and the format is not known yet: nearly all of them are bad."""
 
 
 def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
@@ -105,6 +99,10 @@ def look_at(data: DataConfig, paths: DataPaths, *, task_mode: str) -> None:
                 _look(part, data, named=name if name.startswith("source ") else f"data.{name}_path")
 
 
+class _Enough(Exception):
+    """LOOKED_AT_ROWS were read, and the format is not known yet: nearly all of them are bad."""
+
+
 def _look(part: Part, data: DataConfig, *, named: str) -> None:
     read: list[RawRow | BadRow] = []
 
@@ -121,11 +119,8 @@ def _look(part: Part, data: DataConfig, *, named: str) -> None:
     except _Enough:
         among = "the first "
     bad = [row for row in read if isinstance(row, BadRow)]
-    if len(bad) < len(read) or not bad or data.on_bad_row != "fail":
-        return
-    reasons = Counter(row.reason for row in bad)
-    lines = bad_row_lines(f"{among}{len(bad):,} rows of {named}={one_line(part.name)}", reasons, bad[:_SHOWN])
-    raise DataError("\n".join([*lines, FIX_OR_SKIP]))
+    if bad and len(bad) == len(read) and data.on_bad_row == "fail":
+        raise none_usable(f"{among}{len(bad):,} rows of {named}={one_line(part.name)}", bad)
 
 
 def rows_of(parts: Sequence[Part]) -> int | None:

@@ -146,8 +146,10 @@ def data_paths(data: DataConfig) -> DataPaths:
 
     # every path is looked for before the first error is raised, so that one message names all that is missing
     train = find("train_path", data.train_path)
-    sources, lacking = _source_paths(data)
-    missing += lacking
+    sources: list[SourcePaths] = []
+    for at, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
+        rows, held = find(f"sources[{at}].path", source.path), find(f"sources[{at}].val_path", source.val_path)
+        sources += [] if rows is None else [SourcePaths(name, rows, held)]
     val = find("val_path", data.val_path)
     test = find("test_path", data.test_path)
     text = find("text_path", data.text_path)
@@ -160,29 +162,14 @@ def data_paths(data: DataConfig) -> DataPaths:
     train = sources[0].train if sources else train
     if missing or train is None:
         raise DataError("\n".join([*missing, f"looked from {Path.cwd()}"]))
-    return DataPaths(train, val, test, text, tuple(notes), sources)
-
-
-def _source_paths(data: DataConfig) -> tuple[tuple[SourcePaths, ...], list[str]]:
-    existing: list[SourcePaths] = []
-    missing: list[str] = []
-    for at, (source, name) in enumerate(zip(data.sources, data.source_names, strict=True)):
-        train = _located(source.path, data.encoding)
-        val = None if source.val_path is None else _located(source.val_path, data.encoding)
-        if train is None:
-            missing.append(f"data.sources[{at}].path: {_absent(source.path)}")
-        if source.val_path is not None and val is None:
-            missing.append(f"data.sources[{at}].val_path: {_absent(source.val_path)}")
-        if train is not None:
-            existing.append(SourcePaths(name, train, val))
-    return tuple(existing), missing
+    return DataPaths(train, val, test, text, tuple(notes), tuple(sources))
 
 
 def _is_default(key: str, data: DataConfig) -> bool:
     """Whether a path option has its default, beside training rows that a command of this project writes."""
     if data.train_path is None or str(PurePath(data.train_path)) not in WRITTEN:
         return False
-    default = getattr(DataConfig(train_path=data.train_path), key)
+    default = getattr(DataConfig(train_path=data.train_path), key, None)  # a path of data.sources has none
     return default is not None and PurePath(getattr(data, key)) == PurePath(default)
 
 
@@ -243,22 +230,20 @@ def _absent(value: str) -> str:
     if glob.has_magic(value):
         return f"no file matches {shown}"
     first, _, last = value.partition("/")
-    is_data_name = Path(last.removesuffix(".gz")).suffix.lower() in DATA_SUFFIXES | TEXT_SUFFIXES
+    is_data_name = suffix_of(Path(last)) in DATA_SUFFIXES | TEXT_SUFFIXES
     # owner/name without hub: is the usual slip; data/train.jsonl looks the same but for its suffix
     if _HUB_LIKE.fullmatch(value) and not is_data_name and _existing(first) is None:
         return f"{shown} does not exist here; a data set of the hub is written hub:{shown}"
     parent = Path(value).parent
-    try:
-        there = [item for item in parent.expanduser().iterdir() if not item.name.startswith(".")]
-    except (OSError, RuntimeError, ValueError):
-        there = []
-    # data first: a folder such as a checkout has much else
-    there.sort(key=lambda item: (Path(item.name.removesuffix(".gz")).suffix.lower() not in DATA_SUFFIXES, item.name))
-    names = [one_line(item.name, limit=60) for item in there[:12]]
-    if names:
-        return f"{shown} does not exist; {parent} holds {', '.join(names)}"
-    is_empty = _existing(str(parent)) is not None
-    return f"{shown} does not exist" + ("" if is_empty else f"; the folder {one_line(str(parent))} does not exist")
+    if (folder := _existing(str(parent))) is None:
+        return f"{shown} does not exist; the folder {one_line(str(parent))} does not exist"
+    with contextlib.suppress(OSError):
+        there = [item for item in folder.iterdir() if not item.name.startswith(".")]
+        # data first: a folder such as a checkout has much else
+        there.sort(key=lambda item: (suffix_of(item) not in DATA_SUFFIXES, item.name))
+        if names := [one_line(item.name, limit=60) for item in there[:12]]:
+            return f"{shown} does not exist; {parent} holds {', '.join(names)}"
+    return f"{shown} does not exist"
 
 
 def read_rows(source: AnySource, *, split: str, text_wanted: bool = False) -> Iterator[RawRow | BadRow]:
@@ -388,11 +373,6 @@ def _whole_rows(part: Part) -> Iterator[RawRow | BadRow]:
         is_whole = len(first) == 1  # a second piece is read ahead to know it: whole files are named without a line
         for line, text in itertools.chain(first, pieces):
             yield RawRow(name if is_whole else f"{name}:{line}", {"text": text}, is_piece=not is_whole)
-
-
-def split_names(part: Part) -> list[str]:
-    """The names of the splits that a part's data set has; none for plain files."""
-    return tables.split_names(part.name, on_hub=part.kind == "hub") if part.kind in ("saved", "hub") else []
 
 
 def split_part(part: Part, *, part_bytes: int) -> list[Part]:

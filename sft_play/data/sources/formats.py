@@ -33,7 +33,7 @@ from sft_play.data.sources.messages import (
     with_roles,
     without_given,
 )
-from sft_play.data.sources.other_kinds import TELLTALES, likely_kind, refuse_other_kind
+from sft_play.data.sources.other_kinds import TELLTALES, refuse_other_kind
 from sft_play.data.sources.raw import BadRow, RawRow
 from sft_play.errors import DataError
 from sft_play.log import one_line
@@ -338,18 +338,6 @@ def is_processed(keys: Collection[str]) -> bool:
     return "source" in keys and "id" in keys and ("messages" in keys or "text" in keys) and _PROCESSED.issuperset(keys)
 
 
-def check_mapping(row: RawRow, columns: Mapping[str, str]) -> None:
-    """Raises DataError when `data.columns` names a column of the user's that the first row does not have.
-
-    Rows that `make process` wrote have their columns mapped already.
-    """
-    if is_processed(row.data):
-        return
-    absent = [given for given in columns.values() if given not in row.data]
-    if absent:
-        raise DataError(f"{row.where}: data.columns names {one_line(absent[0])}; the columns are: {_columns(row)}")
-
-
 def check_columns(data: DataConfig) -> None:
     """Raises DataError when `data.columns` names a column that no format has, or one of the user's twice."""
     twice = [given for given, count in Counter(data.columns.values()).items() if count > 1]
@@ -464,8 +452,9 @@ def first_format(rows: Iterator[RawRow | BadRow], data: DataConfig) -> tuple[lis
         read.append(raw)
         if isinstance(raw, BadRow):
             continue
-        if not seen:
-            check_mapping(raw, data.columns)
+        absent = [name for name in data.columns.values() if name not in raw.data]
+        if absent and not seen and not is_processed(raw.data):  # whose columns are mapped already
+            raise DataError(f"{raw.where}: data.columns names {one_line(absent[0])}; the columns are: {_columns(raw)}")
         row = rename_columns(raw, data.columns)
         shape = recognise(row.data, data.columns)
         if shape is not None:
@@ -485,25 +474,20 @@ def unused_columns(keys: Iterable[str], shape: Format) -> list[str]:
 
 
 def unknown_format(row: RawRow) -> DataError:
-    """The error for rows whose keys no format has."""
+    """The error for rows whose keys no format has, with how to map them: as they are called, or two in their order."""
     leading = [
         shape for shape in FORMATS if all(key in (*LEADING_COLUMNS, "instruction", "output") for key in shape.needs)
     ]
     known = "; ".join(" + ".join(shape.needs) for shape in leading)
+    names = [one_line(str(name), limit=40) for name in row.data]
+    guessed = guessed_columns([name for name in names if name == one_line(name)])
+    two = names if len(names) == 2 else ("question_text", "reply")
+    example = columns_setting(guessed or dict(zip(("prompt", "completion"), two, strict=True)))
+    way = f"Map them: {example}" if guessed else f"Map yours, such as {example}"
     return DataError(
-        f"{row.where}: columns found: {_columns(row)}. {likely_kind(row.data)}Expected one of: {known} (docs/data.md "
-        f"has the others). {columns_hint(row.data)}{_advice_if_wrapped(row)}"
+        f"{row.where}: columns found: {_columns(row)}. Expected one of: {known} (docs/data.md has the others, and what "
+        f"is no supervised example). {way}{_advice_if_wrapped(row)}"
     )
-
-
-def columns_hint(names: Collection[str]) -> str:
-    """How to map columns of these names, which no format has; with two of them, as if they were question and answer."""
-    two = [one_line(str(name), limit=40) for name in names]
-    example = dict(zip(("prompt", "completion"), two if len(two) == 2 else ("question_text", "reply"), strict=True))
-    guessed = guessed_columns([name for name in two if name == one_line(name)])
-    if guessed:
-        return f"Map them: {columns_setting(guessed)}"
-    return f"Map yours, such as {columns_setting(example)}"
 
 
 def _advice_if_wrapped(row: RawRow) -> str:

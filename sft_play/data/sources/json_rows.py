@@ -7,21 +7,13 @@ NaN, half a surrogate pair) is a bad row.
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.raw import (
-    MAX_ROW_BYTES,
-    BadRow,
-    LongLine,
-    RawRow,
-    line_blocks,
-    not_utf8,
-    text_blocks,
-    too_large,
-)
+from sft_play.data.sources.raw import MAX_ROW_BYTES, BadRow, RawRow, line_blocks, not_utf8, text_blocks, too_large
 from sft_play.errors import DataError
 from sft_play.log import one_line
 
@@ -41,29 +33,33 @@ class RefusedJson(ValueError):
     """JSON that parses but would lose something."""
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    value = dict(pairs)
-    if len(value) == len(pairs):  # called for every object of every row: the usual case is one comparison
+def _decoder(refuse: Callable[[str], None]) -> json.JSONDecoder:
+    """A decoder that calls `refuse` with what would be lost."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        value = dict(pairs)
+        if len(value) < len(pairs):
+            keys = [key for key, _ in pairs]
+            refuse(f'the key "{one_line(next(key for key in keys if keys.count(key) > 1))}" occurs twice in one object')
         return value
-    keys = [key for key, _ in pairs]
-    twice = next(key for key in keys if keys.count(key) > 1)
-    raise RefusedJson(f'the key "{one_line(twice)}" occurs twice in one object')
+
+    def number(text: str) -> float:
+        if math.isinf(value := float(text)):
+            refuse("a number is too large")
+        return value
+
+    def constant(name: str) -> None:
+        refuse(f"{name} is not JSON")
+
+    return json.JSONDecoder(object_pairs_hook=unique, parse_constant=constant, parse_float=number)
 
 
-def _constant(name: str) -> Any:
-    raise RefusedJson(f"{name} is not JSON")
+def _raise(why: str) -> None:
+    raise RefusedJson(why)
 
 
-def _float(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise RefusedJson("a number is too large")
-    return value
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_constant, parse_float=_float)
+_DECODER = _decoder(_raise)
 _scan = _DECODER.scan_once  # type: ignore[attr-defined]  # raw_decode without its wrapper: half the time of a row
-_LENIENT = json.JSONDecoder()
 
 
 def strict_json(text: str) -> Any:
@@ -117,9 +113,9 @@ def read_lines(
     """
     number = first_line - 1
     for at, block in line_blocks(path, start=start, end=end):
-        if isinstance(block, LongLine):
+        if isinstance(block, int):
             number += 1
-            yield too_large(f"{name}:{number}", block.size)
+            yield too_large(f"{name}:{number}", block)
             continue
         broken: int | None = None
         try:
@@ -188,7 +184,7 @@ def _as_row(value: Any, where: str, text: str) -> RawRow | BadRow:
 def is_chat(line: str) -> bool:
     """Whether a line is a list of messages, without an object around it."""
     try:
-        return _are_turns(_LENIENT.decode(line))
+        return _are_turns(json.loads(line))
     except (ValueError, RecursionError):
         return False
 
@@ -223,6 +219,8 @@ class Window:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pieces = text_blocks(path)
+        self._lost: list[str] = []
+        self._decoder = _decoder(self._lost.append)  # not raising: it tells where a value ends that is refused
         self.text = ""
         self.position = 0
         self.is_last = False
@@ -235,27 +233,18 @@ class Window:
         pieces, count = [self.text], 0
         while count < wanted and not self.is_last:
             piece = next(self._pieces, None)
-            if piece is None:
-                self.is_last = True
-            else:
-                pieces.append(piece)
-                count += len(piece)
+            self.is_last = piece is None
+            pieces.append(piece or "")
+            count += len(pieces[-1])
         self.text = "".join(pieces)
         return count > 0
 
-    def place(self, ahead: int = 0) -> tuple[int, int]:
-        """Line and column, from 1, of the character `ahead` of the position."""
-        text, here = self.text, self.position
-        breaks = text.count("\n", self._counted, here)
-        if breaks:
-            self._line, self._column = self._line + breaks, here - text.rfind("\n", 0, here)
-        else:
-            self._column += here - self._counted
-        self._counted = here
-        there = here + ahead
-        breaks = text.count("\n", here, there)
-        column = there - text.rfind("\n", here, there) if breaks else self._column + ahead
-        return self._line + breaks, column
+    def place(self) -> tuple[int, int]:
+        """Line and column of the position, from 1."""
+        breaks = self.text.count("\n", self._counted, self.position)
+        before = self.text.rfind("\n", 0, self.position) if breaks else self._counted - self._column
+        self._line, self._column, self._counted = self._line + breaks, self.position - before, self.position
+        return self._line, self._column
 
     def peek(self) -> str:
         """The next character that is not white space; "" at the end of the file."""
@@ -268,21 +257,29 @@ class Window:
             if not self.more():
                 return ""
 
-    def value(self) -> tuple[Any, str]:
-        """The JSON value at the position and its text; the position moves past it.
+    def value(self) -> tuple[Any, str, str]:
+        """The JSON value at the position, its text, and what it would lose ("" for nothing); the position moves past
+        it.
 
         Raises:
             DataError: it is not JSON.
-            RefusedJson: it is, but would lose something; the position is past it.
         """
         while True:
-            decoded = self._decoded()
-            if decoded is not None:
-                value, end, refused = decoded
-                text, self.position = self.text[self.position : end], end
-                if refused is not None:
-                    raise refused
-                return value, text
+            self._lost.clear()
+            try:
+                value, end = self._decoder.raw_decode(self.text, self.position)
+            except json.JSONDecodeError as error:
+                self._raise_if_final(error)
+            except RecursionError:
+                raise self._fault("nested too deeply") from None
+            except ValueError:  # Python reads no whole number of more than 4,300 digits
+                raise self._fault("a number has too many digits") from None
+            else:
+                # objects, lists and strings end with their own mark; a number or a literal may go on
+                may_go_on = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_ENDS
+                if self.is_last or not may_go_on:
+                    text, self.position = self.text[self.position : end], end
+                    return value, text, next(iter(self._lost), "")
             waiting = len(self.text) - self.position
             if waiting > MAX_ROW_BYTES:
                 raise self._fault(
@@ -291,30 +288,6 @@ class Window:
                 )
             self.more(max(1, waiting))  # twice as much: a long row is not parsed again for every block
 
-    def _decoded(self) -> tuple[Any, int, RefusedJson | None] | None:
-        """The value at the position, its end, and why it is refused; None where more has to be read first."""
-        refused: RefusedJson | None = None
-        try:
-            value, end = _DECODER.raw_decode(self.text, self.position)
-        except RecursionError:
-            raise self._fault("nested too deeply") from None
-        except RefusedJson as error:  # raised inside the decoder, which does not tell where the value ends
-            refused = error
-            try:
-                # where the row ends, so that it is one bad row and those after it are read
-                value, end = _LENIENT.raw_decode(self.text, self.position)
-            except json.JSONDecodeError as fault:
-                self._raise_if_final(fault)
-                return None
-        except json.JSONDecodeError as error:
-            self._raise_if_final(error)
-            return None
-        except ValueError:  # Python reads no whole number of more than 4,300 digits
-            raise self._fault("a number has too many digits") from None
-        # objects, lists and strings end with their own mark; a number or a literal may go on
-        may_go_on = self.text[end - 1] not in '}]"' and end > len(self.text) - _NUMBER_ENDS
-        return None if may_go_on and not self.is_last else (value, end, refused)
-
     def _raise_if_final(self, error: json.JSONDecodeError) -> None:
         """Raise the error as a DataError, unless reading on may resolve it: a string that is still open, or an error
         near the window's end."""
@@ -322,13 +295,11 @@ class Window:
         is_near_end = "Unterminated string" in error.msg or error.pos >= len(self.text) - 64
         if is_near_end and not self.is_last:
             return
-        line, column = self.place(error.pos - self.position)
         begin = max(self.text.rfind("\n", 0, error.pos) + 1, self.position)
         shown = one_line(self.text[begin : begin + 200].split("\n")[0], limit=_SHOWN_CHARS)
-        # its column is that of the window; the file's is what the reader of the message looks for
-        placed = json.JSONDecodeError(error.msg, error.doc, error.pos)
-        placed.colno = column
-        raise DataError(f"{self._path}:{line}: not valid JSON: {_why(placed)}. Line: {shown}") from None
+        self.position = error.pos
+        _, error.colno = self.place()  # the file's, where the decoder knows the window's
+        raise self._fault(f"not valid JSON: {_why(error)}. Line: {shown}") from None
 
     def _fault(self, why: str) -> DataError:
         return DataError(f"{self._path}:{self.place()[0]}: {why}")
@@ -375,10 +346,9 @@ def _where(window: Window, name: str, last_line: int) -> tuple[str, int]:
 
 
 def _next_row(window: Window, where: str) -> RawRow | BadRow:
-    try:
-        value, text = window.value()
-    except RefusedJson as error:
-        return BadRow(where, str(error))
+    value, text, lost = window.value()
+    if lost:
+        return BadRow(where, lost)
     return _as_row(value, where, text) if len(text) <= MAX_ROW_BYTES else too_large(where, len(text.encode()))
 
 
@@ -388,12 +358,10 @@ def is_spread_out(path: Path) -> bool:
     if window.peek() != "{":
         return False
     first_line = window.place()[0]
-    opens_alone = re.match(r"\{[ \t\r]*\n", window.text[window.position :]) is not None
+    start = window.text[window.position :]
     try:
         window.value()
-    except RefusedJson:
-        pass
     except DataError:  # no JSON, or no end of it within the limit of a row
         is_cut = len(window.text) - window.position > MAX_ROW_BYTES
-        return opens_alone or (is_cut and "\n" in window.text[window.position :])
+        return re.match(r"\{[ \t\r]*\n", start) is not None or (is_cut and "\n" in window.text[window.position :])
     return window.place()[0] > first_line

@@ -18,25 +18,11 @@ from sft_play.spelling import nearest
 Message = dict[str, Any]
 
 ROLES: dict[str, str] = {
-    "system": "system",
-    "developer": "system",
-    "human": "user",
-    "user": "user",
-    "prompter": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "bot": "assistant",
-    "chatbot": "assistant",
-    "chatgpt": "assistant",
-    "ai": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("human", "user", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "bot", "chatbot", "chatgpt", "ai", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "ipython"), "tool"),
 }
 """What data sets call a speaker, and what templates call it. `function` is not here: it is a call or a result, which
 only a name beside it (OpenAI's form of a result) decides."""
@@ -58,17 +44,11 @@ _ASSISTANT_KEYS = ("assistant", "gpt", "bot", "chatbot", "model", "output", "ans
 
 
 class Unusable(ValueError):
-    """A row that cannot be used; the first argument is the reason that rows are counted by, the second the detail."""
+    """A row that cannot be used: the reason that rows are counted by; where in the row, and what was found."""
 
-    @property
-    def reason(self) -> str:
-        """What rows are counted by."""
-        return str(self.args[0])
-
-    @property
-    def detail(self) -> str:
-        """Where in the row, and what was found."""
-        return str(self.args[1]) if len(self.args) > 1 else ""
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
+        self.reason, self.detail = reason, detail
 
 
 def shown(value: Any) -> str:
@@ -79,18 +59,12 @@ def shown(value: Any) -> str:
         return kind(value)
 
 
+_KINDS = {type(None): "null", bool: "true or false", int: "a number", float: "a number", str: "text", list: "a list"}
+
+
 def kind(value: Any) -> str:
     """What a value is, in words."""
-    names: dict[type, str] = {
-        type(None): "null",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        str: "text",
-        list: "a list",
-        dict: "an object",
-    }
-    return names.get(type(value), type(value).__name__)
+    return "an object" if isinstance(value, dict) else _KINDS.get(type(value), type(value).__name__)
 
 
 def unpacked(value: Any, opening: str) -> Any:
@@ -110,6 +84,15 @@ def with_texts(value: Any, change: Callable[[str], str], *, but: Collection[str]
     if isinstance(value, dict):
         return {key: item if key in but else with_texts(item, change, but=but) for key, item in value.items()}
     return [with_texts(item, change, but=but) for item in value] if isinstance(value, list) else value
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """Every text of a value of JSON, keys of objects aside."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from texts_in(part)
 
 
 def turns_of(value: Any, key: str) -> list[Message]:
@@ -450,36 +433,32 @@ def _arguments(value: Any, where: str) -> dict[str, Any] | str:
     for _ in range(3):  # an object; its text; that text encoded once more
         if not isinstance(parsed, str):
             break
-        text = parsed
-        try:
-            parsed = strict_json(text)
-        except ValueError as error:
-            raise Unusable(
-                "tool call arguments are a string that is not JSON", f"{where}: {one_line(str(error))}"
-            ) from None
+        text, parsed = parsed, _of_json(parsed, "tool call arguments are a string that is not JSON", where)
     if not isinstance(parsed, dict):
         raise Unusable("tool call arguments are not an object", f"{where}: {kind(parsed)}")
     return parsed if text is None else text
 
 
 def _calls_in_text(value: Any, where: str) -> list[Any]:
-    try:
-        parsed = strict_json(value) if isinstance(value, str) else value
-    except ValueError as error:
-        raise Unusable("function_call is not JSON", f"{where}: {one_line(str(error))}") from None
+    parsed = _of_json(value, "function_call is not JSON", where)
     if parsed in (None, [], {}):
         raise Unusable("function_call is empty", where)
     return _tool_calls(parsed, where)
 
 
+def _of_json(value: Any, reason: str, where: str) -> Any:
+    """The value of a JSON text; anything else as it is. Raises Unusable with the reason where it is no JSON."""
+    try:
+        return strict_json(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise Unusable(reason, ": ".join(filter(None, (where, one_line(str(error)))))) from None
+
+
 def tools_of(value: Any) -> tuple[Any, ...]:
     """The tools of a row as objects, however they are written; raises Unusable for anything else."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = strict_json(value)
-        except ValueError as error:
-            raise Unusable("tools is a string that is not JSON", one_line(str(error))) from None
-    if value is None or value in ("", [], {}) or (isinstance(value, str) and not value.strip()):
+    is_blank = isinstance(value, str) and not value.strip()
+    value = None if is_blank else _of_json(value, "tools is a string that is not JSON", "")
+    if value is None or value in ("", [], {}):
         return ()
     tools = [unpacked(tool, "{") for tool in (value if isinstance(value, list) else [value])]
     if all(isinstance(tool, dict) for tool in tools):

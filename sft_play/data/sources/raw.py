@@ -13,13 +13,12 @@ import gzip
 import logging
 import os
 import re
-import shlex
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from sft_play.config.schema import Encoding
 from sft_play.errors import DataError
@@ -70,13 +69,6 @@ class BadRow:
 
     def __str__(self) -> str:
         return f"{self.where}: {self.reason}{f' ({self.detail})' if self.detail else ''}"
-
-
-@dataclass(frozen=True, slots=True)
-class LongLine:
-    """A line of more than MAX_ROW_BYTES in place of its bytes, which were not kept."""
-
-    size: int
 
 
 def too_large(where: str, size: int) -> BadRow:
@@ -196,10 +188,10 @@ def head(path: Path, size: int = HEAD_BYTES) -> bytes:
     return start[:size]
 
 
-def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | LongLine]]:
+def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, bytes | int]]:
     """Blocks that end with a line's end, each with its offset; the mark at the file's beginning is left out.
 
-    A line of more than MAX_ROW_BYTES is a `LongLine`: its bytes are counted, never held.
+    In the place of a line of more than MAX_ROW_BYTES there is its size: its bytes are counted, never held.
     """
     pending: list[bytes] = []
     waiting = 0
@@ -211,7 +203,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         # The line that was open before this block ends in it. If it was too long, its rest is skipped.
         first = block.find(b"\n") + 1
         if first and waiting + first - 1 > MAX_ROW_BYTES:
-            yield at, LongLine(waiting + first - 1)
+            yield at, waiting + first - 1
             at += waiting + first
             block, pending, waiting = block[first:], [], 0
         cut = block.rfind(b"\n") + 1
@@ -225,7 +217,7 @@ def line_blocks(path: Path, *, start: int = 0, end: int | None = None) -> Iterat
         if waiting > MAX_ROW_BYTES:
             pending = []  # only its size is needed from here on
     if waiting > MAX_ROW_BYTES:
-        yield at, LongLine(waiting)
+        yield at, waiting
     elif waiting:
         yield at, b"".join(pending)
 
@@ -313,109 +305,69 @@ class NotUtf8(DataError):
 
 
 def not_utf8(path: Path, offset: int) -> NotUtf8:
-    """The error for the byte at `offset`: its line and column, what the file looks like, and what to run."""
+    """The error for the byte at `offset`: its line and column, and what the file looks like."""
     # The file is read again from its beginning: readers count lines only where they need them.
-    line, line_start, at = 1, 0, 0
-    sample = b""
+    line, line_start, at, sample = 1, 0, 0, b""
     for block in blocks(path):
         before = block[: max(0, offset - at)]
         line += before.count(b"\n")
-        last = before.rfind(b"\n")
-        line_start = at + last + 1 if last >= 0 else line_start
-        if at + len(block) > offset - HEAD_BYTES:
-            sample += block
+        line_start = max(line_start, at + before.rfind(b"\n") + 1) if b"\n" in before else line_start
+        sample = sample[-HEAD_BYTES:] + block
         at += len(block)
-        if at > offset + HEAD_BYTES:
+        if at > offset:
             break
     within = len(sample) - (at - offset)
     near = sample[max(0, within - HEAD_BYTES) : within + HEAD_BYTES]
     if len(near) < len(sample):  # whole lines, since a character that is cut in two is none of its encoding
         near = near[near.find(b"\n") + 1 : near.rfind(b"\n")] or near
-    column = offset - line_start + 1
-    byte = sample[within]
-    encoding, name = guess_encoding(near)
-    return NotUtf8(
-        f"{path}:{line}: byte 0x{byte:02X} at column {column} is not UTF-8 (looks like {name}). "
-        f"{_convert(path, encoding)}",
-        _option(encoding),
-    )
+    encoding = guess_encoding(near)
+    where = f"{path}:{line}: byte 0x{sample[within]:02X} at column {offset - line_start + 1} is not UTF-8"
+    if encoding is None:
+        return NotUtf8(f"{where} (the file looks like UTF-8 that is damaged here): take it out")
+    return NotUtf8(f"{where} (looks like {encoding}): {_WAYS.format(encoding)}", encoding)
 
 
-def _option(encoding: str) -> Encoding | None:
-    """The value of data.encoding for one of iconv's names; None where there is none, as for UTF-8 that is damaged."""
-    if encoding == "utf-8":
-        return None
-    known: dict[str, Encoding] = {codecs.lookup(one).name: one for one in get_args(Encoding)}
-    return known.get(codecs.lookup(encoding).name)
-
-
-def _convert(path: Path, encoding: str) -> str:
-    name = one_line(path.name.removesuffix(".gz"), limit=200)
-    # the command is meant to be pasted: names with spaces or quotes must not become other words
-    quoted, target = shlex.quote(one_line(str(path), limit=4_000)), shlex.quote(f"utf8-{name}")
-    source = f"gunzip -c {quoted} | iconv" if is_gzipped(path) else "iconv"
-    given = "" if is_gzipped(path) else f" {quoted}"
-    if encoding == "utf-8":  # -c drops what cannot be converted
-        return f"Leave the broken bytes out: {source} -c -f utf-8 -t utf-8{given} > {target}"
-    known = _option(encoding)
-    way = f"data.encoding={known} in a run reads it so; or convert" if known else "Convert"
-    return f"{way} it and look at the result: {source} -f {encoding} -t utf-8{given} > {target}"
+_WAYS = "data.encoding={} in a run reads it so; or convert it to UTF-8"
 
 
 def wide_encoding(path: Path, start: bytes) -> DataError | None:
-    """The error for UTF-16 and UTF-32, with or without their mark; None for anything else."""
-    encoding = None
+    """The error for UTF-16 and UTF-32, told by the mark that such a file begins with; None for anything else."""
     if start[:4] in (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff"):
-        encoding = "utf-32"
-    elif start[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        encoding = "utf-16"
-    else:  # without a mark: ASCII characters have zeros in all other bytes
-        # NUL bytes at the end are a file's that was cut off, or given its size beforehand
-        sample = start.rstrip(b"\0")[:400]
-        evens, odds = sample[::2].count(0), sample[1::2].count(0)
-        # shares, not all: text in other scripts has few zeros, and a line break has one in any case
-        if len(sample) >= 8 and max(evens, odds) > 0.3 * len(sample) and min(evens, odds) <= 0.02 * len(sample):
-            encoding = "utf-16le" if odds > evens else "utf-16be"
-        elif len(sample) >= 16 and evens + odds > 0.7 * len(sample) and sample.strip(b"\0"):
-            encoding = "utf-32le" if sample[0] else "utf-32be"
-    if encoding is None:
-        return None
-    return DataError(f"{path} is {encoding[:6].upper()}, not UTF-8. {_convert(path, encoding)}")
+        return DataError(f"{path} is UTF-32: convert it to UTF-8")
+    if start[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return NotUtf8(f"{path} is UTF-16, not UTF-8: {_WAYS.format('utf-16')}", "utf-16")
+    return None
 
 
-_ENCODINGS = {
-    "cp1251": ("cp1251", "Windows-1251"),
-    "koi8_r": ("koi8-r", "KOI8-R"),
-    "cp932": ("cp932", "Shift-JIS"),
-    "euc_jp": ("euc-jp", "EUC-JP"),
-    "gb18030": ("gb18030", "GBK"),
-    "euc_kr": ("euc-kr", "EUC-KR"),
-    "big5": ("big5", "Big5"),
+_OTHER_SCRIPTS: dict[str, Encoding] = {
+    "cp1251": "cp1251",
+    "koi8_r": "koi8-r",
+    "cp932": "cp932",
+    "euc_jp": "euc-jp",
+    "gb18030": "gb18030",
+    "euc_kr": "euc-kr",
+    "big5": "big5",
 }
-"""Encodings of scripts other than Latin by Python's name: iconv's, and the one for messages. Of those that are equally
-likely the first counts: Chinese text may be Korean too, hardly the reverse."""
-
-
+"""Encodings of scripts other than Latin by Python's name. Of those that are equally likely the first counts: Chinese
+text may be Korean too, hardly the reverse."""
 _ASCII, _NOWHERE = re.compile(rb"[\x00-\x7f]+"), re.compile(rb"[\xfe\xff]+")
 """Bytes that are the same everywhere, and those that no text has beside them alone."""
 
 
-def guess_encoding(sample: bytes) -> tuple[str, str]:
-    """What bytes that are not UTF-8 look like: (iconv's name, the name for messages)."""
+def guess_encoding(sample: bytes) -> Encoding | None:
+    """What bytes that are not UTF-8 look like; None for UTF-8 that is damaged."""
     # sequences of several bytes that are UTF-8 are no accident: where most are, the others are damage
     kept = sample.decode("utf-8", "ignore").encode()
     if sum(byte > 0x7F for byte in kept) > 4 * (len(sample) - len(kept)) or _NOWHERE.fullmatch(_ASCII.sub(b"", sample)):
-        return "utf-8", "UTF-8 that is damaged here"
+        return None
     runs = list(map(len, re.findall(rb"[\x80-\xff]+", sample)))
     if sum(size for size in runs if size > 1) >= 0.7 * sum(runs):  # in Latin script they stand alone
         from charset_normalizer import from_bytes
 
-        chaos = {match.encoding: match.chaos for match in from_bytes(sample, cp_isolation=[*_ENCODINGS])}
+        chaos = {match.encoding: match.chaos for match in from_bytes(sample, cp_isolation=[*_OTHER_SCRIPTS])}
         if chaos:
-            return _ENCODINGS[min((name for name in _ENCODINGS if name in chaos), key=chaos.__getitem__)]
-    if any(0x80 <= byte <= 0x9F for byte in sample):
-        return "cp1252", "Windows-1252"
-    return "latin1", "Latin-1"
+            return _OTHER_SCRIPTS[min((name for name in _OTHER_SCRIPTS if name in chaos), key=chaos.__getitem__)]
+    return "cp1252" if any(0x80 <= byte <= 0x9F for byte in sample) else "latin1"
 
 
 SHOWN_BAD_ROWS = 20
@@ -429,3 +381,9 @@ def bad_row_lines(among: str, bad: Counter[str], first: Sequence[BadRow]) -> lis
     rows = [f"  {one_line(str(row), limit=600)}" for row in first]
     more = [f"  … and {bad.total() - len(first):,} more"] if bad.total() > len(first) else []
     return [f"{bad.total():,} of {among} cannot be used: {reasons}", *rows, *more]
+
+
+def none_usable(among: str, rows: Sequence[BadRow]) -> DataError:
+    """The error where none of a file's first rows can be used."""
+    lines = bad_row_lines(among, Counter(row.reason for row in rows), rows[:3])
+    return DataError("\n".join([*lines, FIX_OR_SKIP]))

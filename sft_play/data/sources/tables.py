@@ -11,24 +11,11 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from sft_play.data.sources.formats import columns_hint, recognise
-from sft_play.data.sources.raw import (
-    BLOCK_BYTES,
-    MAX_ROW_BYTES,
-    BadRow,
-    LongLine,
-    NotUtf8,
-    RawRow,
-    guess_encoding,
-    head,
-    line_blocks,
-    not_utf8,
-    too_large,
-)
+from sft_play.data.sources.raw import BLOCK_BYTES, MAX_ROW_BYTES, BadRow, RawRow, head, text_blocks, too_large
 from sft_play.errors import DataError
 from sft_play.facts.models.architecture import hub_answers
 from sft_play.log import one_line
@@ -102,10 +89,7 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
     """
     csv.field_size_limit(MAX_ROW_BYTES)  # of the whole process; by default 131,072 characters, less than some answers
     lines = _TextLines(path)
-    start = head(path).decode("utf-8", "ignore")
-    given = re.split(r"[\r\n]", start.lstrip("\ufeff"), maxsplit=1)[0].strip()
-    said = _EXCEL.fullmatch(given)
-    delimiter = said[1] if said else find_delimiter(start)
+    delimiter = find_delimiter(head(path).decode("utf-8", "ignore"))
     reader = csv.reader(lines, delimiter=delimiter, strict=True)
     names: list[str] | None = None
     while True:
@@ -123,8 +107,6 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
         # a blank line is [], a line of one empty quoted field [""], which may be a row of a table of one column
         if not fields or (fields == [""] and (names is None or len(names) > 1)):
             continue
-        if names is None and line == 1 and _EXCEL.fullmatch(given):
-            continue
         if names is None:
             names = _header(fields, path, line)
         elif len(fields) != len(names):
@@ -135,10 +117,6 @@ def read_csv(path: Path, name: str) -> Iterator[RawRow | BadRow]:
             yield RawRow(f"{name}:{line}", data)
     if names is None:
         raise DataError(f"{path} has no rows: the file is blank")
-
-
-_EXCEL = re.compile(r"\"?sep=(.)\"?", re.IGNORECASE)
-"""The first line with which Excel says what stands between fields."""
 
 
 def _header(fields: list[str], path: Path, line: int) -> list[str]:
@@ -157,18 +135,6 @@ def _never_closed(where: str) -> DataError:
         f"{where}: a quote opened in this row is not closed, or the row is larger than {MAX_ROW_BYTES >> 20} "
         "MiB, the most that is read"
     )
-
-
-def _not_utf8(path: Path, offset: int) -> DataError:
-    """The error of a byte, with what the columns will need once the table is converted: both are said at once."""
-    start, error = head(path), not_utf8(path, offset)
-    with suppress(UnicodeDecodeError, LookupError, csv.Error):
-        text = start[: start.rfind(b"\n") + 1].decode(guess_encoding(start)[0])
-        names = next(csv.reader(text.splitlines(), delimiter=find_delimiter(text)), [])
-        if recognise(names) is None:
-            words = f"{error}. Its columns are {', '.join(names)}. {columns_hint(names)}"
-            return NotUtf8(words, error.encoding)
-    return error
 
 
 class _TextLines:
@@ -196,19 +162,15 @@ class _TextLines:
         return line
 
     def _read(self, path: Path) -> Iterator[str]:
-        for at, block in line_blocks(path):
-            if isinstance(block, LongLine):
-                raise DataError(str(too_large(self._where, block.size)))
-            try:
-                text = block.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise _not_utf8(path, at + error.start) from None
-            if self._ends_with_cr:
-                text = text.replace("\r", "\n")
-            lines = text.split("\n")  # not splitlines(): U+2028 and others inside fields end no row
-            yield from (line + "\n" for line in lines[:-1])
-            if lines[-1]:
-                yield lines[-1]
+        rest = ""
+        for text in text_blocks(path):
+            # not splitlines(): U+2028 and others inside fields end no row
+            *lines, rest = (rest + (text.replace("\r", "\n") if self._ends_with_cr else text)).split("\n")
+            yield from (line + "\n" for line in lines)
+            if len(rest) > MAX_ROW_BYTES:
+                raise DataError(str(too_large(self._where, len(rest.encode()))))
+        if rest:
+            yield rest
 
 
 @contextmanager
@@ -275,20 +237,16 @@ def _from_batches(
     batches: Iterable[Any], path: Path | str, name: str, kind: str, first: int
 ) -> Iterator[RawRow | BadRow]:
     number = first - 1
-    plain: bool | None = None
     iterator = iter(batches)
     while True:
         with _reading(path, kind):  # around reading alone: a fault of our own below keeps its traceback
             batch = next(iterator, None)
         if batch is None:
             return
-        if plain is None:
-            names = batch.schema.names
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
-            # asked of the schema once, so that plain values are not copied one by one
-            plain = _is_plain(str(batch.schema.remove_metadata()))
+        names = batch.schema.names
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise DataError(f'{path} has the column "{one_line(twice, limit=60)}" twice')
         for piece in _slices(batch):
             with _reading(f"{path}:row {number + 1} or one of the {BATCH_ROWS:,} after it", kind):
                 rows = piece.to_pylist()
@@ -299,7 +257,7 @@ def _from_batches(
                 if size > MAX_ROW_BYTES:
                     yield too_large(f"{name}:row {number}", size)
                 else:
-                    yield _table_row(row, f"{name}:row {number}", is_plain=plain)
+                    yield _table_row(row, f"{name}:row {number}")
 
 
 def _slices(batch: Any) -> Iterator[Any]:
@@ -322,65 +280,46 @@ def _text_bytes(value: Any) -> int:
     return sum(map(_text_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-_NOT_PLAIN = re.compile(r"binary|float|double|halffloat|date|time|duration|decimal|map<|dictionary|extension|interval")
-
-
-def _is_plain(schema: str) -> bool:
-    """Whether all values are what JSON has: texts, whole numbers, lists, objects."""
-    types = "\n".join(line.rpartition(": ")[2] if "<" not in line else line for line in schema.splitlines())
-    return _NOT_PLAIN.search(types) is None
-
-
 class _NotText(ValueError):
     """Bytes in a cell that are not UTF-8."""
 
 
-def _table_row(row: dict[str, Any], where: str, *, is_plain: bool) -> RawRow | BadRow:
-    """The row without its nulls, as values that JSON has."""
+def _table_row(row: dict[str, Any], where: str) -> RawRow | BadRow:
+    """The row as values that JSON has, without its nulls: Arrow gives every row every column, and a key says that
+    something is there."""
+    left_out = [0]
     try:
-        # null cells are left out: Arrow gives every row every column, and a key says that something is there
-        data = {key: value if is_plain else _json_value(value) for key, value in row.items() if value is not None}
+        cells = {str(key): _cell(value, key, left_out) for key, value in row.items()}
     except _NotText:
         return BadRow(where, "a cell holds bytes that are not UTF-8 text")
     except RecursionError:
         return BadRow(where, "nested too deeply")
-    left_out = [0]
-    kept = {str(key): _without_nulls(value, key, left_out) for key, value in data.items() if value is not None}
-    return RawRow(where, kept, nulls=left_out[0])
+    return RawRow(where, {key: value for key, value in cells.items() if value is not None}, nulls=left_out[0])
 
 
 _CALL_KEYS = frozenset({"tool_calls", "function_call", "tools", "functions"})
 _CALL_PARTS = frozenset({"tool_call", "function_call"})
 
 
-def _without_nulls(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
-    """A cell whose tool calls and tools have no keys with null, which are counted.
+def _cell(value: Any, key: Any, left_out: list[int], *, is_call: bool = False) -> Any:
+    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null.
 
-    A table gives every object of a column the keys of all: a call of one function gets the arguments of every other.
+    Tool calls and tools have no keys with null, which are counted: a table gives every object of a column the keys of
+    all, so that a call of one function gets the arguments of every other.
     """
-    is_call = is_call or key in _CALL_KEYS
-    if isinstance(value, list):
-        if not is_call and value and not isinstance(value[0], (dict, list)):
-            return value
-        return [_without_nulls(item, None, left_out, is_call=is_call) for item in value]
-    if not isinstance(value, dict):
-        return value
-    is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PARTS)
-    kept = {name: item for name, item in value.items() if item is not None} if is_call else value
-    left_out[0] += len(value) - len(kept)
-    return {name: _without_nulls(item, name, left_out, is_call=is_call) for name, item in kept.items()}
-
-
-def _json_value(value: Any) -> Any:
-    """A table's value as one that JSON has; NaN, which tables write for "nothing", is null."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
+    is_call = is_call or key in _CALL_KEYS
+    if isinstance(value, (list, tuple)):
+        return [_cell(item, None, left_out, is_call=is_call) for item in value]
+    if isinstance(value, dict):
+        is_call = is_call or (isinstance(value.get("type"), str) and value["type"] in _CALL_PARTS)
+        items = {str(name): _cell(item, name, left_out, is_call=is_call) for name, item in value.items()}
+        kept = {name: item for name, item in items.items() if item is not None} if is_call else items
+        left_out[0] += len(items) - len(kept)
+        return kept
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _json_value(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_json_value(item) for item in value]
     if isinstance(value, (bytes, bytearray, memoryview)):
         try:
             return bytes(value).decode("utf-8")
@@ -495,17 +434,11 @@ def _hub_advice(ident: str, error: Exception) -> str:
         )
     if "gated" in text.lower() or "GatedRepoError" in kinds:
         return f"it is gated: accept its terms on https://huggingface.co/datasets/{ident}, then hf auth login"
-    if "onfig name is missing" in text or "BuilderConfig" in text:
-        return f"{text}; write hub:{ident}:CONFIG"
-    if "scripts are no longer supported" in text:
-        return f"it needs a loading script, which is not run; fetch its files instead ({fetch})"
     if kinds & {"DatasetNotFoundError", "RepositoryNotFoundError"}:
         return "there is no data set of that name, or it is private; check the spelling, or log in: hf auth login"
-    if isinstance(error, (ConnectionError, TimeoutError)) or any("Connect" in kind for kind in kinds):
-        return f"no connection to the hub ({text}); fetch it where there is a network ({fetch}) and name the folder"
-    return text
+    return f"{text}; or fetch its files ({fetch}) and name the folder"
 
 
 def _from_dicts(rows: Iterable[Any], name: str) -> Iterator[RawRow | BadRow]:
     for number, row in enumerate(rows, start=1):
-        yield _table_row(dict(row), f"{name}:row {number}", is_plain=False)
+        yield _table_row(dict(row), f"{name}:row {number}")

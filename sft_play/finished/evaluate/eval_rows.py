@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,8 +117,7 @@ def _asked(split: Split, renderer: Renderer, chosen: set[int], *, max_seq_len: i
     """The questions among the chosen rows, by the rule of the run's own exact match: chats that end with an answer and
     whose prompt leaves room for one."""
     asked: list[AskedRow] = []
-    places: Sequence[int] = split.chats.rows()
-    for number, row in enumerate(places):
+    for number, row in enumerate(split.chats.rows):
         if row not in chosen:
             continue
         chat = split.chats[number]

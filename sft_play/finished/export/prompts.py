@@ -57,7 +57,7 @@ class Prompts:
         self._renderer = renderer_of(run, self._trained)
         self.is_text = run.config.task_mode == "cpt"
         self.today = self._renderer.today
-        self.end_of_turn = "" if self.is_text else self._renderer.end_of_turn
+        self.end_of_turn = "" if self.is_text else self._renderer.turns().ends.end_of_turn
         """The text that ends an answer; empty where nothing does."""
 
     @cached_property

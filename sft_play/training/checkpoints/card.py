@@ -19,7 +19,7 @@ from jinja2 import Environment, FileSystemLoader, Template
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.render import Renderer
-from sft_play.data.masks.settings import settings_of
+from sft_play.data.masks.template import settings_of
 from sft_play.facts.models.architecture import local_folder
 from sft_play.planner.plan import Plan
 from sft_play.runs.files import read_json, write_text

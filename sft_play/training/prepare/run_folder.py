@@ -119,7 +119,7 @@ def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any
         manifest |= {name: before[name] for name in (ENTRY, RESTARTS) if name in before}
     manifest["backend"] = prepared[0].backend.name
     manifest["choices"] = [line for part, one in zip(job.parts, prepared, strict=True) for line in choices(part, one)]
-    if prepared[0].renderer.writes_date:
+    if prepared[0].renderer.parts.writes_date:
         manifest["template_date"] = str(prepared[0].renderer.today)
     return manifest
 

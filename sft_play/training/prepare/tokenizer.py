@@ -11,8 +11,7 @@ from typing import Any
 
 from sft_play.config.schema import RunConfig
 from sft_play.data.masks.fitted_template import PROBE_TOOLS
-from sft_play.data.masks.settings import settings_of
-from sft_play.data.masks.template import ChatTemplate, RenderError
+from sft_play.data.masks.template import ChatTemplate, RenderError, settings_of
 from sft_play.errors import TokenizerError
 from sft_play.facts.models.architecture import local_folder
 from sft_play.log import one_line
