@@ -24,8 +24,10 @@ from sft_play.planner.memory.model_states import adapter_params, nf4_bytes, weig
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision
+from sft_play.starting.plan_run import shape_for
+from sft_play.trace.block_meter import planned_shape
 from sft_play.training.model import nf4_experts
-from sft_play.training.model.model_loading import load_model
+from sft_play.training.model.model_loading import load_model, quantization
 from sft_play.training.prepare.experts import PACKED, stacked_experts
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.conftest import chat
@@ -101,7 +103,7 @@ def test_every_stacked_weight_is_packed_and_computes_what_its_rounded_values_do(
         four_bit = dict(model.named_modules())[name]
         if type(four_bit).__name__ == "Linear4bit":
             module.weight.data = nf4_experts.functional.dequantize_4bit(four_bit.weight, four_bit.weight.quant_state)
-    assert found == sum(nf4 // 2 for nf4 in (n for kind in shape_of(str(folder)).layers for n in stack(kind)))
+    assert found == sum(nf4 // 2 for nf4 in (n for kind in shape_for(run(folder)).layers for n in stack(kind)))
     ids = torch.randint(0, 400, (2, 12))
     with torch.no_grad():
         ours, theirs = model(input_ids=ids).logits.float(), plain(input_ids=ids).logits.float()
@@ -304,3 +306,72 @@ def test_two_ranks_lose_what_one_process_does(world, alone, strategy):
     answer = start(world, "train-distributed", *words, STRATEGY=strategy, NPROC="2")
     assert answer.returncode == 0, answer.stdout + answer.stderr
     assert losses(world / "outputs" / strategy) == pytest.approx(losses(alone), rel=1e-4)
+
+
+# --- experts that stay in 16 bits -------------------------------------------------------------------------------------
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision):
+    """`tuning.quantize_experts: false`: weights of the base bit for bit beside 4-bit layers, and the plan's bytes."""
+    folder = saved(tmp_path / "base", "qwen3_moe", **ONE_BLOCK)
+    text = {"model": {"name": str(folder), "max_seq_len": 64}, "tuning": {"quantize_experts": False}}
+    config = config_from_text(json.dumps(text), name="run")
+    model = load_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), device="cpu")
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, precision.load))
+    pairs = list(zip(stacked_experts(model), stacked_experts(plain), strict=True))
+    assert pairs
+    for (path, module, name), (_, other, _) in pairs:
+        assert torch.equal(getattr(module, name), getattr(other, name)), path
+    assert any(type(module).__name__ == "Linear4bit" for module in model.modules())
+    shape, packed = shape_for(config), shape_of(str(folder))
+    stacks = sum(one.weights * kind.count for kind in packed.layers for one in kind.stacked)
+    width = 4 if precision is FP32 else 2
+    assert packed.packable_params - shape.packable_params == stacks > 0
+    in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.stacked)
+    difference = weight_bytes(shape, width=width, nf4=True) - weight_bytes(packed, width=width, nf4=True)
+    assert difference == width * stacks - in_nf4
+    merged_as = quantization(precision, experts=False)
+    assert merged_as.leaves_experts
+    assert not quantization(precision).leaves_experts
+
+
+@pytest.mark.build
+@pytest.mark.parametrize("quantize", ["auto", False])
+@pytest.mark.parametrize("checkpointed", [0, None])
+def test_the_plan_of_either_is_its_traces(quantize, checkpointed):
+    from sft_play.planner.memory.estimate import estimate
+    from sft_play.trace.confirm import settings_of
+    from sft_play.trace.step import record
+
+    fields = {**small("qwen3_moe"), "hidden_size": 256, "moe_intermediate_size": 256, "num_experts": 16,
+              "head_dim": 64, "num_hidden_layers": 2}  # fmt: skip
+    text = {"model": {"name": "m", "max_seq_len": 128}, "tuning": {"quantize_experts": quantize}}
+    config = config_from_text(json.dumps(text), name="run")
+    shape = planned_shape(fields, name="m")
+    shape = shape if quantize == "auto" else shape.with_plain_experts()
+    step = Step(4, 1, 128, masks=False, saves=False, checkpointed_layers=checkpointed)
+    traced = record(settings_of(config, fields, shape, BF16, step))[0].peak
+    # the experts' weights are 8% more of the peak in 16 bits
+    assert estimate(config, shape, BF16, step).allocated == pytest.approx(traced, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("tuning", "key"),
+    [
+        ({"mode": "lora", "quantize_experts": True}, "tuning.quantize_experts"),
+        ({"lora": {"experts": True, "target_parameters": ["down_proj"]}}, "tuning.lora.experts"),
+        ({"lora": {"experts": True, "dropout": 0.1}}, "tuning.lora.dropout"),
+        ({"lora": {"experts": True, "init": "pissa"}}, "tuning.lora.init"),
+    ],
+)
+def test_what_says_two_things_of_experts_is_refused(tuning, key):
+    with pytest.raises(ConfigError, match=key):
+        config_from_text(json.dumps({"model": {"name": "m"}, "tuning": tuning}), name="run")
+
+
+def test_both_keys_of_adapters_on_experts_plan_the_same():
+    by_key, by_name = run(QWEN, experts=True), run(QWEN, target_parameters="auto")
+    assert adapter_params(shape_of(QWEN), by_key.tuning.lora) == adapter_params(shape_of(QWEN), by_name.tuning.lora)
+    assert adapter_params(shape_of(QWEN), by_key.tuning.lora) > adapter_params(shape_of(QWEN), run(QWEN).tuning.lora)

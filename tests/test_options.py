@@ -408,6 +408,21 @@ def experts(config: RunConfig) -> Facts:
     return {"runs": chosen.name if chosen else None}
 
 
+def expert_weights(config: RunConfig) -> Facts:
+    """Whether the experts of a small mixture are read in 4 bits."""
+    from transformers import AutoModelForCausalLM, MixtralConfig
+    from transformers.quantizers import AutoHfQuantizer
+
+    from sft_play.planner.precision import Precision
+    from sft_play.training.model.model_loading import quantization
+
+    packs = config.tuning.quantize_experts is not False
+    wanted = quantization(Precision("float32", "float32", ""), experts=packs)
+    model = AutoModelForCausalLM.from_config(MixtralConfig(**SMALL_MIXTURE))
+    quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
+    return {"packed": quantizer.param_needs_quantization(model, f"{EXPERTS}.down_proj")}
+
+
 def origin(config: RunConfig) -> Facts:
     """The adapter that training begins with."""
     from peft import get_peft_model
@@ -646,6 +661,11 @@ PROBES: list[tuple[str, Probe]] = [
         (f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"), MIXTURE),
     one(model_spec, "tuning.lora.target_parameters", "[down_proj]", "target_parameters", (f"{EXPERTS}.down_proj",),
         MIXTURE),
+    one(model_spec, "tuning.lora.experts", "true", "target_parameters",
+        (f"{EXPERTS}.down_proj", f"{EXPERTS}.gate_up_proj"), MIXTURE),
+    one(expert_weights, "tuning.quantize_experts", "false", "packed", False),
+    one(expert_weights, "tuning.quantize_experts", "true", "packed", True, ["tuning.quantize_experts=false"]),
+    one(plan, "tuning.quantize_experts", "true", REFUSED, Says("has no experts in one tensor")),
     one(model_spec, "tuning.lora.modules_to_save", "[lm_head]", "modules_to_save", ("lm_head",)),
     one(model_spec, "tuning.trainable", "[q_proj]", "trainable", Says("Trainable: q_proj: ")),
     one(model_spec, "tuning.lora.use_rslora", "true", "use_rslora", True),

@@ -83,6 +83,7 @@ def run(request: Request) -> Answer:
         data["max"] = dataclasses.asdict(largest)
     refused, file = _refused(plan, loaded), request.options.deepspeed.file if request.options.deepspeed else None
     starts = refused is None and _starts_here(plan, loaded, whole)
+    data["precision_of"] = plan.parameters.shares() if plan.parameters else None
     data["launch"] = launch_line(plan, loaded, file) if starts else None
     lines = [
         *_page(request, plan, loaded.config, absent, data["launch"], _launches_by_node(plan, loaded, file)),

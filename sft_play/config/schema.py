@@ -155,6 +155,9 @@ class LoraConfig(Section):
     """Weights of experts that get an adapter each, where a class keeps those of all experts as one tensor:
     `[gate_up_proj, down_proj]`; auto means every one, the default none."""
 
+    experts: bool = leaf(False, owner="training.prepare.lora_config")
+    """Routed experts get adapters too, all of their weights: what `target_parameters: auto` says."""
+
     modules_to_save: tuple[Name, ...] = leaf((), owner="training.prepare.lora_config")
     """Modules that are fully trained and saved with the adapter."""
 
@@ -184,6 +187,11 @@ class LoraConfig(Section):
         return 2 * self.r if self.init == "pissa" else self.r
 
     @property
+    def adapted_parameters(self) -> Literal["auto"] | tuple[str, ...]:
+        """Weights of experts that get an adapter, whichever of the two keys says so."""
+        return "auto" if self.experts else self.target_parameters
+
+    @property
     def alpha_of_rank(self) -> int:
         """The alpha that keeps the scale at that rank."""
         return self.alpha * self.rank // self.r
@@ -194,6 +202,10 @@ class TuningConfig(Section):
 
     mode: Literal["qlora", "lora", "full"] = leaf("qlora", owner="training.model.model_loading")
     """qlora: adapters on a 4-bit NF4 base; lora: adapters on the base as loaded; full: every weight."""
+
+    quantize_experts: Literal["auto"] | bool = leaf("auto", owner="training.model.nf4_experts")
+    """Routed experts in 4 bits with qlora, where a class keeps those of all experts as one tensor. auto does it;
+    false leaves them in 16 bits; true refuses a run in which there are none."""
 
     backend: Literal["bnb", "unsloth"] = leaf("bnb", owner="training.prepare.backend")
     """bnb: transformers, PEFT and bitsandbytes; unsloth: Unsloth's kernels, in a separate environment (make

@@ -237,8 +237,13 @@ def cross_problems(config: RunConfig, document: YamlDocument) -> list[Problem]:
         )
     lora = config.tuning.lora
     for name, value in (("dropout", lora.dropout), ("use_dora", lora.use_dora)):
-        if lora.target_parameters and value:
-            add(f"tuning.lora.{name}", f"{value}, and adapters on experts have none; remove it or target_parameters")
+        if lora.adapted_parameters and value:
+            key = "experts" if lora.experts else "target_parameters"
+            add(f"tuning.lora.{name}", f"{value}, and adapters on experts have none; remove it or {key}")
+    if lora.experts and lora.target_parameters not in ((), "auto"):
+        add("tuning.lora.experts", "true adapts all weights of experts, and target_parameters names some; remove one")
+    if config.tuning.quantize_experts is True and config.tuning.mode != "qlora":
+        add("tuning.quantize_experts", f"true, and tuning.mode is {config.tuning.mode}; use qlora, or remove it")
     if config.tuning.mode != "full":
         for name, message in _start_problems(config):
             add(name, message)
@@ -255,8 +260,9 @@ def _start_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         return
     if config.model.adapter is not None:
         yield key, f"{start}, and model.adapter continues one that has started; remove one of them"
-    if lora.target_parameters:
-        yield key, f"{start} is for linear layers, and tuning.lora.target_parameters adapts experts; remove one of them"
+    if lora.adapted_parameters:
+        name = "experts" if lora.experts else "target_parameters"
+        yield key, f"{start} is for linear layers, and tuning.lora.{name} adapts experts; remove one of them"
     if start == "loftq":
         if config.tuning.mode != "qlora":
             yield key, f"loftq starts at what NF4 lost, and tuning.mode is {config.tuning.mode}; use qlora, or pissa"

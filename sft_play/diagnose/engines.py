@@ -132,7 +132,7 @@ def served_of(config: RunConfig, architecture: str | None, targets: Iterable[str
             + ["rows of model.add_tokens"] * bool(config.model.add_tokens)
         ),
         targets=frozenset(name.rpartition(".")[2] for name in (*targets,) or given),
-        adapts_experts=bool(lora.target_parameters),
+        adapts_experts=bool(lora.adapted_parameters),
         architecture=architecture,
     )
 

@@ -171,6 +171,7 @@ def shape_for(config: RunConfig) -> ModelShape:
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
+    shape = shape.with_plain_experts() if config.tuning.quantize_experts is False else shape
     published = published_words(model.name, model.revision, shape.params)
     stored = stored_words(fields, config.tuning.mode)
     if config.model.add_tokens:  # some models have spare rows, which the tokenizer alone knows

@@ -7,7 +7,7 @@ PEFT.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -63,6 +63,8 @@ class Stacked:
     experts: int
     inputs: int
     outputs: int
+    packs: bool = True
+    """Whether qlora keeps it in 4 bits (`tuning.quantize_experts`)."""
 
     @property
     def weights(self) -> int:
@@ -146,7 +148,7 @@ class LayerKind:
     @cached_property
     def packable(self) -> tuple[int, ...]:
         """Elements of each matrix that qlora keeps in 4 bits: those of linear layers and of experts."""
-        stacks = tuple(one.weights for one in self.stacked)
+        stacks = tuple(one.weights for one in self.stacked if one.packs)
         return tuple(linear.weights for linear in self.linears if linear.packs) + stacks
 
     @cached_property
@@ -253,6 +255,13 @@ class ModelShape:
     """The class can call PyTorch's fused attention."""
     meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the estimate knows them."""
+
+    def with_plain_experts(self) -> ModelShape:
+        """The same with experts that stay in 16 bits."""
+        kinds = (
+            replace(kind, stacked=tuple(replace(one, packs=False) for one in kind.stacked)) for kind in self.layers
+        )
+        return replace(self, layers=tuple(kinds))
 
     @cached_property
     def common(self) -> LayerKind:

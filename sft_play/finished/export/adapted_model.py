@@ -70,7 +70,8 @@ class AdaptedModel:
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
         model = self._empty()
-        quantizer = AutoHfQuantizer.from_config(quantization(self.precision), pre_quantized=False)
+        wanted = quantization(self.precision, experts=self.run.config.tuning.quantize_experts is not False)
+        quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=DTYPES[self.precision.load], device_map=None)
         names = [name for name, _ in model.named_parameters()]
         return frozenset(name for name in names if quantizer.param_needs_quantization(model, name))

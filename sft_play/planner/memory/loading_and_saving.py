@@ -68,7 +68,7 @@ def _started(walk: Walk) -> int:
 
 
 def _stacked(walk: Walk) -> list[Stacked]:
-    return [one for kind in walk.shape.layers for one in kind.stacked]
+    return [one for kind in walk.shape.layers for one in kind.stacked if one.packs or not walk.nf4]
 
 
 def _largest_unit(walk: Walk) -> int:

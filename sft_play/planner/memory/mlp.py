@@ -76,7 +76,7 @@ def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: lis
     trains = spec.full or adapter > 0
     held = [x] if trains or spec.experts_by_loop else []
     weight = None
-    if spec.nf4 and spec.expert_weights:
+    if spec.nf4_experts and spec.expert_weights:
         weight = run.tape.new(elements, width)
         run.tape.meter.touch(2 * 4 * math.ceil(elements / NF4_BLOCK))  # its absmax in fp32 while it is dequantised
     if adapter:

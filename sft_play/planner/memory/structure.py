@@ -95,6 +95,7 @@ class BlockSpec:
     full: bool = False
     """The weights train themselves, without adapters."""
     nf4: bool = False
+    nf4_experts: bool = False
     lora_dropout: float = 0.0
     dora: bool = False
     casts_inputs: bool = False
@@ -128,7 +129,7 @@ def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> boo
 
 def stacked_adapter(stacked: Stacked, lora: LoraConfig) -> int:
     """Parameters of the adapter on a stacked tensor of experts, r * (inputs + outputs) for each; 0 without one."""
-    targets = lora.target_parameters
+    targets = lora.adapted_parameters
     chosen = targets == "auto" or any(stacked.matches(target) for target in targets)
     return lora.rank * stacked.experts * (stacked.inputs + stacked.outputs) if chosen else 0
 
@@ -226,6 +227,7 @@ def block_spec(kind: LayerKind, shape: ModelShape, *, mode: str, lora: LoraConfi
         routes_in_fp32=shape.routes_in_fp32,
         full=full,
         nf4=mode == "qlora",
+        nf4_experts=mode == "qlora" and all(one.packs for one in kind.stacked),
     )
 
 
@@ -276,7 +278,11 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 
 
 def check_targets(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does."""
+    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does, and for
+    experts that are to be quantised and are not there."""
+    if config.tuning.quantize_experts is True and not any(kind.stacked for kind in shape.layers):
+        raise ConfigError(f"tuning.quantize_experts=true: {one_line(config.model.name)} has no experts in one tensor; "
+                          "leave it at auto")  # fmt: skip
     targets = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or targets == "auto":
         return

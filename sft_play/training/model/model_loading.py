@@ -53,7 +53,8 @@ def load_model(
     """
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
-        options["quantization_config"] = quantization(precision, storage)
+        packs = config.tuning.quantize_experts is not False
+        options["quantization_config"] = quantization(precision, storage, experts=packs)
     on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
@@ -164,17 +165,19 @@ def no_load_report() -> Iterator[None]:
         table.setLevel(level)
 
 
-def quantization(precision: Precision, storage: DtypeName | None = None) -> BitsAndBytesConfig:
+def quantization(precision: Precision, storage: DtypeName | None = None, *, experts: bool = True) -> BitsAndBytesConfig:
     """NF4 with double quantisation, computing in the run's precision (https://huggingface.co/papers/2305.14314);
-    stacked experts are quantised with it too."""
+    stacked `experts` are quantised with it too."""
     nf4_experts.register()
-    return BitsAndBytesConfig(
+    chosen = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=DTYPES[precision.compute],
         **({"bnb_4bit_quant_storage": DTYPES[storage]} if storage else {}),
     )
+    chosen.leaves_experts = not experts
+    return chosen
 
 
 def require_whole(model: Any, info: dict[str, Any], name: str) -> None:

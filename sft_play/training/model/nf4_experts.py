@@ -156,7 +156,10 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
     def param_needs_quantization(self, model: Any, param_name: str, **options: Any) -> bool:
         """Whether a tensor of this name is packed when it is read."""
         module, name = get_module_from_name(model, param_name)
-        return name in _names(model, module) or super().param_needs_quantization(model, param_name, **options)
+        if name in _names(model, module):
+            return not getattr(self.quantization_config, "leaves_experts", False)
+        needs: bool = super().param_needs_quantization(model, param_name, **options)
+        return needs
 
     def get_quantize_ops(self) -> Bnb4bitQuantize:
         """What packs a tensor."""
