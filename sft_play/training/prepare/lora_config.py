@@ -128,7 +128,8 @@ def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
     Raises:
         ModelError: a name matches none, or the class has none.
     """
-    wanted = config.tuning.lora.adapted_parameters
+    lora = config.tuning.lora
+    wanted = lora.adapted_parameters
     if not wanted:
         return []
     names = sorted({name.rpartition(".")[2] for name in meant_experts(skeleton, "auto")})
@@ -136,7 +137,7 @@ def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
     if lost and (wanted != "auto" or not names):
         has = f"its stacked experts are: {', '.join(names)}" if names else "it has no experts in one tensor"
         what = one_line(", ".join(lost))
-        key = "experts" if config.tuning.lora.experts else "target_parameters"
+        key = "experts" if lora.experts and not lora.target_parameters else "target_parameters"
         raise ModelError(f"tuning.lora.{key}: {what} matches nothing in {config.model.name}; {has}")
     return meant_experts(skeleton, wanted)
 
