@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Sequence
 from datetime import date
 from logging.handlers import MemoryHandler
-from typing import Any
+from pathlib import Path
 
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
@@ -38,7 +38,7 @@ from sft_play.process.environment import THREADS_VARIABLE
 from sft_play.process.heap import importing
 from sft_play.runs.files import write_json, write_text
 from sft_play.runs.folder import DEEPSPEED_FILE, DIED, RunFolder
-from sft_play.runs.locking import LAUNCHER
+from sft_play.runs.locking import LAUNCHER, Lock
 from sft_play.runs.lookup import create_run, discard_run
 from sft_play.runs.manifest import first_day, new_manifest
 from sft_play.runs.ran_out import NOTE
@@ -97,8 +97,8 @@ def _write_launch(
         mark = create_run(folder, loaded, manifest=manifest, plan=plan.as_json(), by=LAUNCHER)
     else:  # over other ranks the split of the batch is another; the manifest is updated by rank 0
         folder.write_json("plan.json", plan.as_json())
-    handed = Handed.of(folder, planned, resume=resume, made=not resume, today=first_day(folder))
-    write_text(folder.path / LAUNCH_FILE, handed.text())
+    decided = Decided(folder, resume, planned, today=first_day(folder))
+    write_text(folder.path / LAUNCH_FILE, decided.text(made=not resume))
     if resolved is not None:
         write_json(folder.path / DEEPSPEED_FILE, resolved)
     return mark
@@ -239,31 +239,36 @@ LAUNCH_FILE = "launch.json"
 
 
 @dataclasses.dataclass(frozen=True)
-class Handed:
-    """What a rank is handed by its parent or by rank 0: the run's folder, its plan, how it was meant to start."""
+class Decided:
+    """What is decided before anything is made. `folder` is None on several nodes, where rank 0 names it."""
 
-    folder: str
-    parts: list[dict[str, Any]]
-    """Plan and DeepSpeed's config of the run, or of each of its stages; empty where nothing is left to do."""
-    resume: bool
-    made: bool
-    """Whether the parent has created the run folder, so that rank 0 must not."""
-    today: str
-    """The date for chat templates that write one (YYYY-MM-DD): the day of the run's first start."""
+    folder: RunFolder | None
+    is_resumed: bool
+    planned: Sequence[Planned] = ()
+    """The plan of the run, or of each of its stages; empty where the run is finished already."""
+    trains_here: bool = True
+    """Whether this process trains, or starts Unsloth's processes, which do."""
+    has_folder: bool = False
+    """Whether the parent that launched this rank has created the folder, so that rank 0 must not."""
+    mark: Lock | None = None
+    """The folder's lock, where this process has that of the whole run."""
+    today: date = dataclasses.field(default_factory=date.today)
+    """The day of the run's first start, for chat templates that write one."""
+
+    def text(self, *, made: bool) -> str:
+        """As JSON, for the ranks; `made`: whether their parent creates the folder."""
+        assert self.folder is not None, "rank 0 names it"
+        parts = [{"plan": plan.as_json(), "deepspeed": deepspeed} for plan, deepspeed in self.planned]
+        folder, today = str(self.folder.path.absolute()), str(self.today)
+        return json.dumps({"folder": folder, "parts": parts, "resume": self.is_resumed, "made": made, "today": today})
 
     @staticmethod
-    def of(folder: RunFolder, planned: Sequence[Planned], *, resume: bool, made: bool, today: date) -> Handed:
-        """From the plans of a run: one, or one for each stage."""
-        parts = [{"plan": plan.as_json(), "deepspeed": deepspeed} for plan, deepspeed in planned]
-        return Handed(str(folder.path.absolute()), parts, resume, made=made, today=str(today))
-
-    def planned(self) -> list[Planned]:
-        """The plans, read back."""
-        return [(plan_from_json(part["plan"]), part["deepspeed"]) for part in self.parts]
-
-    def text(self) -> str:
-        """As JSON."""
-        return json.dumps(dataclasses.asdict(self))
+    def read(text: str) -> Decided:
+        """What a parent, or rank 0, has handed over."""
+        handed = json.loads(text)
+        planned = [(plan_from_json(part["plan"]), part["deepspeed"]) for part in handed["parts"]]
+        folder, today = RunFolder(Path(handed["folder"])), date.fromisoformat(handed["today"])
+        return Decided(folder, handed["resume"], planned, has_folder=handed["made"], today=today)
 
 
 def placed(config: RunConfig, ranks: Ranks) -> Ranks:
@@ -276,16 +281,16 @@ def placed(config: RunConfig, ranks: Ranks) -> Ranks:
     return ranks
 
 
-def received(config: RunConfig, ranks: Ranks) -> Handed | None:
+def received(config: RunConfig, ranks: Ranks) -> Decided | None:
     """What this rank's parent has written, or rank 0 hands over, for which the others wait; None for rank 0, which
     decides where no parent has."""
     if ranks.folder is not None:  # `make train-distributed` on one node: the parent planned, every rank reads
-        return Handed(**json.loads((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8")))
+        return Decided.read((ranks.folder / LAUNCH_FILE).read_text(encoding="utf-8"))
     with importing():
         from sft_play.training.ranks.distributed import handed_over, say_gpu
 
     say_gpu(name_of_gpu(ranks, machine_for(config, detect())), ranks.rank)
-    return None if ranks.is_first else Handed(**json.loads(handed_over(None)))
+    return None if ranks.is_first else Decided.read(handed_over(None))
 
 
 def machine_of_ranks(here: Hardware, ranks: Ranks) -> Hardware:
@@ -304,8 +309,8 @@ def machine_of_ranks(here: Hardware, ranks: Ranks) -> Hardware:
     return hardware
 
 
-def hand_over(folder: RunFolder, planned: Sequence[Planned], *, resume: bool, today: date) -> None:
+def hand_over(decided: Decided) -> None:
     """Hand rank 0's decisions to the other ranks; without a plan there is nothing left to do."""
     from sft_play.training.ranks.distributed import handed_over
 
-    handed_over(Handed.of(folder, planned, resume=resume, made=False, today=today).text())
+    handed_over(decided.text(made=False))

@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
-from pathlib import Path
 
 from sft_play.config.load import LoadedConfig
 from sft_play.data.sources.examples import look_at
@@ -33,15 +32,15 @@ from sft_play.launch.launch_options import (
 from sft_play.launch.machine import hide_gpus, log_idle, machine_for, machine_of, one_gpu, require_machine
 from sft_play.log import one_line, start_log_buffer, write_log_to
 from sft_play.planner.layout import DEEPSPEED
-from sft_play.planner.plan import Plan, Planned
+from sft_play.planner.plan import Plan
 from sft_play.process import endings
 from sft_play.runs import ran_out
 from sft_play.runs.folder import DIED, RESTARTS, RunFolder
-from sft_play.runs.locking import LAUNCHER, Lock, lock
+from sft_play.runs.locking import LAUNCHER, lock
 from sft_play.runs.lookup import find_resumable, is_finished, new_folder, require_writable, resumes
 from sft_play.runs.manifest import first_day
 from sft_play.starter import BASE_NAME
-from sft_play.starting.launch_ranks import hand_over, launch_ranks, machine_of_ranks, placed, received
+from sft_play.starting.launch_ranks import Decided, hand_over, launch_ranks, machine_of_ranks, placed, received
 from sft_play.starting.plan_run import layout_in_unsloth, shape_for, stopped_run
 from sft_play.starting.plan_stages import count_before_planning, plan_stages
 from sft_play.starting.train_here import train_here
@@ -72,24 +71,6 @@ class Asked:
     def tells(self) -> bool:
         """Whether this process speaks for the run: not a rank that has a parent of ours, or is not the first."""
         return self.ranks is None or (self.ranks.is_first and self.ranks.folder is None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Decided:
-    """What is decided before anything is made. `folder` is None on several nodes, where rank 0 names it."""
-
-    folder: RunFolder | None
-    is_resumed: bool
-    planned: Sequence[Planned] = ()
-    """The plan of the run, or of each of its stages; empty where the run is finished already."""
-    trains_here: bool = True
-    """Whether this process trains, or starts Unsloth's processes, which do."""
-    has_folder: bool = False
-    """Whether the parent that launched this rank has created the folder."""
-    mark: Lock | None = None
-    """The folder's lock, where this process has that of the whole run."""
-    today: date = dataclasses.field(default_factory=date.today)
-    """The day of the run's first start, for chat templates that write one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,11 +264,9 @@ def _decide_for_ranks(asked: Asked, ranks: Ranks, held: contextlib.ExitStack) ->
     """What a rank's parent has decided, or rank 0, which hands it to the others."""
     handed = received(asked.loaded.config, ranks)
     if handed is not None:
-        folder, today = RunFolder(Path(handed.folder)), date.fromisoformat(handed.today)
-        return Decided(folder, handed.resume, handed.planned(), has_folder=handed.made, today=today)
+        return handed
     decided = _decide(asked, held)
-    assert decided.folder is not None, "rank 0 names it"
-    hand_over(decided.folder, decided.planned, resume=decided.is_resumed, today=decided.today)
+    hand_over(decided)
     return decided
 
 
