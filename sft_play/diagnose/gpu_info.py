@@ -67,11 +67,6 @@ class Machine:
     """An accelerator of this machine that a run would not see."""
 
     @property
-    def trainable(self) -> bool:
-        """Whether planning and training find a GPU here."""
-        return bool(self.hardware.gpus)
-
-    @property
     def hidden(self) -> tuple[int, ...]:
         """GPUs that answer, but are not visible to a run."""
         return tuple(gpu.index for gpu in self.seen.gpus if gpu.index not in self.visible and not gpu.trouble)
@@ -91,7 +86,7 @@ class Machine:
             "visible_setting": self.visible_setting,
             "visible_gpus": list(self.visible),
             "hidden_gpus": list(self.hidden),
-            "usable_by_a_plan": self.trainable,
+            "usable_by_a_plan": self.count > 0,
             "notes": list(self.hardware.notes),
             "gpus": seen["gpus"],
             "topology": seen["topology"],
@@ -100,7 +95,7 @@ class Machine:
             "software": asdict(self.software),
             "torch": self.asked_torch,
             "unused_accelerator": self.unused.message if self.unused else None,
-            "without_a_gpu": without_gpu() if not self.trainable else [],
+            "without_a_gpu": without_gpu() if not self.count else [],
         }
 
 

@@ -25,7 +25,7 @@ def machine_lines(machine: Machine) -> list[str]:
     parts += [*_topology_lines(shown.topology), "", *_software_lines(machine), *_host_lines(machine.host)]
     if machine.asked_torch is not None:
         parts += ["", "torch, asked:", *(f"  {line}" for line in machine.asked_torch)]
-    if not machine.trainable:
+    if not machine.count:
         parts += ["", *without_gpu_lines(machine)]
     return [escape_control(part) for part in parts]
 
