@@ -64,7 +64,7 @@ def test_a_rendered_chat_is_trained_as_the_chat_is(tokenizer, name):
     for seed in range(12):
         chat = Chat("f:1", tuple(conversations(seed)))
         try:
-            text = one.rendered(chat)
+            text = one.turns().template.rendered(chat.messages)
         except (SftPlayError, RenderError):  # the template's own refusal
             continue
         read = one.as_chat(Text("f:1", text))

@@ -65,9 +65,7 @@ class RenderedChats:
     def _bare(self, text: str) -> str:
         """A text without what stands around a conversation and not in it: BOS before it, white space and end of text
         behind it, of which sets leave out some and add others."""
-        text = text.strip()
-        begin = next((token for token in self._special if text.startswith(token) and self._is_bos(token)), "")
-        text = text.removeprefix(begin).lstrip()
+        text = self._without_bos(text.strip())
         ends = [end.strip() for end in self._gaps.get(("assistant", _END), ()) if end.strip()]
         for token in self._special:
             # one more special token behind the turn's own end
@@ -86,7 +84,7 @@ class RenderedChats:
         """The messages that a text may be, by the ways in which its first turn may begin."""
         for role in ("system", "user"):
             for start in self._gaps.get((_START, role), ()):
-                bare = self._bare_start(start)
+                bare = self._without_bos(start)
                 # behind a system prompt of the template's own too, which sets leave out
                 places = [0, *(at for at, _ in control_token_places(bare, self._special) if at)]
                 for begin in (bare[at:] for at in places):
@@ -97,9 +95,10 @@ class RenderedChats:
                     if messages is not None:
                         yield messages
 
-    def _bare_start(self, start: str) -> str:
-        begin = next((token for token in self._special if start.lstrip().startswith(token) and self._is_bos(token)), "")
-        return start.lstrip().removeprefix(begin).lstrip()
+    def _without_bos(self, text: str) -> str:
+        text = text.lstrip()
+        begin = next((token for token in self._special if text.startswith(token) and self._is_bos(token)), "")
+        return text.removeprefix(begin).lstrip()
 
     def _turns(self, rest: str, role: str) -> tuple[Message, ...] | None:
         """The turns of a text that begins with the content of a turn of this role; None where one does not end."""

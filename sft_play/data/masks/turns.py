@@ -97,7 +97,9 @@ class Turns:
         if shape not in self._shapes:
             if len(self._shapes) >= _MAX_SHAPES:
                 self._shapes.clear()
-            self._shapes[shape] = self._skeleton_of_shape(messages)
+            self._shapes[shape] = None  # rows of this shape have none, or may differ from one another
+            with contextlib.suppress(Inexact):
+                self._shapes[shape] = self._skeletons.of(messages, ())[0]
         skeleton = self._shapes[shape]
         if skeleton is None:
             return self._verified(text, messages, tools)
@@ -110,13 +112,6 @@ class Turns:
                 self._confirm(skeleton, located, messages, tools, begins=begins, of_shape=True)
                 return located
         return self._verified(text, messages, tools)
-
-    def _skeleton_of_shape(self, messages: Sequence[Message]) -> Skeleton | None:
-        """The skeleton of plain rows of this shape; None where they have none or may differ from one another."""
-        try:
-            return self._skeletons.of(messages, ())[0]
-        except Inexact:
-            return None
 
     def _shape_of(self, messages: Sequence[Message]) -> Any:
         """What decides how the template treats a plain row: roles, and the white space around the texts.
