@@ -363,7 +363,8 @@ the language model is trained, and what is written is of that class, its other p
 
 - **plan**: `known` blocks, whose bytes the plan computes, or blocks `measured` on tensors without bytes.
 - **trace**: how far the plan's bytes are from those of the whole step, run on such tensors, of a model eight times as
-  wide, 8 rows of 128 tokens: LoRA without checkpointing; QLoRA and full weights with it. — where none runs.
+  wide, 8 rows of 128 tokens: LoRA without checkpointing; QLoRA and full weights with it. — where none
+  runs; (small): of the model that trains here, LoRA and full.
 - **LoRA, QLoRA, full**: trained; interrupted, resumed, and equal bit by bit to the run without a break; merged (full:
   saved) and loaded by plain transformers, with the answers of base and adapter in plain PEFT.
 
@@ -394,7 +395,10 @@ def page(book: Mapping[str, Any]) -> str:
             continue
         counts["planned"] += 1
         counts["trained"] += all(not isinstance(row[mode], str) for mode in MODES)
-        trace = "; ".join("—" if (share := row.get(f"trace_{mode}")) is None else f"{share:+.1%}" for mode in MODES)
+        # a row that was walked before models were compared at that width has two figures of a small one
+        shares = [row[f"trace_{mode}"] for mode in MODES if f"trace_{mode}" in row]
+        trace = "; ".join("—" if share is None else f"{share:+.1%}" for share in shares)
+        trace += " (small)" if len(shares) < len(MODES) else ""
         rows.append(f"| {kind} | {row['plan']} | {trace} | {' | '.join(cell(row[mode]) for mode in MODES)} |")
     lines = (f"{number}. {text}" for text, number in notes.items())
     number = {"seen": len(rows), "all": book["all"]}

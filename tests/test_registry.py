@@ -28,7 +28,7 @@ def test_the_page_is_made_of_the_table(book):
 def test_what_is_planned_agrees_with_its_trace_and_trains(book):
     planned = {kind: row for kind, row in book["classes"].items() if "plan" in row}
     assert len(planned) > 70
-    shares = {kind: [row[f"trace_{mode}"] for mode in MODES] for kind, row in planned.items()}
+    shares = {kind: [row[f"trace_{mode}"] for mode in MODES if f"trace_{mode}" in row] for kind, row in planned.items()}
     assert {kind for kind, found in shares.items() if None in found} == UNTRACED
     far = {kind for kind, found in shares.items() if any(abs(share) > 0.01 for share in found if share is not None)}
     assert far == FAR_FROM_TRACE
