@@ -23,7 +23,7 @@ from tests.ranks import found_by_ranks
 from tests.test_decisions import QUICK
 
 BF16 = Precision("bfloat16", "bfloat16", "bf16 everywhere")
-MODELS = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "gpt2", "Qwen/Qwen3-30B-A3B")
+MODELS = ("Qwen/Qwen2.5-0.5B", "meta-llama/Llama-3.1-8B", "google/gemma-2-9b", "Qwen/Qwen3-30B-A3B")
 LAYOUTS = (SINGLE, Layout("ddp", 2), Layout("fsdp", 4, 4), Layout("zero3", 4, 4))
 
 

@@ -35,23 +35,32 @@ def test_what_is_planned_agrees_with_its_trace_and_trains(book):
     assert {kind for kind, row in planned.items() if any(isinstance(row[mode], str) for mode in MODES)} == BROKEN
 
 
-UNTRACED: set[str] = set()
+UNTRACED = {"dbrx", "jetmoe", "longcat_flash"}
 """Classes of which no step runs on tensors without bytes; their blocks are measured on the CPU."""
 FAR_FROM_TRACE = {
+    "deepseek_v32",
+    "modernbert-decoder",
     "nemotron",
+    "openai-gpt",
+    "recurrent_gemma",
+    "zamba2",
 }
 """Classes whose estimate and trace differ by more than 1%."""
 BROKEN = {
+    "blip-2",
     "deepseek_v4",
     "inkling2",
     "inkling2_text",
     "instructblip",
+    "instructblipvideo",
     "kosmos-2",
     "laguna",
     "minimax_m3_vl",
     "mistral_large4",
     "modernbert-decoder",
+    "rwkv",
     "unlimited_ocr",
+    "zamba2",
 }
 """Classes that are planned, and fail at something after it: docs/models.md says at what."""
 

@@ -28,7 +28,7 @@ from tests.test_decisions import QUICK
 
 pytestmark = pytest.mark.build
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-GROUPED, PLAIN = "Qwen/Qwen2.5-0.5B", "gpt2"
+GROUPED, PLAIN = "Qwen/Qwen2.5-0.5B", "meta-llama/Llama-2-7b-hf"
 FP16, FP32 = Precision("float16", "float16", ""), Precision("float32", "float32", "")
 
 

@@ -26,7 +26,6 @@ def test_train_then_infer_chat_merge_and_prune(tmp_path, tiny_llama, sums, comma
     assert code == 0, printed
     folder = tmp_path / "outputs" / "first"
     assert f"make chat RUN={folder}" in printed
-    assert f"make merge RUN={folder}" in printed
     assert f"Report: {folder}/report.html" in printed
     assert "<svg" in (folder / "report.html").read_text()
 
