@@ -184,3 +184,20 @@ def test_custom_code_is_not_run_unless_it_is_allowed(tmp_path):
     shape = shape_on_meta(config, name=str(tmp_path), trust_remote_code=True)
     assert shape.params == 16 * 8 + 3 * (8 * 8 + 8) + 16 * 8
     assert shape.num_layers == 3
+
+
+@pytest.mark.build
+@pytest.mark.parametrize(("kind", "packed"), [("falcon", False), ("gpt2", True), ("opt", True), ("qwen3_next", True)])
+def test_4_bits_are_counted_where_transformers_puts_them(kind, packed):
+    """It replaces plain linear layers only: Falcon's, of a class of its own, stay in 16 bits."""
+    from bitsandbytes.nn import Linear4bit
+    from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    config = config_of(kind) if kind == "qwen3_next" else {"model_type": kind, **SMALL}
+    shape = shape_on_meta(config, name="m")
+    assert (shape.packable_params > 0) == packed
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    replace_with_bnb_linear(model, ["lm_head"], quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    assert any(isinstance(module, Linear4bit) for module in model.modules()) == packed

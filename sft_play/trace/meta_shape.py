@@ -179,7 +179,11 @@ def measure(
 def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:
     """The block with what of it gets adapters and 4 bits; `at`: the beginning of its modules' full names."""
     linears = (
-        replace(one, adaptable=at + one.path not in without_adapter, packs=any_number(at + one.path) not in unpacked)
+        replace(
+            one,
+            adaptable=at + one.path not in without_adapter,
+            packs=one.packs and any_number(at + one.path) not in unpacked,
+        )
         for one in kind.linears
     )
     return replace(kind, linears=tuple(linears))
@@ -278,7 +282,9 @@ def _is_linear(module: nn.Module) -> bool:
 def _linear(path: str, module: nn.Module) -> Linear:
     rows, columns = module.weight.shape
     inputs, outputs = (rows, columns) if isinstance(module, Conv1D) else (columns, rows)
-    return Linear(path, inputs, outputs, module.bias is not None)
+    # transformers replaces these by bitsandbytes' layers, and none of their subclasses, such as Falcon's
+    packs = isinstance(module, Conv1D) or type(module) is nn.Linear
+    return Linear(path, inputs, outputs, module.bias is not None, packs=packs)
 
 
 def _measure_block(block: nn.Module, attention: AttentionKind, *, is_linear: bool = False) -> LayerKind:
