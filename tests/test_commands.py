@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -193,7 +193,7 @@ def test_a_request_has_a_field_for_every_flag_of_the_kind_that_the_table_says():
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory, tiny_llama) -> Path:
+def world(tmp_path_factory, tiny_llama) -> Iterator[Path]:
     """A folder with rows, documents, templates, a notebook, and a run that was stopped after its first step."""
     folder = tmp_path_factory.mktemp("commands")
     rows = "".join(json.dumps(chat(f"what is {n}?", f"it is {n}.")) + "\n" for n in range(40))
@@ -216,7 +216,8 @@ def world(tmp_path_factory, tiny_llama) -> Path:
         assert main(["train", "--config", "run.yaml", *a_run(folder, "whole")]) == 0
         assert main(["merge", "--config", "run.yaml", "--run", "whole", "--out", "merged"]) == 0
         shutil.copytree("outputs/begun", "outputs/old")
-    return folder
+        yield folder
+        main(["tb-stop", "--config", "run.yaml"])  # whichever tests ran, and in whatever order
 
 
 @pytest.mark.build
