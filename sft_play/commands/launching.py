@@ -106,8 +106,11 @@ def _answer(started: Started) -> Answer:
     folder = started.folder
     run = None if folder is None else str(folder.path)
     if started.code:
-        error = folder.manifest().get("error") if folder is not None else None
-        return Answer({"run": run, **({"error": str(error)} if error else {})}, exit_code=started.code)
+        is_kept = folder is not None and folder.path.is_dir()  # of a run that was refused, nothing is
+        error = folder.manifest().get("error") if folder is not None and is_kept else None
+        return Answer(
+            {"run": run if is_kept else None, **({"error": str(error)} if error else {})}, exit_code=started.code
+        )
     summary = {**read_json(folder.path / "summary.json"), **best_checkpoint(folder)} if folder else {"exit": 0}
     return Answer({"run": run, **summary})
 
