@@ -106,11 +106,10 @@ def _answer(started: Started) -> Answer:
     folder = started.folder
     run = None if folder is None else str(folder.path)
     if started.code:
-        is_kept = folder is not None and folder.path.is_dir()  # of a run that was refused, nothing is
-        error = folder.manifest().get("error") if folder is not None and is_kept else None
-        return Answer(
-            {"run": run if is_kept else None, **({"error": str(error)} if error else {})}, exit_code=started.code
-        )
+        kept = folder if folder is not None and folder.path.is_dir() else None  # a run that is refused leaves nothing
+        error = kept.manifest().get("error") if kept else None
+        data = {"run": run if kept else None} | ({"error": str(error)} if error else {})
+        return Answer(data, exit_code=started.code)
     summary = {**read_json(folder.path / "summary.json"), **best_checkpoint(folder)} if folder else {"exit": 0}
     return Answer({"run": run, **summary})
 
