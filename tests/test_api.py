@@ -29,6 +29,7 @@ def test_a_plan_is_that_of_the_command(capsys):
     answer = json.loads(capsys.readouterr().out)
     run = load_config(GEMMA, overrides=[batch])
     assert answer.pop("launch").startswith("make train-distributed CONFIG=")
+    assert set(answer.pop("precision_of")) == {"quantised", "adapted", "frozen", "trained"}
     planned = json.loads(json.dumps(plan(run, hardware="2xH200").as_json()))
     assert answer == {**planned, "ok": True, "kind": "done", "exit": 0}
     assert not plan(run, hardware="1xRTX3060").fits

@@ -50,7 +50,8 @@ def small_on_meta(kind: str):
     return None
 
 
-def _some_bytes(config, shape, precision, step, numbers, way, batch, *, accumulates=False) -> MeasuredPass:
+def some_bytes(config, shape, precision, step, numbers, way, batch, *, accumulates=False) -> MeasuredPass:
+    """A meter of blocks that measures nothing."""
     block = LayerBytes(3 << 20, kept=1 << 20, backward=3 << 20)
     return MeasuredPass(batch, 0, 0, block, (block,) * len(shape.layers), block)
 
@@ -63,7 +64,7 @@ def planned(kind: str) -> bool:
     model, config = built
     measured = measure(model, config, name=kind)
     # how many bytes its blocks take is measured elsewhere (test_measured_blocks, benchmarks/registry.json)
-    shape = dataclasses.replace(measured, adapters=AdapterPlaces(()), meter=_some_bytes)
+    shape = dataclasses.replace(measured, adapters=AdapterPlaces(()), meter=some_bytes)
     assert shape.params == sum(parameter.numel() for parameter in model.parameters()), kind
     for mode in ("lora", "full", "qlora"):
         run = config_from_text(f"model: {{name: m, max_seq_len: 256}}\ntuning: {{mode: {mode}}}\n", name="x")

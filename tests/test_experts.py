@@ -22,6 +22,7 @@ from sft_play.planner.precision import Precision
 from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.experts import CASTING, choose_experts
 from sft_play.training.prepare.model_spec import build_model_spec
+from tests.test_every_class import some_bytes
 
 pytestmark = pytest.mark.build
 
@@ -277,7 +278,6 @@ def plan_of(run: RunConfig, shape: Any, machine: str = "8xH100", without: frozen
 def test_eager_experts_cost_what_was_published():
     """Qwen1.5-MoE-A2.7B, 24 blocks of 60 experts: 523 - 80 ms more in each pass."""
     from sft_play.planner.speed.throughput import EXPERTS_PART
-    from sft_play.trace.block_meter import meter_of
     from sft_play.trace.meta_shape import shape_on_meta
 
     fields = {
@@ -286,7 +286,7 @@ def test_eager_experts_cost_what_was_published():
         "num_key_value_heads": 16, "num_experts": 60, "num_experts_per_tok": 4, "vocab_size": 151936,
     }  # fmt: skip
     shape = shape_on_meta(fields, name="Qwen/Qwen1.5-MoE-A2.7B")
-    shape = dataclasses.replace(shape, meter=meter_of(fields))
+    shape = dataclasses.replace(shape, meter=some_bytes)
     for mode in ("lora", "qlora"):
         fast, slow = (
             plan_of(config(experts_implementation=name, mode=mode, name="m"), shape, "A100-80GB")
@@ -311,11 +311,10 @@ def test_a_plan_names_what_linear_attention_lacks_and_what_it_costs():
 
     from sft_play.facts.installed import LINEAR_ATTENTION
     from sft_play.planner.speed.throughput import LINEAR_PART
-    from sft_play.trace.block_meter import meter_of
     from sft_play.trace.meta_shape import shape_on_meta
 
     fields = CONFIG_MAPPING["qwen3_5_text"]().to_dict()
-    shape = dataclasses.replace(shape_on_meta(fields, name="Qwen3.5-9B"), meter=meter_of(fields))
+    shape = dataclasses.replace(shape_on_meta(fields, name="Qwen3.5-9B"), meter=some_bytes)
     assert shape.params == 8_953_803_264  # as published there
     assert sum(kind.count for kind in shape.layers if kind.linear_width == 4096) == 24
     assert set(shape.kernel_packages) == {LINEAR_ATTENTION, "causal-conv1d"}
