@@ -9,6 +9,7 @@ import random
 
 import pytest
 
+from benchmarks.registry import wide_config
 from sft_play.config.load import config_from_text
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.hardware import named
@@ -20,7 +21,7 @@ from sft_play.planner.memory.measured_walk import MeasuredPass, between, walk_of
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.trace import block_meter, blocks
-from sft_play.trace.block_meter import first_blocks, meter_of
+from sft_play.trace.block_meter import first_blocks, meter_of, planned_shape
 from sft_play.trace.confirm import settings_of
 from sft_play.trace.meta_shape import shape_on_meta
 from sft_play.trace.settings import StepSettings
@@ -332,3 +333,15 @@ def test_blocks_that_share_keys_of_earlier_ones_are_a_kind_of_their_own():
     own, shared = walk.layers[1].kept, walk.layers[3].kept
     assert shape.layer_order[1] != shape.layer_order[3]
     assert shared < own
+
+
+@pytest.mark.slow
+def test_blocks_whose_bytes_do_not_add_up_are_refused_by_name():
+    """RecurrentGemma keeps states on its modules: with checkpointing a plan would be 60% below its trace."""
+    fields = wide_config("recurrent_gemma")
+    shape = planned_shape(fields, name="m")
+    config = config_from_text("model: {name: m, max_seq_len: 128}\ntuning: {mode: lora, lora: {r: 8}}\n", name="x")
+    step = Step(2, 1, 64, attention="sdpa", masks=False, saves=False, checkpointed_layers=0)
+    assert estimate(config, shape, BF16, step).allocated > 0
+    with pytest.raises(ModelError, match="recurrent_gemma: what its blocks need cannot be measured"):
+        estimate(config, shape, BF16, dataclasses.replace(step, checkpointed_layers=None))
