@@ -215,14 +215,20 @@ def test_known_models_have_the_shapes_of_their_classes():
 
     checked = 0
     for name, known in ROWS:
-        with contextlib.suppress(UnknownArchitecture):
+        try:
             parsed = parse_config(known.config, name=name)
-            built = as_in_the_table(shape_on_meta(known.config, name=name))
-            assert parsed.params == built.params == (known.params or built.params), name
-            assert parsed.layer_order == built.layer_order, name
-            assert [set(kind.linears) for kind in parsed.layers] == [set(kind.linears) for kind in built.layers], name
-            assert [kind.attention for kind in parsed.layers] == [kind.attention for kind in built.layers], name
-            checked += 1
+        except UnknownArchitecture:
+            if "text_config" not in known.config:  # a published count is of the whole class
+                measured = shape_on_meta(known.config, name=name)
+                assert measured.params == (known.params or measured.params), name
+                checked += 1
+            continue
+        built = as_in_the_table(shape_on_meta(known.config, name=name))
+        assert parsed.params == built.params == (known.params or built.params), name
+        assert parsed.layer_order == built.layer_order, name
+        assert [set(kind.linears) for kind in parsed.layers] == [set(kind.linears) for kind in built.layers], name
+        assert [kind.attention for kind in parsed.layers] == [kind.attention for kind in built.layers], name
+        checked += 1
     assert checked > 120
 
 

@@ -27,7 +27,8 @@ from sft_play.planner.precision import Precision
 from sft_play.starting.plan_run import shape_for
 from sft_play.trace.block_meter import planned_shape
 from sft_play.training.model import nf4_experts
-from sft_play.training.model.model_loading import load_model, quantization
+from sft_play.training.model.fsdp_loading import _empty_model
+from sft_play.training.model.model_loading import load_model
 from sft_play.training.prepare.experts import PACKED, stacked_experts
 from sft_play.training.prepare.model_spec import build_model_spec
 from tests.conftest import chat
@@ -332,9 +333,46 @@ def test_experts_stay_as_they_are_where_the_run_leaves_them(tmp_path, precision)
     in_nf4 = sum(nf4_bytes(one.weights) * kind.count for kind in packed.layers for one in kind.stacked)
     difference = weight_bytes(shape, width=width, nf4=True) - weight_bytes(packed, width=width, nf4=True)
     assert difference == width * stacks - in_nf4
-    merged_as = quantization(precision, experts=False)
-    assert merged_as.leaves_experts
-    assert not quantization(precision).leaves_experts
+    sharded = _empty_model(config, precision, build_model_spec(config, precision, tokenizer_size=400), None)
+    assert not any(vars(module).get(PACKED) for module in sharded.modules())  # what FSDP2 fills unit by unit
+
+
+@pytest.mark.build
+@pytest.mark.slow
+def test_a_merge_leaves_experts_that_stayed_as_they_were(world):
+    """Trained, stopped, resumed, merged: experts are the base's bit for bit, linear layers what NF4 stands for."""
+    words = ["--config", f"{world}/run.yaml", "tuning.lora.target_parameters=[]", "tuning.quantize_experts=false"]
+    begun = start(world, "train", *words, "output.name=plain", "train.stop_after_steps=3")
+    assert begun.returncode == 0, begun.stdout + begun.stderr
+    ended = start(world, "resume", *words, RUN="plain")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    run_ = find_finished(world / "outputs", str(world / "outputs" / "plain"))
+    merged = merge_run(run_, dtype="fp32", base="dequantized")
+    base, whole = (
+        AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32) for place in (world / "base", merged.path)
+    )
+    trained = load_file(world / "outputs" / "plain" / "adapter" / "adapter_model.safetensors")
+    assert not any("experts" in name for name in trained)
+    theirs = dict(base.named_parameters())
+    for name, weight in whole.named_parameters():
+        if ".experts." in name:
+            assert torch.equal(weight, theirs[name]), name
+        elif name.endswith("_proj.weight"):
+            assert not torch.equal(weight, theirs[name]), name
+
+
+def test_the_largest_model_is_asked_with_the_experts_that_the_run_has():
+    """In 4 bits a mixture of 30 billion parameters fits where it does not in 16."""
+    from sft_play.planner.advice.questions import largest_that_fits
+
+    found = {}
+    for quantize in ("auto", False):
+        text = {"model": {"name": QWEN, "max_seq_len": 1024}, "tuning": {"quantize_experts": quantize}}
+        config = config_from_text(json.dumps(text), name="run")
+        name = largest_that_fits("model", PlanRequest(config, shape_of(QWEN), named("1xRTX5090"))).value
+        found[quantize] = shape_of(name)
+    assert found["auto"].num_experts
+    assert found["auto"].params > found[False].params
 
 
 @pytest.mark.build

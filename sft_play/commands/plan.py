@@ -244,8 +244,8 @@ def budget_for(
 ) -> Budget:
     """The machines on which the run fits, with its hours and their cost.
 
-    A price of the user's (PRICE=, price=) is taken for the machine that it is about, and nothing else is weighed. A
-    machine that is named without a price has the lowest one of the list.
+    The user's own price (PRICE=, price=) applies to the machine that it is given with, and no other machine is
+    compared. A machine without a price gets the lowest one of the list.
 
     Raises:
         ConfigError: the run's length is not known, a price is given without a machine that has GPUs, or the list has no

@@ -203,7 +203,7 @@ class TuningConfig(Section):
     mode: Literal["qlora", "lora", "full"] = leaf("qlora", owner="training.model.model_loading")
     """qlora: adapters on a 4-bit NF4 base; lora: adapters on the base as loaded; full: every weight."""
 
-    quantize_experts: Literal["auto"] | bool = leaf("auto", owner="training.model.model_loading")
+    quantize_experts: Literal["auto"] | bool = leaf("auto", owner="planner.memory.structure")
     """Routed experts in 4 bits with qlora, where a class keeps those of all experts as one tensor. auto does it;
     false leaves them in 16 bits; true refuses a run in which there are none."""
 
@@ -222,6 +222,11 @@ class TuningConfig(Section):
 
     lora: LoraConfig = LoraConfig()
     """The adapters."""
+
+    @property
+    def packs_experts(self) -> bool:
+        """Whether routed experts are kept in 4 bits."""
+        return self.mode == "qlora" and self.quantize_experts is not False
 
 
 class ProcessConfig(Section):

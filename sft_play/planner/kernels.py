@@ -205,6 +205,10 @@ def _grouped(precision: Precision) -> Experts:
     return Experts("grouped_mm", reason + why, casts=True)
 
 
+GROUPED_SINCE = (8, 0)
+"""Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py)."""
+
+
 def planned_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Experts | None:
     """The implementation for the experts of a shape; None where there are none.
 

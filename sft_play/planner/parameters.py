@@ -50,17 +50,13 @@ class Parameters:
     def shares(self) -> dict[str, dict[str, Any]]:
         """`precision_of` of `plan --json`: what is quantised, adapted, frozen and trained, as numbers of parameters,
         shares of the model's own, and dtypes (None where there are none)."""
-        dtype = self.adapter_dtype or self.rest_dtype
-        found = {
+        held: dict[str, tuple[int, str | None]] = {
             "quantised": (self.quantised, self.quantised_dtype),
             "adapted": (self.adapters, self.adapter_dtype),
             "frozen": (self.frozen, self.rest_dtype if self.frozen else None),
-            "trained": (self.trained, dtype),
+            "trained": (self.trained, self.adapter_dtype or self.rest_dtype),
         }
-        return {
-            name: {"params": params, "share": params / self.total, "dtype": dtype}
-            for name, (params, dtype) in found.items()
-        }
+        return {name: {"params": n, "share": n / self.total, "dtype": dtype} for name, (n, dtype) in held.items()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> Parameters | None:

@@ -35,6 +35,7 @@ from sft_play.planner.advice.suggestions import make_advised_plan, suggestions
 from sft_play.planner.batching import BatchPlan, divisors
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.layout import LAYOUT_NAMES, LayoutName, Stopped
+from sft_play.planner.memory.structure import asked_shape
 from sft_play.planner.micro_batches import RowTokens
 from sft_play.planner.plan import Confirm, Plan, PlanRequest, Suggestion, Traced, Work, make_plan, refuse
 from sft_play.planner.precision import ROUNDS_ITSELF, Updates, choose_precision
@@ -171,11 +172,9 @@ def shape_for(config: RunConfig) -> ModelShape:
     refuse_quantised(fields, name=model.name, mode=config.tuning.mode)
     refuse_remote_code(fields, name=model.name, allowed=model.trust_remote_code)
     shape = planned_shape(fields, name=model.name, trust_remote_code=model.trust_remote_code)
-    shape = shape.with_plain_experts() if config.tuning.quantize_experts is False else shape
     published = published_words(model.name, model.revision, shape.params)
     stored = stored_words(fields, config.tuning.mode)
-    if config.model.add_tokens:  # some models have spare rows, which the tokenizer alone knows
-        shape = replace(shape, vocab_size=shape.vocab_size + len(config.model.add_tokens))
+    shape = asked_shape(config, shape)
     return replace(shape, text_only=text_only(fields), stored=stored, published=published)
 
 

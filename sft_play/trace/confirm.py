@@ -96,7 +96,7 @@ def settings_of(
         autocast=precision.compute if half else None,
         adapters=adapters,
         quant_compute=precision.compute,
-        quant_experts=mode == "qlora" and config.tuning.quantize_experts is not False,
+        quant_experts=config.tuning.packs_experts,
         quant_storage="uint8" if layout.name != "fsdp" else precision.compute,
         checkpointing=recomputed > 0,
         checkpointed_layers=recomputed if 0 < recomputed < shape.num_layers else None,

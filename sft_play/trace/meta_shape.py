@@ -129,12 +129,7 @@ def measure(
             f"model {one_line(name)}: a {type(model).__name__} has no token embedding or no list of blocks"
         )
     types, packages = _layer_types(hf_config, len(blocks)), _kernel_packages(model)
-    # a class whose file names the package may have linear attention in place of softmax attention
-    named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
-    measured, unpacked = [], read_past(model)
-    for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
-        kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
-        measured.append(_adapted(kind, f"{path}.{place}.", without_adapter, unpacked))
+    measured = _measure_blocks(model, hf_config, types, packages, without_adapter)
     kinds = list(dict.fromkeys(measured))
     common = max(kinds, key=measured.count)
     heads = _number(hf_config, "num_attention_heads") or 1
@@ -174,6 +169,24 @@ def measure(
     )
     buffers = sum(one.nbytes for one in model.buffers())
     return replace(shape, outer_params=count(model) - shape.params, buffer_bytes=buffers)
+
+
+def _measure_blocks(
+    model: nn.Module,
+    hf_config: Any,
+    types: Sequence[AttentionKind],
+    packages: Container[str],
+    without_adapter: Container[str],
+) -> list[LayerKind]:
+    """Every block, as its own kind."""
+    (path, blocks), unpacked = block_list(model), read_past(model)
+    # a class whose file names the package may have linear attention in place of softmax attention
+    named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
+    measured = []
+    for place, (block, attention, layer) in enumerate(zip(blocks, types, named or types, strict=True)):
+        kind = _measure_block(block, attention, is_linear=str(layer) == "linear_attention")
+        measured.append(_adapted(kind, f"{path}.{place}.", without_adapter, unpacked))
+    return measured
 
 
 def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked: Container[str]) -> LayerKind:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sft_play.facts.installed import version_of
+from sft_play.planner.kernels import GROUPED_SINCE
 from sft_play.trace import fakes, kernels, replacements
 from sft_play.trace.replacements import Situation
 from sft_play.trace.settings import StepSettings, TraceUnavailable
@@ -83,7 +84,7 @@ def _powers(original: Any, situation: Situation) -> Any:
 
 
 def _grouped_products(original: Any, situation: Situation) -> Any:
-    is_new = situation.settings.device.capability >= (8, 0)
+    is_new = situation.settings.device.capability >= GROUPED_SINCE
     own = original if is_new else torch.ops.transformers.grouped_mm_fallback
 
     def product(input: Any, weight: Any, offs: Any) -> Any:

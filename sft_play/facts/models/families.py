@@ -144,8 +144,9 @@ FAMILIES: dict[str, Family] = {
     "deepseek_v3": replace(_BIASED, mla=True, experts=_AFTER_DENSE),
     "glm4_moe": Family(qkv_bias="attention_bias", qk_norm="use_qk_norm", experts=_AFTER_DENSE),
 }  # fmt: skip
-"""Model type: its blocks. Those that people train most, and that the estimate follows to within 1%; any other class is
-planned by its own blocks, measured (`trace/block_meter`), which takes seconds and transformers."""
+"""Model type: its blocks. Those that people train most, which the estimate follows to within 1% of their trace, small
+models of gpt-oss in full 2% (benchmarks/closed_form.json, registry.json); any other class is planned by its own
+blocks, measured (`trace/block_meter`), which takes seconds and transformers."""
 
 WRAPPERS: dict[str, str] = {
     "gemma3": "gemma3_text",

@@ -70,7 +70,7 @@ class AdaptedModel:
 
         # transformers decides which layers it leaves alone (the head, what a class excludes), so it is asked again
         model = self._empty()
-        wanted = quantization(self.precision, experts=self.run.config.tuning.quantize_experts is not False)
+        wanted = quantization(self.precision, experts=self.run.config.tuning.packs_experts)
         quantizer = AutoHfQuantizer.from_config(wanted, pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=DTYPES[self.precision.load], device_map=None)
         names = [name for name, _ in model.named_parameters()]

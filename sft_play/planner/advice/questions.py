@@ -21,7 +21,7 @@ from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan, effective_batch
 from sft_play.planner.candidates import Candidate, Job, candidate_of, first_that_fits, wished_layers
 from sft_play.planner.layout import Layout, layouts_for, with_context_parallel
-from sft_play.planner.memory.structure import check_targets
+from sft_play.planner.memory.structure import asked_shape, check_targets
 from sft_play.planner.plan import PlanRequest, job_of
 from sft_play.planner.precision import choose_precision
 
@@ -186,7 +186,7 @@ def _model(request: PlanRequest) -> Largest:
     config, shapes = request.config, dict[int, ModelShape]()
     for name in KNOWN_MODELS:
         try:
-            shape = shape_of(name)
+            shape = asked_shape(config, shape_of(name))
             refuse_quantised(config_json(name), name=name, mode=config.tuning.mode)
             check_targets(config, shape)
             choose_precision(config, request.hardware, shape)

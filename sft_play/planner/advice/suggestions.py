@@ -23,6 +23,7 @@ from sft_play.planner.advice.questions import largest, largest_that_fits
 from sft_play.planner.candidates import Candidate, first_that_fits, thriftiest
 from sft_play.planner.kernels import REPLACED
 from sft_play.planner.layout import LAYOUT_NAMES, layouts_for
+from sft_play.planner.memory.structure import asked_shape
 from sft_play.planner.plan import Plan, PlanRequest, Suggestion, job_of, make_plan
 from sft_play.units import GIB
 
@@ -143,7 +144,8 @@ def _by_smaller_model(request: PlanRequest) -> Iterator[Suggestion]:
     name = largest_that_fits("model", request).value
     if isinstance(name, str):
         setting = f"model.name={name}"
-        plan = make_plan(replace(request, config=_apply(request.config, setting), shape=shape_of(name)))
+        config = _apply(request.config, setting)
+        plan = make_plan(replace(request, config=config, shape=asked_shape(config, shape_of(name))))
         yield _way(setting, plan.choice, setting=setting)
 
 

@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.kernels import liger_in_memory, planned_experts
+from sft_play.planner.kernels import GROUPED_SINCE, liger_in_memory, planned_experts
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import (
     WORD_TILE,
@@ -40,8 +40,6 @@ from sft_play.units import MIB
 Moment = Literal["forward", "head", "backward", "optimizer", "evaluation", "saving"]
 Terms = dict[str, int]
 
-GROUPED_SINCE = (8, 0)
-"""Compute capability of the first GPUs with PyTorch's grouped products (transformers, integrations/moe.py)."""
 WORKSPACE_THREADS = 2
 """Threads that multiply: the forward's and the autograd engine's."""
 TOKEN_BYTES = 3 * 8

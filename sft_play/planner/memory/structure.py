@@ -122,6 +122,14 @@ def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) ->
     return Numbers(load, compute, adapters, states=4 if precision.updates == "stochastic" else None)
 
 
+def asked_shape(config: RunConfig, shape: ModelShape) -> ModelShape:
+    """A model's shapes as the run changes them: rows of new tokens, experts that stay in 16 bits."""
+    if config.tuning.quantize_experts is False:
+        shape = shape.with_plain_experts()
+    # some models have spare rows, which the tokenizer alone knows
+    return replace(shape, vocab_size=shape.vocab_size + len(config.model.add_tokens))
+
+
 def is_target(linear: Linear, targets: tuple[str, ...] | Literal["auto"]) -> bool:
     """Whether a linear layer gets an adapter."""
     return linear.adaptable and (targets == "auto" or any(linear.matches(target) for target in targets))

@@ -109,7 +109,7 @@ def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec,
         quantizer = AutoHfQuantizer.from_config(quantization(precision, storage), pre_quantized=False)
         quantizer.preprocess_model(model=model, dtype=DTYPES[precision.load], device_map=None)
         quantizer.postprocess_model(model)
-        if config.tuning.quantize_experts is not False:
+        if config.tuning.packs_experts:
             nf4_experts.prepare_empty(model)
         model.hf_quantizer = quantizer
     model.tie_weights()

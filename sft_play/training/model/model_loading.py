@@ -53,8 +53,7 @@ def load_model(
     """
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
-        packs = config.tuning.quantize_experts is not False
-        options["quantization_config"] = quantization(precision, storage, experts=packs)
+        options["quantization_config"] = quantization(precision, storage, experts=config.tuning.packs_experts)
     on_gpu = device is not None and device.startswith("cuda")
     if device is not None and (config.tuning.mode == "qlora" or device != "cpu"):
         options["device_map"] = {"": device}  # straight to the GPU: no second copy in the host's memory
