@@ -409,6 +409,29 @@ def test_what_says_two_things_of_experts_is_refused(tuning, key):
         config_from_text(json.dumps({"model": {"name": "m"}, "tuning": tuning}), name="run")
 
 
+@pytest.mark.parametrize(
+    ("model", "tuning", "words"),
+    [
+        ("Qwen/Qwen3-8B", {"quantize_experts": True}, r"quantize_experts=true: Qwen/Qwen3-8B has no experts"),
+        ("Qwen/Qwen3-8B", {"lora": {"experts": True}}, r"lora\.experts: Qwen/Qwen3-8B has no experts"),
+        ("Qwen/Qwen3-8B", {"lora": {"target_parameters": "auto"}}, r"target_parameters: Qwen/Qwen3-8B has no experts"),
+        (QWEN, {"lora": {"target_parameters": ["gate_up"]}}, r"gate_up matches nothing.*down_proj, gate_up_proj"),
+        (QWEN, {"quantize_experts": True, "lora": {"experts": True}}, None),
+        (QWEN, {"lora": {"target_parameters": ["down_proj"]}}, None),
+        ("Qwen/Qwen3-8B", {"mode": "full", "lora": {"experts": True}}, None),
+    ],
+)
+def test_a_plan_refuses_what_is_asked_of_experts_that_are_not_there(model, tuning, words):
+    """As training does: a plan names no command that would be refused."""
+    config = config_from_text(json.dumps({"model": {"name": model, "max_seq_len": 64}, "tuning": tuning}), name="run")
+    request = PlanRequest(config, shape_of(model), named("8xH100"))
+    if words is None:
+        assert make_plan(request).candidates
+    else:
+        with pytest.raises(ConfigError, match=words):
+            make_plan(request)
+
+
 def test_both_keys_of_adapters_on_experts_plan_the_same():
     by_key, by_name = run(QWEN, experts=True), run(QWEN, target_parameters="auto")
     assert adapter_params(shape_of(QWEN), by_key.tuning.lora) == adapter_params(shape_of(QWEN), by_name.tuning.lora)

@@ -287,10 +287,8 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 
 def check_targets(config: RunConfig, shape: ModelShape) -> None:
     """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does, and for
-    experts that are to be quantised and are not there."""
-    if config.tuning.quantize_experts is True and not any(kind.stacked for kind in shape.layers):
-        raise ConfigError(f"tuning.quantize_experts=true: {one_line(config.model.name)} has no experts in one tensor; "
-                          "leave it at auto")  # fmt: skip
+    what is asked of experts that are not there."""
+    _check_experts(config, shape)
     targets = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or targets == "auto":
         return
@@ -311,6 +309,23 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
     if problems:
         listed = f"The linear layers are: {', '.join(names)}; auto takes these"
         raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
+
+
+def _check_experts(config: RunConfig, shape: ModelShape) -> None:
+    tuning, lora = config.tuning, config.tuning.lora
+    stacked = [one for kind in shape.layers for one in kind.stacked]
+    wanted = () if tuning.mode == "full" else lora.adapted_parameters
+    key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
+    asked = ["tuning.quantize_experts=true"] if tuning.quantize_experts is True else []
+    asked += [key] if wanted else []
+    if asked and not stacked:
+        model = one_line(config.model.name)
+        raise ConfigError(f"{' and '.join(asked)}: {model} has no experts in one tensor; leave it out")
+    named = wanted if isinstance(wanted, tuple) else ()
+    lost = [name for name in named if not any(one.matches(name) for one in stacked)]
+    if lost:
+        names = ", ".join(sorted({one.path.rpartition(".")[2] for one in stacked}))
+        raise ConfigError(f"{key}: {one_line(', '.join(lost))} matches nothing; the stacked experts are: {names}")
 
 
 def _why_none(target: str, shape: ModelShape) -> str | None:
