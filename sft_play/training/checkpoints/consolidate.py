@@ -87,10 +87,10 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
     base = None
     if model_spec.tower is not None and not is_adapter:
         base = base_files(config.model.name, revision=config.model.revision)
+    weights = None if in_parts else _weights(source, model)  # not below: a fault of what is read is none of OUT
     try:
         size = save_model(
-            model, tokenizer, target, base=base,
-            state_dict=None if in_parts else _weights(source, model),
+            model, tokenizer, target, base=base, state_dict=weights,
             tensors=_one_by_one(source, model) if in_parts else None,
             dtype=None if is_adapter else model_spec.dtype, steps=checkpoints.step_of(source),
         )  # fmt: skip
