@@ -225,7 +225,7 @@ def test_later_plans_on_this_machine_know_what_ran_out(train, run_yaml, command,
     words = ["plan", "--config", str(run_yaml), "--json", "train.batch_by=rows"]
 
     def planned() -> tuple[int, list[str]]:
-        plan = json.loads(command(*words)[1])
+        plan = json.loads(command(*words)[1].splitlines()[0])  # below it: what the log says on standard error
         return plan["micro_batch"], [why for why in plan["reasons"] if "ran out of memory" in why]
 
     before, reasons = planned()
