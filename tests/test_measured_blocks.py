@@ -299,28 +299,29 @@ def test_a_mask_of_padded_rows_is_answered_without_values():
 
 
 def test_between_two_passes_bytes_lie_on_their_line():
-    low = MeasuredPass(2, 10, 20, LayerBytes(100, 50, 300), (LayerBytes(8),), LayerBytes(4, gradients=2))
-    high = MeasuredPass(8, 70, 80, LayerBytes(700, 350, 600), (LayerBytes(20),), LayerBytes(4, gradients=8))
+    low = MeasuredPass(2, 10, 20, LayerBytes(100, 50, 300), (LayerBytes(8),), LayerBytes(4, gradients=2), -10)
+    high = MeasuredPass(8, 70, 80, LayerBytes(700, 350, 600), (LayerBytes(20),), LayerBytes(4, gradients=8), -40)
     found = between(low, high, 4)  # a third of the way
-    assert found == MeasuredPass(4, 30, 40, LayerBytes(300, 150, 400), (LayerBytes(12),), LayerBytes(4, gradients=4))
+    tail = LayerBytes(4, gradients=4)
+    assert found == MeasuredPass(4, 30, 40, LayerBytes(300, 150, 400), (LayerBytes(12),), tail, -20)
     assert between(low, high, 8) == high
 
 
 def test_as_many_blocks_run_as_show_every_kind_behind_another():
-    assert first_blocks((0, 0, 0, 1, 0)) == (0, 0, 0, 1)
-    assert first_blocks((0, 1, 1)) == (0, 1)
+    assert first_blocks((0, 0, 0, 1, 0)) == (0, 0, 0, 1, 0)
+    assert first_blocks((0, 1, 1, 1)) == (0, 1, 1)
     assert first_blocks((0,)) == (0,)
+    assert first_blocks((0, 0, 0)) == (0, 0)
     assert first_blocks((0, 1, 0, 2)) == (0, 1, 0, 2)
     draw = random.Random(3)
     for _ in range(200):
         order = tuple(draw.choices(range(3), k=draw.randrange(1, 12)))
         order = tuple(list(dict.fromkeys(order)).index(place) for place in order)
-        found = first_blocks(order)
-        assert found == order[: len(found)]
-        for place in set(order):
-            wanted = place in order[1:]
-            assert place in (found[1:] if wanted else found)
-        assert len(found) == 1 or any(place not in found[1:-1] for place in found[1:])
+        size = next(
+            size for size in range(1, len(order) + 1)
+            if all(place in order[1:size] or place not in order[1:] for place in order)
+        )  # fmt: skip
+        assert first_blocks(order) == order[: size + (len(set(order)) > 1)]
 
 
 def test_blocks_that_share_keys_of_earlier_ones_are_a_kind_of_their_own():
@@ -336,6 +337,22 @@ def test_blocks_that_share_keys_of_earlier_ones_are_a_kind_of_their_own():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+def test_gradients_of_an_input_that_all_blocks_read_count_once(mode):
+    """Gemma 3n's blocks read slices of one tensor, whose gradient the backward pass holds from the last block on; where
+    the last of a measured pass stood for several blocks, it was taken off for each of them (QLoRA: 5% low)."""
+    layers = 22
+    fields = wide(
+        "gemma3n_text", num_hidden_layers=layers, num_kv_shared_layers=11, intermediate_size=[512] * layers,
+        activation_sparsity_pattern=[0.0] * layers, vocab_size_per_layer_input=512,
+    )  # fmt: skip
+    shape = measured_shape(fields)
+    step = step_of(shape, micro_batch=8, seq_len=128, checkpointed_layers=None)
+    found = estimate(run(mode, length=128), shape, BF16, step).allocated
+    peak = record(settings_of(run(mode, length=128), fields, shape, BF16, step))[0].peak
+    assert found == pytest.approx(peak, rel=0.01)
+
+
 def test_blocks_whose_bytes_do_not_add_up_are_refused_by_name():
     """RecurrentGemma keeps states on its modules: with checkpointing a plan would be 60% below its trace."""
     fields = wide_config("recurrent_gemma")

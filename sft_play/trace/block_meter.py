@@ -37,7 +37,7 @@ from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
-BLOCKS_VERSION = 4
+BLOCKS_VERSION = 5
 """Part of the key of what is remembered: raised whenever this package would give other bytes for the same settings."""
 CHUNK = 64
 """Tokens that states are computed by at once, at least."""
@@ -138,9 +138,10 @@ class BlockMeter:
 
 
 def first_blocks(order: Sequence[int]) -> tuple[int, ...]:
-    """The places of as many of the first blocks as show every kind, each behind another block where there is one."""
+    """The places of as many of the first blocks as show every kind, each behind another block where there is one, and
+    of several kinds each before another."""
     needed = max((order.index(place, 1) if place in order[1:] else 0) for place in set(order))
-    return tuple(order[: needed + 1])
+    return tuple(order[: needed + (2 if len(set(order)) > 1 else 1)])
 
 
 @dataclass(frozen=True)

@@ -113,10 +113,14 @@ class _Look:
         if held[-1] < held[0]:  # such as states that a class keeps on its modules, and replaces when it runs again
             raise TraceUnavailable("less is held behind its blocks than before them")
         layers = [self._layer(layer, held, embedded) for layer in range(len(self._blocks))]
-        # a later block of a kind is like all but the first
-        by_place = {place: layers[layer] for layer, place in enumerate(places)}
+        # a later block of a kind is like all but the first, and but the last, where there is another
+        last = places[-1]
+        by_place = {place: layers[layer] for layer, place in enumerate(places[:-1])}
+        if last not in places[1:-1]:
+            by_place[last] = layers[-1]
         kinds = tuple(by_place[one] for one in range(len(by_place)))
-        return MeasuredPass(rows, held[0], embedded, layers[0], kinds, self._behind(held[-1]))
+        beyond = layers[-1].kept - by_place[last].kept
+        return MeasuredPass(rows, held[0], embedded, layers[0], kinds, self._behind(held[-1]), beyond)
 
     def _behind(self, held: int) -> LayerBytes:
         casts = 0 if self._way == "kept" else sum(self._casts(block) for block in self._blocks)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
@@ -36,6 +36,9 @@ class MeasuredPass:
     """The other blocks, by their place in `ModelShape.layers`."""
     tail: LayerBytes
     """What follows the last block: last norm, output head and loss."""
+    last: int = 0
+    """What the last block keeps beyond others of its kind; below 0 where gradients that the backward pass holds from it
+    on, such as those of an input that all blocks read, count as kept by the first."""
     on_cpu: bool = False
     """Carried on from a few real tokens."""
 
@@ -58,6 +61,7 @@ def between(low: MeasuredPass, high: MeasuredPass, batch: int) -> MeasuredPass:
         _mixed(low.first, high.first, mixed),
         tuple(_mixed(*pair, mixed) for pair in zip(low.layers, high.layers, strict=True)),
         _mixed(low.tail, high.tail, mixed),
+        mixed(low.last, high.last),
         low.on_cpu,
     )
 
@@ -85,6 +89,8 @@ class MeasuredWalk(Walk):
 
     def _layers(self) -> list[LayerBytes]:
         layers = [self._layer(self._way(layer), layer) for layer in range(self.shape.num_layers)]
+        end = self._measured(self._way(len(layers) - 1), self.step.micro_batch).last
+        layers[-1] = replace(layers[-1], kept=layers[-1].kept + end)
         return [one.offloaded for one in layers] if self.step.offloads else layers
 
     def _checkpoint(self, layer: int) -> int:
