@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from benchmarks.registry import NEEDED
 from sft_play.config.load import load_config
 from sft_play.errors import ConfigError, ModelError
 from sft_play.facts.models.families import FAMILIES
@@ -270,14 +271,16 @@ class Odd(nn.Module):
     def get_output_embeddings(self):
         return self.head
 
-    def forward(self, input_ids, labels, **_):
+    def forward(self, input_ids, labels=None, **_):
         hidden = self.embed(input_ids)
         hidden = hidden + self.good(hidden) + nn.functional.linear(hidden, self.past.weight) + self.tuple_(hidden)[0]
         hidden = hidden + self.zero(hidden).detach()
         for block in self.blocks[:2]:  # the last one never runs
             hidden = hidden + block[0](hidden)
         logits = self.head(hidden)
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        labels = input_ids if labels is None else labels
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss, logits=logits)
 
 
 class Pair(nn.Linear):
@@ -358,3 +361,35 @@ def test_a_given_target_matches_what_it_names_and_nothing_that_is_left_out():
     assert places.given(("kv_proj", "self_attn.kv_proj")) == ["self_attn.kv_proj"]
     assert places.given(("q_proj",)) == ["x.self_attn.q_proj"]
     assert places.given(("compressor.kv_proj",)) == []
+
+
+# --- what tokens see --------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["xlnet", "cpmant"])
+def test_a_class_whose_tokens_see_those_after_them_is_refused(kind, monkeypatch):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from sft_play.trace.meta_shape import shape_on_meta
+
+    config = AutoConfig.for_model(kind)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    for _ in range(2):  # measured, and remembered
+        with pytest.raises(ModelError, match=f"model_type {kind}: its tokens see those after them .* teach it to copy"):
+            adapter_trial.adapter_places(model)
+    fields = {"model_type": kind, **config.to_dict()}
+    with pytest.raises(ModelError, match="tokens see those after them"):  # by its name, before any library loads
+        shape_on_meta(fields, name="m")
+
+
+@pytest.mark.parametrize("kind", sorted(FAMILIES))
+def test_tokens_of_known_classes_see_only_those_before_them(kind):
+    from transformers import AutoConfig
+
+    from sft_play.training.proofs.small_model import on_small_model
+
+    def moved(small, *, trust_remote_code):
+        return adapter_trial._moved_from_behind(adapter_trial._small_random(small, trust_remote_code))
+
+    found, problem = on_small_model(AutoConfig.for_model(kind, **NEEDED.get(kind, {})), moved)
+    assert found is not None, problem
+    assert found < adapter_trial.AHEAD / 10

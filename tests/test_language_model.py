@@ -25,7 +25,7 @@ WITHOUT_HEAD = (
 )  # fmt: skip
 """Classes whose decoders get their head here."""
 WITH_HEAD = (
-    "gemma3", "idefics3", "kosmos-2", "llama4", "minimax_m3_vl", "mistral3", "paligemma", "qwen3_5", "unlimited_ocr",
+    "gemma3", "idefics3", "kosmos-2", "llama4", "minimax_m3_vl", "mistral3", "qwen3_5", "unlimited_ocr",
 )  # fmt: skip
 OFTEN = ("qwen2_5_vl", "qwen3_vl", "mistral3", "idefics3")
 

@@ -154,7 +154,6 @@ WRAPPERS: dict[str, str] = {
     "llava": "llama",
     "llava_next": "llama",
     "mistral3": "mistral",
-    "paligemma": "gemma",
     "smolvlm": "llama",
     "video_llava": "llama",
     "vipllava": "llama",
@@ -175,15 +174,19 @@ _IMAGES_AND_SOUND = """
     mask2former resnet sam segformer siglip siglip2 speecht5 swin swinv2 vit vit_mae wav2vec2 wavlm whisper yolos
 """
 
+_SEES_AHEAD = "a model whose tokens see those after them, so that training on the next token would teach it to copy"
 _WITHOUT_NEXT_TOKENS = {
     "blt": "a model of bytes in patches, of four transformers: no plan is made for more than one list of blocks",
+    "cpmant": _SEES_AHEAD,
     "diffusion_gemma": "a model that writes blocks of text by diffusion, not token by token",
     "diffusion_gemma_text": "a model that writes blocks of text by diffusion, not token by token",
     "gemma4_assistant": "a draft model, which reads the states of the model that it helps and is none on its own",
     "gemma4_unified_assistant": "a draft model, which reads the states of the model that it helps and is none on its "
     "own",
+    "paligemma": "a model that reads its prompt in both directions, other than training on text here would",
     "pi0": "a model of a robot's actions, not a language model",
     "shieldgemma2": "a classifier of images, which does not generate text",
+    "xlnet": _SEES_AHEAD,
 }
 
 OTHER_KINDS: dict[str, str] = {
