@@ -262,12 +262,11 @@ NO_HEADERS = "trial.c:1:10: fatal error: Python.h: No such file or directory"
     [
         (replace(THERE, compiler=None),
          "no C compiler (neither CC, gcc nor clang) and no Python headers (/nowhere/python3.11/Python.h)",
-         "apt-get install -y gcc libc6-dev python3.11-dev"),
+         "apt-get install -y gcc g++ libc6-dev python3.11-dev"),
         (replace(THERE, failed=NO_HEADERS, python="3.13.1"),
-         "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc libc6-dev python3.13-dev"),
+         "no Python headers (/nowhere/python3.11/Python.h)", "apt-get install -y gcc g++ libc6-dev python3.13-dev"),
         (replace(THERE, failed="stdlib.h: No such file"), "the C compiler /usr/bin/gcc fails: stdlib.h",
          "install a C compiler (gcc or clang; CC= names one) and the headers of Python 3.11"),
-        (replace(THERE, ldconfig=False), "no /sbin/ldconfig", "TRITON_LIBCUDA_PATH"),
     ],
 )  # fmt: skip
 def test_what_triton_misses_is_named_with_the_package(there, missing, remedy):

@@ -76,7 +76,7 @@ class FakeNvml:
     def nvmlDeviceGetName(self, handle):
         if isinstance(handle, tuple):
             return f"{handle[0].name} MIG {handle[0].instances[handle[1]][1]}"
-        return handle.name.encode()  # old versions of the package answer in bytes
+        return handle.name
 
     def nvmlDeviceGetCudaComputeCapability(self, handle):
         return handle.capability
@@ -157,13 +157,8 @@ def test_an_sxm_board_whose_nvlink_is_off_has_its_pcie(nvml):
     assert detect({}).link_bytes_per_s == 32e9  # 16 lanes of generation 4
 
 
-def test_a_bridge_counts_between_two_cards_and_not_among_four(nvml):
-    def cards(count):
-        return [FakeGpu(f"GPU-{n}", "NVIDIA RTX A6000", 49_140, (8, 6), links=4) for n in range(count)]
-
-    nvml(*cards(2))
-    assert detect({}).link_bytes_per_s == 56.25e9  # 112.5 GB/s, both ways, on the data sheet
-    nvml(*cards(4))
+def test_cards_that_a_bridge_joins_have_their_pcie(nvml):
+    nvml(*(FakeGpu(f"GPU-{n}", "NVIDIA RTX A6000", 49_140, (8, 6), links=4) for n in range(2)))
     assert detect({}).link_bytes_per_s == 32e9
 
 

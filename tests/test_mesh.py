@@ -469,17 +469,9 @@ def test_a_mesh_is_planned_and_checked_on_a_machine_without_gpus(
     assert f"{layout} on the CPU" in said
 
 
-@pytest.mark.parametrize(
-    ("machine", "how"),
-    [
-        ("2x4xH100", "start 16 (one for each GPU: 4 nodes of 4, NNODES=4), or give a mesh of 8"),
-        ("4x8xH100", "start 16 (make train-distributed NPROC=4 on each node), or give a mesh of 32"),
-        ("3x8xH100", "start 16 (one for each GPU: 2 nodes of 8, NNODES=2), or give a mesh of 24"),
-        ("1xH100", "start 16 (one for each GPU: a machine with 16), or give a mesh of 1"),
-        ("32xH100", "start 16 (make train-distributed NPROC=16 on one node), or give a mesh of 32"),
-    ],
-)
-def test_a_mesh_of_another_size_is_refused_with_what_that_machine_can_do(machine, how):
+@pytest.mark.parametrize(("machine", "count"), [("2x4xH100", 8), ("4x8xH100", 32), ("1xH100", 1)])
+def test_a_mesh_of_another_size_is_refused(machine, count):
+    how = f"start 16, one for each GPU (make train-distributed, NPROC= of each node), or give a mesh of {count}"
     with pytest.raises(ConfigError, match=rf"{re.escape(how)}$"):
         make_plan(PlanRequest(run([16]), shape_of(LLAMA), named(machine)))
 

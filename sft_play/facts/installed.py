@@ -81,8 +81,8 @@ PINNED = CudaLibraries()
 
 
 def cuda_libraries() -> CudaLibraries:
-    """Those of the installed torch; those of the pinned one where it is a build without CUDA, since a plan is then for
-    another machine."""
+    """Those of the installed torch; the pinned one's where it is a build without CUDA: the plan is for another
+    machine."""
     built = torch_cuda()
     if built is None:
         return PINNED
@@ -131,12 +131,8 @@ def remembered(
     keeps: bool = True,
 ) -> Found:
     """What was measured with the libraries' versions and these values before, read from the cache; else measured now.
-
-    Args:
-        decides: all that the answer depends on, but for the libraries.
-        folder: where it is kept (None: in the cache's own folder of that kind).
-        keeps: whether it may be kept; else it is always measured.
-    """
+    `decides`: all that the answer depends on; `folder`: where it is kept (None: the cache); `keeps`: whether it may
+    be."""
     if not keeps:
         return measure()
     versions = {name: version_of(name) or "none" for name in LIBRARIES} | {"python": platform.python_version()}

@@ -133,11 +133,8 @@ _HOST_OPTIONS = ("ram", "cores")
 
 
 def read_spec(text: str) -> MachineSpec:
-    """The machine that `HARDWARE=` describes: by the grammar above, or the path of a YAML file.
-
-    Raises:
-        HardwareError: it is neither, or a value in it is not what its option takes.
-    """
+    """The machine that `HARDWARE=` describes: by the grammar above, or the path of a YAML file. Raises
+    HardwareError."""
     if is_path(text):
         return _read_file(Path(text.strip()).expanduser())
     where = f"HARDWARE={one_line(text)}"

@@ -46,11 +46,7 @@ def is_address(text: str) -> bool:
 
 
 def addresses_of(host: str, port: int) -> list[str]:
-    """The addresses that `MASTER_ADDR` resolves to on this machine.
-
-    Raises:
-        ConfigError: it does not resolve.
-    """
+    """The addresses that `MASTER_ADDR` resolves to on this machine. Raises ConfigError where it does not."""
     try:
         resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -110,11 +106,8 @@ def is_local(host: str) -> bool:
 
 
 def names_of(host: str) -> frozenset[str] | None:
-    """The names under which clients ask a server that only this machine can reach; None, which is any, for another.
-
-    A page in a browser of this machine can be made to reach it too: under the page's own name, which was pointed here
-    (DNS rebinding), or as a request from elsewhere, which carries its Origin.
-    """
+    """The names under which clients ask a server that only this machine can reach; None, which is any, for another. A
+    page in a browser of this machine can be made to reach it too: under its own name, pointed here (DNS rebinding)."""
     return frozenset((host.lower(), "localhost", "127.0.0.1", "::1")) if is_local(host) else None
 
 

@@ -31,8 +31,7 @@ SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
 def attention_of(wanted: str, *, has_sdpa: bool) -> AttentionName:
-    """What `model.attn_implementation` means for a model; auto is sdpa where the model has it, else eager. Kernels of
-    the hub are flash attention 2, to the byte: transformers calls them in its way."""
+    """What `model.attn_implementation` means for a model. Kernels of the hub are flash attention 2, to the byte."""
     if is_hub_kernel(wanted):
         return "flash_attention_2"
     if wanted == "auto":
@@ -100,12 +99,8 @@ _KERNELS = (
 
 
 def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, cudnn: bool) -> SdpaKernel:
-    """The kernel that PyTorch takes.
-
-    Args:
-        capability: the GPU's compute capability; None where it is unknown.
-        cudnn: whether cuDNN's is preferred there (`prefers_cudnn`) and not switched off.
-    """
+    """The kernel that PyTorch takes; `capability` None: unknown; `cudnn`: cuDNN's is preferred there and not switched
+    off."""
     own = capability or _CURRENT
     return next(one.name for one in _KERNELS if (cudnn or one.name != "cudnn") and _takes(one, call, own))
 
@@ -127,16 +122,14 @@ def _takes(kernel: _Kernel, call: SdpaCall, capability: tuple[int, int]) -> bool
 
 
 def _efficient_unit(call: SdpaCall, capability: tuple[int, int]) -> int:
-    """What widths are a multiple of for the memory-efficient kernel: what matrix units load at once
-    (`minimum_gemm_alignment`)."""
+    """What widths are a multiple of for the memory-efficient kernel (`minimum_gemm_alignment`)."""
     if capability >= (8, 0):
         return 8 if call.half else 4
     return 8 if call.half and capability >= (7, 0) else 1
 
 
 def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False) -> bool:
-    """Whether PyTorch asks cuDNN first on this GPU; not on an unknown one, nor on AMD's, whose architectures have
-    numbers like these."""
+    """Whether PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures have such numbers."""
     if is_amd or capability is None or libraries.cudnn <= _PREFERRED_ABOVE or capability[0] not in (9, 10):
         return False
     return libraries.cuda >= (13,) or capability[1] in (0, 3)
@@ -151,11 +144,8 @@ def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
 def why_masked(
     config: RunConfig, shape: ModelShape, *, attention: str, capability: tuple[int, int] | None, on_gpu: bool
 ) -> str | None:
-    """Why padded rows keep their mask, as the end of a sentence; None where they need none.
-
-    Args:
-        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
-    """
+    """Why padded rows keep their mask, as the end of a sentence; None where they need none. An unknown `capability`
+    counts as a current one."""
     if attention == "eager":
         return "eager attention computes every score, with a mask or without"
     if shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
@@ -190,14 +180,9 @@ def why_no_boundaries(config: RunConfig, shape: ModelShape, *, attention: str) -
 
 def why_one_by_one(shape: ModelShape, *, half: bool, capability: tuple[int, int] | None, device: str) -> str | None:
     """Why each chat between boundaries is attended to by a call of its own, as the end of a sentence; None where one
-    call of PyTorch's flash kernel takes them all.
-
-    Args:
-        half: whether attention computes in fp16 or bf16.
-        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
-        device: `cuda`, `rocm` or `cpu`. On ROCm torch has the call by AOTriton since 2.11
-            (https://github.com/huggingface/kernels/pull/401).
-    """
+    call of PyTorch's flash kernel takes them all: on ROCm by AOTriton
+    (https://github.com/huggingface/kernels/pull/401). `half`: attention computes in 16 bits; `device`: `cuda`, `rocm`
+    or `cpu`."""
     if device not in ("cuda", "rocm"):
         return f"no kernel for boundaries runs on {device}"
     if shape.mla is not None:  # flash attention takes one width for all three

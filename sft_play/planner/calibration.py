@@ -111,8 +111,8 @@ class Correction:
     """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
     def reserved(self, raw: int, room: int) -> int:
-        """The corrected prediction of a step's reserved bytes, from the runs of like size: more than the room where a
-        step that was predicted to need no more ran out of it."""
+        """The corrected prediction of a step's reserved bytes: more than the room where a step that needs no more ran
+        out."""
         expected = int(raw * self.at(raw).memory)
         return max(expected, room + 1) if self.ran_out and raw >= self.ran_out.predicted_reserved else expected
 
@@ -189,8 +189,7 @@ def _kept(runs: Sequence[Measured]) -> list[Measured]:
 
 
 def load(path: Path | None = None) -> list[Measured]:
-    """The recorded runs, oldest first, from another file if one is named; unreadable lines and those of other versions
-    are skipped."""
+    """The recorded runs, oldest first; unreadable lines and those of other versions are skipped."""
     try:
         lines = (path or record_path()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -203,7 +202,6 @@ _NUMBERS = tuple(field.name for field in fields(Measured) if field.type in ("int
 
 
 def _read(line: str) -> Measured | None:
-    """The run of a line; None where it is broken, of another version, or has a value that is not a valid number."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         data = json.loads(line)
         if isinstance(data, Mapping) and data.get("version") == VERSION:

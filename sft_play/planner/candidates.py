@@ -224,8 +224,8 @@ class Job:
 
     @property
     def by_tokens(self) -> bool:
-        """Whether micro-batches are cut by tokens: where the config leaves the batch to the plan or asks for it, rows
-        of similar length share micro-batches, and rows differ in length."""
+        """Whether micro-batches are cut by tokens: the config leaves it open or asks for it, and rows differ in
+        length."""
         train, is_full = self.config.train, self.packed or self.config.task_mode == "cpt"
         is_open = train.batch_size == "auto" and train.grad_accum == "auto"
         by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_open)
@@ -238,13 +238,8 @@ class Job:
 
 
 def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
-    """Every candidate of the layouts, with its memory and speed, up to the largest micro-batch that fits.
-
-    Layouts whose data-parallel ranks do not divide the batch are left out.
-
-    Raises:
-        ConfigError: the batch that was given does not divide over the ranks of any.
-    """
+    """Every candidate of the layouts, up to the largest micro-batch that fits; layouts whose data-parallel ranks do not
+    divide the batch are left out. Raises ConfigError where none does."""
 
     def every(layout: Layout) -> list[Candidate]:
         candidates: list[Candidate] = []
@@ -263,10 +258,7 @@ def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
 
 def weigh_updates(job: Job, layouts: Sequence[Layout]) -> tuple[Job, list[Candidate]]:
     """The candidates, with trained weights in fp32 in full mode; in bf16 where nothing fits otherwise without offload.
-
-    Raises:
-        ConfigError: as `weigh`.
-    """
+    Raises ConfigError as `weigh`."""
     candidates = weigh(job, layouts)
     rounding = dataclasses.replace(job, masters=False)
     changed = [one for one in layouts if rounding.precision_of(one) != job.precision_of(one)]
@@ -294,11 +286,7 @@ def _of_those_that_divide(layouts: Sequence[Layout], look: Callable[[Layout], Se
 
 def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
     """The thriftiest candidate of each layout: the smallest micro-batch with as much checkpointing as the config
-    allows, and the next one where it is a single pass, which keeps no gradients between passes.
-
-    Raises:
-        ConfigError: the batch that was given does not divide over the ranks of any layout.
-    """
+    allows, and the next one where it is a single pass, which keeps no gradients. Raises ConfigError as `weigh`."""
     layers = job.shape.num_layers
     given = wished_layers(job.config, job.shape)
     count = layers if given is None else given
@@ -312,7 +300,6 @@ def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
 
 
 def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]:
-    """Checkpointing on and off, or as given; some of the layers only where off does not fit."""
     layers = job.shape.num_layers
     given = wished_layers(job.config, job.shape)
     if given is not None:
@@ -329,11 +316,8 @@ def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]
 
 
 def wished_layers(config: RunConfig, shape: ModelShape) -> int | None:
-    """How many of a model's layers are to be recomputed; None where the plan decides.
-
-    Raises:
-        ConfigError: the class has no checkpointing, and it is asked for.
-    """
+    """How many of a model's layers are to be recomputed; None where the plan decides. Raises ConfigError where that is
+    asked for, and the class cannot."""
     wish, layers = config.train.gradient_checkpointing, shape.num_layers
     if not shape.can_checkpoint:
         if wish not in ("auto", False, 0):
@@ -359,13 +343,9 @@ def candidate_of(
     eval_rows: int | None = None,
     masks: bool = False,
 ) -> Candidate:
-    """One candidate with its predictions.
-
-    Args:
-        masks: whether padded rows and packs come with a mask even where they need none.
-        eval_rows: rows of an evaluation batch where the config leaves them open; None works out the most that need no
-            more memory than the step. A candidate that only is asked whether it fits takes 1: its peak is the same.
-    """
+    """One candidate with its predictions; `masks`: padded rows and packs come with a mask even where they need none;
+    `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory than
+    the step; where only fitting is asked, 1 has the same peak)."""
     precision = job.precision_of(layout)
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
     if step.one_by_one and job.by_tokens and job.rows is not None:
@@ -395,7 +375,6 @@ def candidate_of(
 
 
 def _speed_of(job: Job, precision: Precision, step: Step) -> Speed:
-    """The speed of a step on the run's own rows, where their lengths are known."""
     passes = None
     if job.rows is not None:
         layout = step.layout
@@ -408,8 +387,7 @@ def _speed_of(job: Job, precision: Precision, step: Step) -> Speed:
 def _step_of(
     job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any, masks: bool = False, pads: bool = False
 ) -> Step:
-    """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none; `pads`: rows are
-    padded even where boundaries tell them apart."""
+    """Without an evaluation; `masks` and `pads`: rows have a mask, or are padded, even where they need not."""
     # ranks that share a row each have a part of it, and no boundaries
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
     varlen = joins and not masks and not pads and job.unbounded_because(job.precision_of(layout)) is None
@@ -464,8 +442,7 @@ def _rounded(number: int) -> int:
 
 
 def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:
-    """Rows of one rank's evaluation batch: as given, else `otherwise`, else as many as need no more memory than the
-    step."""
+    """Rows of one rank's evaluation batch: as given, else `otherwise`, else what needs no more memory than the step."""
     given = walk.config.eval.batch_size
     if given != "auto":
         return given
@@ -473,8 +450,7 @@ def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:
 
 
 def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
-    """Bytes of RAM that the ranks of the first node need together: each for what it offloads, one to write; or to load
-    the weights, if that is more."""
+    """Bytes of RAM that the ranks of the first node need together: for offload and one that writes, or to load."""
     if not job.hardware.gpus:
         return 0
     ranks = min(layout.ranks, job.hardware.gpus_per_node)
@@ -485,10 +461,8 @@ def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate to take among those that fit, or None.
-
-    Offload is chosen only if nothing else fits: its speed depends on the host, of which little is known here.
-    """
+    """The candidate to take among those that fit, or None. Offload only if nothing else fits: its speed is hardly
+    known."""
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     enough = AS_FAST * fastest(candidates)
     # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free

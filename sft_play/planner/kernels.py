@@ -93,8 +93,8 @@ class CountedKernels:
 def planned_kernels(
     config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, without: Collection[str] = ()
 ) -> PlannedKernels | None:
-    """What is counted in a layout; None where the config leaves the plain kernels. `without`: packages that are not
-    installed here, which only `auto` asks."""
+    """What is counted in a layout; None where the config leaves the plain kernels. `without`: packages not installed
+    here."""
     wish = config.train.kernels
     if wish == "none":
         return None
@@ -167,14 +167,7 @@ class Experts:
 
 def experts_of(config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision) -> Experts:
     """The implementation for a model with experts: grouped_mm unless its class, its widths or the config are against.
-
-    Args:
-        has_own_code: the class runs experts by code of its own, which no setting reaches.
-        widths: hidden width and inner width of an expert.
-
-    Raises:
-        ConfigError: grouped_mm is asked for by name, and cannot run.
-    """
+    Raises ConfigError where it is asked for by name, and cannot run."""
     wanted = config.model.experts_implementation
     if wanted == "eager":
         return Experts("eager", "eager, one expert after another, as model.experts_implementation says")
@@ -210,11 +203,8 @@ GROUPED_SINCE = (8, 0)
 
 
 def planned_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Experts | None:
-    """The implementation for the experts of a shape; None where there are none.
-
-    Raises:
-        ConfigError: the config names one that cannot run, or there are no experts.
-    """
+    """The implementation for the experts of a shape; None where there are none. Raises ConfigError where the config
+    names one that cannot run."""
     kinds = [kind for kind in shape.layers if kind.num_experts]
     if not kinds:
         refuse_without_experts(config)

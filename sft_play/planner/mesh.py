@@ -41,11 +41,8 @@ class Mesh:
 
 
 def mesh_of(given: Any) -> Mesh | None:
-    """The mesh that `model.mesh_shape` gives; None where it is null.
-
-    Raises:
-        ConfigError: sizes and names do not belong together, or the mesh is one that no engine builds.
-    """
+    """The mesh that `model.mesh_shape` gives; None where it is null. Raises ConfigError for one that no engine
+    builds."""
     if given is None:
         return None
     sizes, names = _split(given)

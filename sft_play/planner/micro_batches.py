@@ -50,11 +50,8 @@ class MicroBatches:
         return dataclasses.replace(self, rows=rows, tokens=tokens, single=False)
 
     def cut(self, lengths: Sequence[int], *, ranks: int = 1) -> Cut:
-        """The micro-batches of a step's rows over `ranks`, the same number for each rank.
-
-        Args:
-            lengths: of the rows, the longest first.
-        """
+        """The micro-batches of a step's rows (their lengths, the longest first), the same number for each of
+        `ranks`."""
         if self.tokens is None or (self.padded and self.single):
             return by_rows(len(lengths), rows=self.rows, ranks=ranks)
         if self.padded:
@@ -126,8 +123,7 @@ def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
 
 
 def _dealt(first: int, last: int, ranks: int) -> list[list[int]]:
-    """The rows of one pass, in their order over the ranks; a rank with shorter rows has one more where they do not
-    come out even."""
+    """The rows of one pass, in their order over the ranks, as evenly as they come out."""
     count = last - first
     ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
     return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]
@@ -200,11 +196,7 @@ class RowTokens:
 
 
 def row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:
-    """The summary of all rows' lengths; None without rows.
-
-    Args:
-        counts: the number of rows of each length.
-    """
+    """The summary of all rows' lengths, from the number of rows of each; None without rows."""
     rows = sum(counts.values())
     if not rows:
         return None
@@ -229,10 +221,8 @@ def row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> R
 
 @functools.lru_cache(maxsize=4096)
 def average_passes(rows: RowTokens, cut: MicroBatches, *, effective_batch: int, ranks: int) -> Passes:
-    """What a rank computes in an average step of `effective_batch` rows over `ranks`, by a few drawn ones.
-
-    A pass takes as long as its fullest rank.
-    """
+    """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a pass takes as long as
+    its fullest rank."""
     size = min(effective_batch, rows.rows)
     drawn = min(size, _MOST_ROWS * ranks)
     draw = random.Random(1)  # every rank and every plan of the same rows sees the same steps

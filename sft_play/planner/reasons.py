@@ -56,14 +56,8 @@ def reasons_of(
     kernels: CountedKernels | None,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know.
-
-    Args:
-        limit: tokens of a row at most.
-        repeats_kv: whether sdpa repeats keys and values for all heads.
-        kernels: those that memory and speed count.
-        notes: what a trace of the choice said.
-    """
+    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
+    tokens of a row at most; `notes`: what a trace of the choice said."""
     wish = job.config.model.max_seq_len
     walk = walk_of(job.config, job.shape, chosen.precision, chosen.step)
     learned = job.learned(chosen.layout).at(chosen.raw.reserved)
@@ -146,7 +140,6 @@ def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
 
 
 def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
-    """The product of the batch, how other micro-batches compare, and why some ranks share rows."""
     product = arithmetic(job.config.train, chosen.batch, is_fixed=job.fixed is not None)
     alike = [one for one in candidates if one.fits and one.layout == chosen.layout]
     sizes = [one.batch.micro_batch for one in alike if one.checkpointed == chosen.checkpointed]
@@ -166,7 +159,6 @@ def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -
 
 
 def _loading_words(job: Job, chosen: Candidate) -> list[str]:
-    """That loading needs more than a step, which a reader of the weights' term would not expect."""
     layout, memory = chosen.layout, chosen.memory
     if job.config.tuning.mode != "qlora" or not layout.shards_params or loads_by_unit(job.config, layout):
         return []
@@ -178,7 +170,6 @@ def _loading_words(job: Job, chosen: Candidate) -> list[str]:
 
 
 def _row_words(job: Job, chosen: Candidate) -> str:
-    """What is known, or assumed, of the lengths of rows, and what becomes of shorter ones."""
     padding = _packing_words(job, chosen) if job.packed else _padding_words(job, chosen)
     rows = job.rows
     if rows is None:
@@ -192,7 +183,6 @@ def _row_words(job: Job, chosen: Candidate) -> str:
 
 
 def _sharded_checkpoint_words(job: Job, chosen: Candidate) -> str:
-    """How checkpoints are written where each rank writes a shard, and why."""
     memory = chosen.memory
     if job.config.train.async_save:
         return (
@@ -217,7 +207,6 @@ def _packing_words(job: Job, chosen: Candidate) -> str:
 
 
 def _padding_words(job: Job, chosen: Candidate) -> str:
-    """What becomes of rows that are shorter than others in their batch, and why."""
     if chosen.step.varlen:
         words = ", rows one behind the other without padding, told apart by their boundaries"
         return words + _calls_words(job, chosen)
@@ -261,8 +250,8 @@ def _advice(chosen: Candidate) -> list[str]:
 
 # --- the others -------------------------------------------------------------------------------------------------------
 def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
-    """The candidates worth showing, each with why it was not chosen: every micro-batch of the chosen layout and
-    checkpointing, every checkpointing with the chosen micro-batch, and the best of each other layout."""
+    """The candidates worth showing, each with why it was not chosen: those of the chosen layout, the best of each
+    other."""
     kept: dict[Any, Candidate] = {chosen.key: chosen}
     for candidate in candidates:
         same_layout = candidate.layout == chosen.layout
@@ -343,47 +332,21 @@ def _fits_at(job: Job, chosen: Candidate) -> str:
 
 
 # --- slower code than there is ----------------------------------------------------------------------------------------
-PUBLISHED = {
-    LINEAR_ATTENTION: "Qwen3.5-9B on 8 B200: 1.22 s a step without it, 0.70 s with it",
-    "causal-conv1d": "Qwen3.5-9B on 8 B200: at most 0.1 s of a step of 0.70 s",
-}
-"""What others measured: https://github.com/huggingface/transformers/issues/48718, and the baseline of 0.605 s with both
-packages and a smaller Trainer loop in https://github.com/huggingface/transformers/pull/48915."""
-
-
 def slow_words(config: RunConfig, shape: ModelShape, chosen: Candidate, without: Collection[str]) -> list[str]:
-    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package
-    that is missing, with what it costs."""
-    eager = eager_words(config, shape, chosen)
-    experts = planned_experts(config, shape, chosen.precision)
-    cast = [f"experts: {experts.reason}"] if experts is not None and experts.casts else []
-    return [*([f"experts: {eager}"] if eager else []), *cast, *missing_words(shape, chosen, without).values()]
-
-
-def eager_words(config: RunConfig, shape: ModelShape, chosen: Candidate) -> str | None:
-    """Why experts run one after another, or by their class's own code, and what it costs; None where they do not."""
-    experts = planned_experts(config, shape, chosen.precision)
-    if experts is None or experts.name != "eager":
-        return None
-    return f"{experts.reason}{_cost(chosen.speed, EXPERTS_PART)}"
-
-
-def missing_words(shape: ModelShape, chosen: Candidate, without: Collection[str]) -> dict[str, str]:
-    """For each package of `without` whose kernels the model's class would run on this GPU: a line with what that
-    costs, as far as it is known, and why to leave it so where its kernels fail there."""
-    if chosen.step.capability is None:
-        return {}
-    words = {}
-    for name in shape.kernel_packages:
-        if name not in without:
-            continue
-        cost = f" (published: {PUBLISHED[name]})" if LINEAR_ATTENTION in shape.kernel_packages else ""
-        if name == LINEAR_ATTENTION:
-            cost = f"{_cost(chosen.speed, LINEAR_PART)}{cost}"
-        why_not = unsound(name, chosen.step.capability)
-        leave = f"; leave it so: {why_not}" if why_not else ""
-        words[name] = f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}{leave}"
-    return words
+    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package of
+    `without` whose kernels the model's class would run on this GPU, with what it costs by the roofline."""
+    lines, experts = [], planned_experts(config, shape, chosen.precision)
+    if experts is not None and experts.name == "eager":
+        lines.append(f"experts: {experts.reason}{_cost(chosen.speed, EXPERTS_PART)}")
+    elif experts is not None and experts.casts:
+        lines.append(f"experts: {experts.reason}")
+    for name in shape.kernel_packages if chosen.step.capability is not None else ():
+        if name in without:
+            cost = _cost(chosen.speed, LINEAR_PART) if name == LINEAR_ATTENTION else ""
+            why_not = unsound(name, chosen.step.capability)
+            leave = f"; leave it so: {why_not}" if why_not else ""
+            lines.append(f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}{leave}")
+    return lines
 
 
 def _cost(speed: Speed, part: str) -> str:

@@ -48,11 +48,6 @@ class Gpu:
         return rates.get(dtype, self.fp32_flops)
 
 
-def capability_pair(value: Any) -> tuple[int, int] | None:
-    """A compute capability from JSON or from `8.9` split at its dot; None where there is none."""
-    return (int(value[0]), int(value[1])) if value else None
-
-
 @dataclass(frozen=True)
 class GpuProcess:
     """A process that holds memory of a GPU; `peak_bytes` where the driver keeps accounts."""

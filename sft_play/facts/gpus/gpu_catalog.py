@@ -161,7 +161,6 @@ CATALOG: dict[str, CatalogEntry] = {key_of(entry.name): entry for entry in ENTRI
 
 
 def _short(key: str) -> str:
-    """`4090` for `rtx4090`: how people write it."""
     return re.sub(r"^(laptop)?[rg]tx", r"\1", key)
 
 
@@ -173,11 +172,8 @@ _SUGGESTED = ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")
 
 
 def find(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]:
-    """The entries that a name can mean, the most likely first; empty if none.
-
-    A trailing size chooses among them (`RTX 3060 12GB`, `H100-80GB`); so does `driver_bytes`, the total of a GPU that
-    was found, which leaves at most one. A laptop's GPU is never the desktop's of the same number.
-    """
+    """The entries that a name can mean, the most likely first; a trailing size chooses among them (`H100-80GB`), and so
+    does `driver_bytes`, the total of a GPU that was found. A laptop's GPU is never the desktop's of the same number."""
     key = key_of(name)
     entries = _BY_KEY.get(key) or (_BY_KEY.get(f"laptop{key[:-1]}", []) if key.endswith("m") else [])  # 3060m
     if not entries:  # a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`
@@ -243,11 +239,8 @@ class Price:
 
 @functools.cache
 def all_prices() -> tuple[Price, ...]:
-    """`gpu_prices.json`: on-demand prices in US dollars by public lists, no spot prices and no community hosts.
-
-    They change every week, and none is an offer: every answer that uses one shows its date. Hyperstack sells the SXM
-    boards whole; Lambda's price depends on how many GPUs the machine has.
-    """
+    """`gpu_prices.json`: on-demand prices in US dollars by public lists. They change every week, and none is an offer:
+    every answer that uses one shows its date."""
     table = json.loads(Path(__file__).with_name("gpu_prices.json").read_text(encoding="utf-8"))
     lists = {
         name: PriceList(**{**one, "read": date.fromisoformat(one["read"])}) for name, one in table["lists"].items()

@@ -42,11 +42,7 @@ class NvmlUnavailable(Exception):
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """pynvml, initialised, and shut down at the end.
-
-    Raises:
-        NvmlUnavailable: it does not start.
-    """
+    """pynvml, initialised, and shut down at the end. Raises NvmlUnavailable where it does not start."""
     try:
         import pynvml
 
@@ -74,7 +70,6 @@ def _tried(nvml: Any, name: str, *arguments: Any, **named: Any) -> tuple[Any, Ex
 
 
 def _is(nvml: Any, error: Exception | None, *kinds: str) -> bool:
-    """Whether an error is one of NVML's own, such as `NotSupported`."""
     classes = tuple(getattr(nvml, f"NVMLError_{kind}", ()) for kind in kinds)
     return isinstance(error, classes) or type(error).__name__.removeprefix("NVMLError_") in kinds
 
@@ -83,27 +78,16 @@ def _is_gone(nvml: Any, error: Exception) -> bool:
     return _is(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
 
 
-def text(value: str | bytes | None) -> str | None:
-    """An answer as text: old versions of the package answer in bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version and the newest CUDA that it runs; None where it does not say."""
     newest = int(ask(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
-    version = text(ask(nvml, "nvmlSystemGetDriverVersion"))
+    version = ask(nvml, "nvmlSystemGetDriverVersion")
     return version, (newest // 1000, newest % 1000 // 10) if newest else None  # 13020 is CUDA 13.2
 
 
 def see(*, details: bool = True, topology: bool = True) -> Seen | None:
-    """Every GPU of the machine; None where NVML is missing.
-
-    A field that a driver or a GPU does not report is None; `trouble` says why a GPU does not answer at all.
-
-    Args:
-        details: include power, temperature, PCIe and processes.
-        topology: include how the GPUs are connected.
-    """
+    """Every GPU of the machine; None where NVML is missing. A field that a driver or a GPU does not report is None.
+    `details`: power, temperature, PCIe and processes; `topology`: how the GPUs are connected."""
     try:
         with opened() as nvml:
             return see_through(nvml, details=details, topology=topology)
@@ -112,11 +96,8 @@ def see(*, details: bool = True, topology: bool = True) -> Seen | None:
 
 
 def see_through(nvml: Any, *, details: bool, topology: bool) -> Seen:
-    """The same through an opened library.
-
-    Raises:
-        NvmlUnavailable: it shows no GPU, and does not say that there is none.
-    """
+    """The same through an opened library. Raises NvmlUnavailable where it shows no GPU, and does not say that there is
+    none."""
     handles: dict[int, Any] = {}
     gpus: list[SeenGpu] = []
     links: dict[int, Counter[str]] = {}
@@ -152,7 +133,7 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
              "compute capability": "nvmlDeviceGetCudaComputeCapability"}  # fmt: skip
     answers = {what: _tried(nvml, name, handle) for what, name in names.items()}
     errors = {what: error for what, (answer, error) in answers.items() if answer is None}
-    name, uuid = text(answers["name"][0]), text(answers["UUID"][0])
+    name, uuid = answers["name"][0], answers["UUID"][0]
     memory = _memory(nvml, handle)
     no_memory = _is(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(names)
     # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
@@ -176,7 +157,7 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
         name=name,
         vendor=VENDOR,
         uuid=uuid,
-        bus_id=text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None)),
+        bus_id=getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None),
         nvlinks=links.total() if links is not None else None,
         mig_enabled=bool(mode[0]) if mode else True if instances else None,
         mig_pending=bool(mode[1]) if mode else None,
@@ -221,7 +202,6 @@ def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
-    """Processes with compute or graphics on it, each once; None where the driver lists none to this user."""
     lists = [ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics")]
     if all(listed is None for listed in lists):
         return None
@@ -233,7 +213,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     keeps_accounts = ask(nvml, "nvmlDeviceGetAccountingMode", handle)  # an administrator may switch it on
     processes = []
     for pid, held in sorted(used.items()):
-        name = _process_name(pid, text(ask(nvml, "nvmlSystemGetProcessName", pid)))
+        name = _process_name(pid, ask(nvml, "nvmlSystemGetProcessName", pid))
         stats = ask(nvml, "nvmlDeviceGetAccountingStats", handle, pid) if keeps_accounts else None
         processes.append(
             GpuProcess(pid, name, held, (int(stats.maxMemoryUsage) or None) if stats is not None else None)
@@ -265,10 +245,10 @@ def _instances(nvml: Any, handle: Any) -> tuple[tuple[Instance, ...], Exception 
 
 
 def _instance(nvml: Any, instance: Any) -> Instance:
-    card, _, profile = (text(ask(nvml, "nvmlDeviceGetName", instance)) or "").partition(" MIG ")
+    card, _, profile = (ask(nvml, "nvmlDeviceGetName", instance) or "").partition(" MIG ")
     memory = _memory(nvml, instance)
     return Instance(
-        uuid=text(ask(nvml, "nvmlDeviceGetUUID", instance)) or "",
+        uuid=ask(nvml, "nvmlDeviceGetUUID", instance) or "",
         profile=profile,
         total_bytes=memory.get("total_bytes"),
         used_bytes=memory.get("used_bytes"),
@@ -331,4 +311,4 @@ def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
 
 def _bus(info: Any) -> str:
     """Bus, device and function in one spelling: some drivers write eight digits of the domain, some four."""
-    return (text(getattr(info, "busId", None)) or "").lower()[-12:]
+    return (getattr(info, "busId", None) or "").lower()[-12:]

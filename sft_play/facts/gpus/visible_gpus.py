@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from sft_play.facts import host
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu, capability_pair
+from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.host import answer_of
 from sft_play.units import GIB
@@ -52,7 +52,6 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tup
 
 
 def _probe_gpus() -> tuple[Found, ...]:
-    """Every GPU or instance that NVML lists; instances that it withholds are those that nvidia-smi names."""
     seen = nvml.see(details=False, topology=False)
     if seen is None:
         return ()
@@ -91,7 +90,8 @@ def _memory_refusal(gpu: SeenGpu) -> str:
 
 def _of_nvml(gpu: SeenGpu) -> list[Found]:
     uuid = gpu.uuid or ""
-    capability = capability_pair((gpu.compute_capability or "").split(".")) if gpu.compute_capability else None
+    major, _, minor = (gpu.compute_capability or "").partition(".")
+    capability = (int(major), int(minor)) if major else None
     name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED
     card = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
     why = obstacle(gpu)
@@ -121,7 +121,6 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
 
 
 def _instance_bytes(item: Instance) -> int:
-    """An instance's memory, by its profile's name where the driver does not tell it; 0: not known."""
     return item.total_bytes or _profile_bytes(item.profile)
 
 

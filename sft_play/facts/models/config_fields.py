@@ -124,8 +124,7 @@ def refuse_other_models(config: object, *, name: str) -> None:
 
 
 def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
-    """Raises ModelError for a size with which no class should be built: not a whole number, below 1, or far too
-    large."""
+    """Raises ModelError for a size with which no class should be built."""
     kind = str(config.get("model_type"))
     inner = config.get("text_config")
     fields = Fields(kind, {**config, **inner} if isinstance(inner, Mapping) else config, name)
@@ -147,12 +146,8 @@ class Fields:
 
     @classmethod
     def of_language_model(cls, config: Mapping[str, Any], name: str) -> Fields:
-        """The fields of the language model that a config.json describes or wraps.
-
-        Raises:
-            UnknownArchitecture: its model type is not in the table of families.
-            ModelError: the file does not say how wide the model is.
-        """
+        """The fields of the language model that a config.json describes or wraps. Raises UnknownArchitecture for a type
+        that the table of families does not have, ModelError where the width is missing."""
         inner = config.get("text_config")
         if inner is not None and not isinstance(inner, Mapping):
             raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
@@ -176,11 +171,7 @@ class Fields:
         return cls(kind, values, name)
 
     def need(self, key: str) -> int:
-        """A whole number of one or more.
-
-        Raises:
-            ModelError: it is missing, not a whole number, or larger than in any model.
-        """
+        """A whole number of one or more. Raises ModelError where it is missing, or larger than in any model."""
         value = self.values.get(key)
         # in Python true is an int
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:

@@ -29,12 +29,8 @@ _KINDS: dict[str, AttentionKind] = {
 
 
 def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shapes that a config.json describes; the language model's, where it wraps one.
-
-    Raises:
-        UnknownArchitecture: its model type is not in the table, or it has a part that the table does not describe.
-        ModelError: it is not the config.json of a decoder, or a size is missing or impossible.
-    """
+    """The shapes that a config.json describes, or wraps. Raises UnknownArchitecture for a type or part that the table
+    does not describe, ModelError where it is no decoder's, or a size is missing or impossible."""
     refuse_other_models(config, name=name)
     fields = Fields.of_language_model(config, name)
     family = FAMILIES[fields.kind]

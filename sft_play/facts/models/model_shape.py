@@ -270,11 +270,8 @@ class ModelShape:
 
     @cached_property
     def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Input and output width of each linear layer of the commonest block, by the module's name.
-
-        Two that share a name are listed by their paths (GPT-2's `attn.c_proj` and `mlp.c_proj`). Experts are not
-        linear layers.
-        """
+        """Input and output width of each linear layer of the commonest block, by the module's name; two that share a
+        name by their paths (GPT-2's `attn.c_proj` and `mlp.c_proj`)."""
         names = [linear.name for linear in self.common.linears]
         return {
             linear.name if names.count(linear.name) == 1 else linear.path: (linear.inputs, linear.outputs)

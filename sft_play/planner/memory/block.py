@@ -65,7 +65,6 @@ class BlockBytes:
 
 
 def _block(run: Pass, x: Ref) -> Ref:
-    """The whole block: attention, then the MLP, each behind a norm."""
     spec = run.spec
     for part in (attention, mlp):
         residual = x

@@ -99,8 +99,7 @@ class MemoryEstimate:
 
     @property
     def required_to_load(self) -> int:
-        """Bytes that must be free for loading: tensors of known sizes, with a margin for what quantising them one by
-        one leaves in the allocator."""
+        """Bytes that must be free for loading, with a margin for what quantising leaves in the allocator."""
         return int(self.load_bytes * (1 + LOAD_MARGIN)) + self.kept_free + self.outside_allocator
 
     @property
@@ -110,8 +109,7 @@ class MemoryEstimate:
 
     @property
     def required(self) -> int:
-        """Bytes that must be free on the device before the run starts: for the steps, or for loading if it needs
-        more."""
+        """Bytes that must be free on the device before the run starts, for steps and loading."""
         return max(self.reserved + self.margin + self.outside_allocator, self.required_to_load)
 
 
@@ -171,8 +169,7 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
 
 
 def evaluation_rows(walk: Walk) -> int:
-    """Rows of the largest evaluation batch of one rank that is never the run's peak: it reserves at most what the
-    training step's own tensors take. At least one row, at most MOST_EVALUATION_ROWS."""
+    """Rows of the largest evaluation batch of one rank that is never the run's peak, at most MOST_EVALUATION_ROWS."""
     step, training = walk.step, walk.training
     if step.on_gpu:
         room = max(sum(terms.values()) for terms in training.values())
@@ -206,10 +203,7 @@ def cache_bytes(shape: ModelShape, width: int) -> int:
 
 
 def answer_tokens(shape: ModelShape, precision: Precision, step: Step, memory: MemoryEstimate) -> int:
-    """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees.
-
-    A token's share of a forward pass is taken from the evaluation's moment, or from the step's where none is planned.
-    """
+    """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
     moment, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
     # what a moment holds beyond what stays between steps, for each of its tokens
     passing = max(0, memory.moments.get(moment, 0) - memory.stays) // max(1, rows * step.length)

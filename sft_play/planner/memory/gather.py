@@ -85,11 +85,8 @@ class Gathering:
 def gathering(
     shape: ModelShape, *, width: int, nf4: bool, lora: LoraConfig | None, parts: int, **more: Any
 ) -> Gathering:
-    """The units of a model, `width` bytes for what is gathered unpacked, the adapters of `lora` included (None: there
-    are none), and the other fields of `Gathering`.
-
-    Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's.
-    """
+    """The units of a model, `width` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
+    fields. Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's."""
     kinds = [_block(kind, width=width, nf4=nf4, lora=lora) // parts for kind in shape.layers]
     table = width * shape.table_params
     return Gathering(tuple(kinds[place] for place in shape.layer_order), 0 if shape.tied else table, table, **more)

@@ -115,8 +115,7 @@ def margin_of(
     own_kernels: bool = False,
     autocast: bool = False,
 ) -> Margin:
-    """The margin of a setting: the largest of its classes. `autocast`: trained weights are wider than the compute
-    dtype."""
+    """The largest margin of a setting's classes; `autocast`: trained weights are wider than the compute dtype."""
     applies: dict[MarginClass, bool] = {
         "measured": True,
         "quantised": mode == "qlora",

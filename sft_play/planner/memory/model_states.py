@@ -23,10 +23,8 @@ PAGED_FROM = 100_000
 
 
 def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
-    """Whether a layout's ranks get the weights from the first one, a unit at a time, and keep only their shards.
-
-    DoRA's magnitudes are computed from full weights before sharding; tensor parallelism divides differently.
-    """
+    """Whether ranks get the weights from the first one, a unit at a time, and keep their shards. DoRA's magnitudes are
+    computed from full weights; tensor parallelism divides differently."""
     dora = config.tuning.mode != "full" and config.tuning.lora.use_dora
     return layout.is_fsdp and layout.tensor_parallel == 1 and not dora
 
@@ -61,8 +59,7 @@ def largest_tensor(shape: ModelShape) -> int:
 
 
 def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
-    """The weights as loaded: `width` bytes each; in NF4 the linear layers and experts, never embedding, head, norms or
-    biases."""
+    """The weights as loaded, `width` bytes each; in NF4 the linear layers and experts."""
     packed = sum(count * nf4_bytes(elements) for elements, count in shape.packable)
     rests = sum(
         count * rest_of_segment(elements // 2 if nf4 and packs else width * elements)
@@ -72,8 +69,8 @@ def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
-    """LoRA parameters: r * (inputs + outputs) on each targeted linear layer, and on each expert of a targeted stack;
-    DoRA adds one number per output of a layer."""
+    """LoRA parameters: r * (inputs + outputs) on each target, an expert too; DoRA adds one number per output of a
+    layer."""
     return sum(rows * columns * count for rows, columns, count in _factors(shape, lora))
 
 
@@ -83,7 +80,6 @@ def adapters_of(kind: LayerKind, lora: LoraConfig) -> int:
 
 
 def _factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
-    """Rows, columns and number of the tensors of LoRA's adapters."""
     for linears, stacks, count in (
         (shape.outer_linears, (), 1),
         *((k.linears, k.stacked, k.count) for k in shape.layers),
@@ -187,7 +183,6 @@ def paged_bytes(optim: str, shape: ModelShape, parameters: Trained) -> int:
 
 
 def _wide(optim: str, shape: ModelShape, parameters: Trained) -> int:
-    """Parameters with states in fp32."""
     return parameters.params if "32bit" in optim else shape.embedding_params if parameters.embedding else 0
 
 

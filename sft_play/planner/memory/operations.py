@@ -16,11 +16,8 @@ from sft_play.planner.memory.tape import Backward, Grads, Ref, Tape, fresh, one_
 
 
 class Pass:
-    """A forward pass of one block on a tape: its batch, its layers by role, and what it leaves behind.
-
-    `gradients` are those of parameters that stay after the backward pass; `cast` autocast's half-precision copies of
-    trained fp32 weights, by the name of the layer.
-    """
+    """A forward pass of one block on a tape; `gradients` are those of parameters that stay after the backward pass,
+    `cast` autocast's copies of trained fp32 weights, by the name of the layer."""
 
     def __init__(
         self, tape: Tape, spec: BlockSpec, batch: int, length: int, *, accumulating: bool, training: bool = True

@@ -110,10 +110,7 @@ ROW_ROLES = ("o", "down")
 
 
 def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
-    """Bytes of weights, of autocast's dtype, of adapters and of optimizer states.
-
-    DeepSpeed casts what trains to the dtype of the computation, and keeps fp32 copies beside it.
-    """
+    """Bytes of weights, autocast's dtype, adapters and states; DeepSpeed casts what trains to the compute dtype."""
     load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
     adapters = BYTES[adapter_dtype(config, precision)]
     if layout.is_zero and compute is not None:
@@ -143,10 +140,8 @@ def stacked_adapter(stacked: Stacked, lora: LoraConfig) -> int:
 
 
 def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
-    """Whether attention of these blocks gets a mask of S x S: real padding, or a window shorter than the rows.
-
-    transformers omits the mask where causality alone expresses it (masking_utils.py, `_ignore_causal_mask_sdpa`).
-    """
+    """Whether attention gets a mask of S x S: real padding, or a window shorter than the rows (transformers omits it
+    where causality alone expresses it: masking_utils.py, `_ignore_causal_mask_sdpa`)."""
     windowed = kind.attention in ("sliding", "chunked") and shape.window is not None and length >= shape.window
     return kind.attention != "none" and (padded or windowed)
 
@@ -163,11 +158,8 @@ def kernel_of(
     repeats: bool = True,
     cudnn: bool = False,
 ) -> AttentionKernel:
-    """The kernel that runs: torch's choice for sdpa (`planner.attention`), or the one that was asked for.
-
-    `gathers`: rows are padded, which flash-attn 2 takes without their padding; `repeats`: keys and values are repeated
-    where `repeats_kv` says so, as training does and other scripts do not; `cudnn`: cuDNN's kernel is preferred and on.
-    """
+    """The kernel that runs: torch's choice for sdpa, or the one that was asked for. `gathers`: rows are padded, which
+    flash-attn 2 takes without their padding; `repeats`: keys and values are repeated where `repeats_kv` says so."""
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
@@ -190,11 +182,8 @@ def sdpa_call(shape: ModelShape, *, masked: bool, half: bool) -> SdpaCall:
 
 
 def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether a run on GPUs of this capability (None: unknown) repeats keys and values for all heads for sdpa.
-
-    transformers leaves grouped heads to PyTorch where there is no mask, whatever the GPU. Only flash attention supports
-    them; where it does not run, PyTorch would use its math kernel, with S x S scores in fp32.
-    """
+    """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only flash attention
+    takes, and where it does not run, PyTorch would use its math kernel, with S x S scores in fp32."""
     call = sdpa_call(shape, masked=False, half=half)
     return attention == "sdpa" and call.grouped and sdpa_kernel(call, capability, cudnn=False) == "math"
 
@@ -247,8 +236,7 @@ _MLP = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
 
 
 def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
-    """The linear layers of a block of the table by role: q, k, v, o or qkv; gate, up, down or gate_up; latent
-    attention's own. None of a class that is measured."""
+    """The linear layers of a block of the table by role; none of a class that is measured."""
     if shape.adapters is not None:
         return {}
     attention = [linear for linear in kind.linears if linear.is_attention]
@@ -286,8 +274,8 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 
 
 def check_targets(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does, and for
-    what is asked of experts that are not there."""
+    """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of experts that are not
+    there."""
     _check_experts(config, shape)
     targets = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or targets == "auto":
