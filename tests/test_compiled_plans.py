@@ -99,8 +99,8 @@ def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [("train.kernels=auto", "train.compile: true and train.kernels=auto do not go together"),
-     ("train.gradient_checkpointing=offload", "a compiled block recomputes by itself")],
+    [("train.kernels=auto", "train.compile: true does not go together with train.kernels=auto"),
+     ("train.gradient_checkpointing=offload", "a compiled block moves nothing to RAM")],
 )  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused_by_the_plan(setting, words):
     with pytest.raises(ConfigError, match=words):

@@ -103,12 +103,6 @@ class FakeNvml:
             raise Unsupported
         return handle, number
 
-    def nvmlDeviceGetGpuInstanceId(self, handle):
-        return handle[1] + 7
-
-    def nvmlDeviceGetComputeInstanceId(self, handle):
-        return 0
-
     def nvmlDeviceGetNvLinkState(self, handle, link):
         if handle.links is None or link >= handle.links:
             raise Unsupported
@@ -187,7 +181,6 @@ SPLIT = FakeGpu(
         ("MIG-2", "1g.5gb"),
         ("MIG-2,MIG-1", "1g.5gb"),
         ("GPU-aaa", "3g.20gb"),
-        ("MIG-GPU-aaa/8/0", "1g.5gb"),
         ("1", None),
         ("1,0", "3g.20gb"),  # no whole GPU beside an instance
         ("MIG-9", "nothing"),

@@ -105,12 +105,6 @@ class Machine:
             raise pynvml.NVMLError_NotFound
         return handle, place - 2
 
-    def _nvmlDeviceGetGpuInstanceId(self, handle: Any) -> int:
-        return int(handle[1])
-
-    def _nvmlDeviceGetComputeInstanceId(self, handle: Any) -> int:
-        return 0
-
     def _nvmlDeviceGetNvLinkState(self, handle: int, link: int) -> int:
         return 1
 

@@ -18,7 +18,7 @@ from sft_play.facts import host
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.host import on_wsl
 from sft_play.facts.models.architecture import shape_of
-from sft_play.planner.memory.margins import DESKTOP_BYTES
+from sft_play.planner.memory.estimate import DESKTOP_BYTES
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.units import GIB
 

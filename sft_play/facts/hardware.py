@@ -24,12 +24,10 @@ from sft_play.units import GIB
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan may use; without GPUs, the host's memory. `named`: only a name, and not this machine.
-
-    RAM and cores are those of one node. `link_bytes_per_s` is per GPU and one way between the GPUs of a node,
-    `network_bytes_per_s` per node and one way between nodes; None: not known. `ram_given` is False where a machine was
-    named without its RAM, and this machine's RAM is assumed. `notes` tell a person what was assumed.
-    """
+    """What a plan may use; without GPUs, the host's memory. `named`: only a name, and not this machine. RAM and cores
+    are those of one node. `link_bytes_per_s` is per GPU and one way between the GPUs of a node, `network_bytes_per_s`
+    per node and one way between nodes; None: not known. `ram_given` is False where a machine was named without its RAM,
+    and this machine's RAM is assumed. `notes` tell a person what was assumed."""
 
     gpus: tuple[Gpu, ...]
     cpu_name: str
@@ -254,7 +252,8 @@ def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
 def _link(gpus: tuple[Found, ...], entries: list[CatalogEntry | None]) -> float | None:
     """Bytes per second between the GPUs, one way: the slowest one's, PCIe's where no link is active or cards are only
     joined by bridges; None where one is not known."""
-    rates = [
-        entry and (entry.pcie if item.nvlinks == 0 else entry.link) for item, entry in zip(gpus, entries, strict=True)
-    ]
-    return None if None in rates else min(rates, default=None)
+    known = [entry for entry in entries if entry is not None]
+    if len(known) < len(entries):
+        return None
+    pairs = zip(gpus, known, strict=True)
+    return min((entry.pcie if item.nvlinks == 0 else entry.link for item, entry in pairs), default=None)

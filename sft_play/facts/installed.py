@@ -48,10 +48,8 @@ def missing_kernels() -> frozenset[str]:
 
 def unsound(package: str, capability: tuple[int, int] | None) -> str:
     """Why not to install a package for such a GPU; empty: nothing is known against its kernels.
-
     fla-org/flash-linear-attention, issues 913 (misaligned addresses with 0.5.0, NaN until 0.5.1), 999 (a backward pass
-    that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels that 0.6.0 leaves out are in its code.
-    """
+    that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels that 0.6.0 leaves out are in its code."""
     if package != LINEAR_ATTENTION or capability is None or capability[0] not in (10, 12):
         return ""
     return (
@@ -67,11 +65,9 @@ def torch_cuda() -> str | None:
 
 @dataclass(frozen=True)
 class CudaLibraries:
-    """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000; 0: none is known.
-
-    The defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0, nvidia-cudnn-cu13 9.20.0.48). Its build for
-    CUDA 12.6 has cuDNN 9.10.2.
-    """
+    """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000; 0: none is known. The
+    defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0, nvidia-cudnn-cu13 9.20.0.48). Its build for
+    CUDA 12.6 has cuDNN 9.10.2."""
 
     cuda: tuple[int, ...] = (13, 0)
     cudnn: int = 92000

@@ -47,10 +47,8 @@ _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """A machine as described; None is what was not given. Memory in bytes, rates per second, `link` one way.
-
-    `gpu` is None for a machine without GPUs, `per_node` is then 0.
-    """
+    """A machine as described; None is what was not given. Memory in bytes, rates per second, `link` one way. `gpu` is
+    None for a machine without GPUs, `per_node` is then 0."""
 
     gpu: str | None
     per_node: int = 0
@@ -240,4 +238,4 @@ def _counted(spec: MachineSpec, key: str, part: str, text: str, where: str) -> M
         raise HardwareError(
             f"{where}: {key}: {one_line(text)} is not a number of GPUs from 1 to {MAX_GPUS} that the name does not have"
         )
-    return replace(spec, **{part: number})
+    return replace(spec, per_node=number) if part == "per_node" else replace(spec, nodes=number)

@@ -147,17 +147,7 @@ def require_free_port(port: int | None) -> None:
             return
         except OSError as error:
             reason = error.strerror
-    holder = _listener(port)
     raise HardwareError(
-        f"MASTER_PORT={port} cannot be listened on: {reason}{f' ({holder})' if holder else ''}; stop that, or "
-        f"give another port on all nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
+        f"MASTER_PORT={port} cannot be listened on: {reason}; stop what listens there, or give another port on all "
+        f"nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
     )
-
-
-def _listener(port: int) -> str | None:
-    """Which process listens on a port; None where this user may not see it."""
-    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
-        for item in psutil.net_connections(kind="tcp"):
-            if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
-                return f"by {one_line(psutil.Process(item.pid).name())}, pid {item.pid}"
-    return None

@@ -2,18 +2,14 @@
 kernels behind sdpa, in one table that plan, trace, self-test and run read; and whether rows come with a mask.
 
 The table follows PyTorch 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); 2.11 and 2.12 have the same
-order. There cuDNN's kernel comes first on compute capability 9.x and 10.x, and it builds a graph for every new shape of
-a batch: 0.03 to 1 s each (https://github.com/modelscope/FunASR/pull/3705). It is about twice as fast as flash attention
-on Hopper. So a run takes it where all batches have one shape, and switches it off where lengths vary: in padded
-batches, evaluation, and generation, which has a new length for every token. Nor is it taken where PyTorch would and
-its backward pass is not safe: for heads wider than 128, which Hopper's forward pass takes, or of two widths.
-`TORCH_CUDNN_SDPA_AVOID_RECOMPILE` (https://github.com/pytorch/pytorch/pull/155958) helps neither masks nor other
-numbers of rows, and is experimental.
+order. There cuDNN's kernel comes first on compute capability 9.x and 10.x, about twice as fast as flash attention on
+Hopper, and it builds a graph for every new shape of a batch: 0.03 to 1 s each
+(https://github.com/modelscope/FunASR/pull/3705). So a run takes it where all batches have one shape, and switches it
+off elsewhere; nor is it taken where its backward pass is not safe: for heads wider than 128, or of two widths.
 
-Masks are decided from shapes, and measured before a run by `training.proofs.masking`.
-Attention is causal and padding is at the end, so no token of a chat sees a padded place, mask or not. Chats that share
-a row are told apart by their boundaries: PyTorch's flash kernel takes those of many chats, and keys stay grouped; where
-it does not run, each chat is a call of its own. No S x S mask is held.
+Masks are decided from shapes, and measured before a run by `training.proofs.masking`. Attention is causal and padding
+is at the end, so no token of a chat sees a padded place. Chats that share a row are told apart by their boundaries:
+PyTorch's flash kernel takes those of many chats; where it does not run, each chat is a call of its own.
 """
 
 from __future__ import annotations

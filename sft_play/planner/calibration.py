@@ -56,10 +56,8 @@ class Raw:
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`.
-
-    Predictions are raw, as if no run had been recorded before.
-    """
+    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`. Predictions
+    are raw, as if no run had been recorded before."""
 
     device: str
     mode: str
@@ -223,13 +221,11 @@ def correction(
     room: int = 0,
 ) -> Correction:
     """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
-
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
     layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
     runs with the kernels that the plan counts for it. What ran out of memory counts for this model in this layout, as
-    long as the `room` (bytes) is not much larger now.
-    """
+    long as the `room` (bytes) is not much larger now."""
     of_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
     of_all = [run for run in of_kind if not run.ran_out_of]
     # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0

@@ -57,11 +57,9 @@ class Room:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the job; `rejected_because` is None for the chosen one.
-
-    `memory` and `speed` are corrected by earlier runs, `raw` is the prediction without them. `host_required` is the RAM
-    in bytes that the ranks of one node need together.
-    """
+    """One way to run the job; `rejected_because` is None for the chosen one. `memory` and `speed` are corrected by
+    earlier runs, `raw` is the prediction without them. `host_required` is the RAM in bytes that the ranks of one node
+    need together."""
 
     layout: Layout
     batch: BatchPlan

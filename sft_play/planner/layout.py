@@ -42,12 +42,10 @@ def layouts_over(ranks: int) -> tuple[LayoutName, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel` ranks.
-
-    `data_parallel` ranks see their own rows. `shard` is the number of ranks over which a sharded layout divides its
-    states (`fsdp_hybrid`: those of one node, or `distributed.shard_ranks`); in a tensor-parallel layout, what
-    `tensor_parallel` leaves to a rank is divided.
-    """
+    """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel` ranks. `data_parallel`
+    ranks see their own rows. `shard` is the number of ranks over which a sharded layout divides its states
+    (`fsdp_hybrid`: those of one node, or `distributed.shard_ranks`); in a tensor-parallel layout, what
+    `tensor_parallel` leaves to a rank is divided."""
 
     name: LayoutName
     data_parallel: int = 1
@@ -110,11 +108,9 @@ SINGLE = Layout("single")
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a run was distributed when it was stopped: its layout and its batch.
-
-    `processes` are all of its ranks, including those that share rows; `updates` is how they reached its weights, where
-    the layout's engine does not decide that.
-    """
+    """How a run was distributed when it was stopped: its layout and its batch. `processes` are all of its ranks,
+    including those that share rows; `updates` is how they reached its weights, where the layout's engine does not
+    decide that."""
 
     layout: LayoutName
     batch: BatchPlan

@@ -70,12 +70,9 @@ def by_rows(count: int, *, rows: int, ranks: int) -> Cut:
 
 
 def padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) -> Cut:
-    """The cut of sorted rows into passes that has the fewest places, counting `overhead` for each pass.
-
-    A row that is longer than `tokens` is a micro-batch of its own. Rows of a pass are neighbours, so their lengths are
-    close. The best cut of the first n rows is found from those of fewer; in steps of very many rows not every place is
-    tried.
-    """
+    """The cut of sorted rows into passes that has the fewest places, counting `overhead` for each pass. A row that is
+    longer than `tokens` is a micro-batch of its own. Rows of a pass are neighbours, so their lengths are close. The
+    best cut of the first n rows is found from those of fewer; in steps of very many rows not every place is tried."""
     count = len(lengths)
     # best[n]: the least cost of the n longest rows; begin[n]: where its last pass begins
     best = [0.0] + [math.inf] * count
@@ -99,11 +96,9 @@ def padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) ->
 
 
 def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
-    """Rows without padding in as few passes as hold them, with about as many tokens in each micro-batch.
-
-    The longest row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m passes hold
-    any n x m rows a rank.
-    """
+    """Rows without padding in as few passes as hold them, with about as many tokens in each micro-batch. The longest
+    row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m passes hold any n x m rows
+    a rank."""
     count = len(lengths)
     passes = max(1, -(-sum(lengths) // (tokens * ranks)))  # fewer cannot hold them
     while True:

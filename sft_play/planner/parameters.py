@@ -27,9 +27,7 @@ class Experts:
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters of the language model and of what is added to it, as one rank without shards holds them.
-
-    `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds.
-    """
+    `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds."""
 
     total: int
     """The model's own."""

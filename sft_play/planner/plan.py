@@ -32,7 +32,7 @@ from sft_play.planner.candidates import (
     weigh,
     weigh_updates,
 )
-from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_experts
+from sft_play.planner.kernels import CountedKernels, planned_experts, planned_kernels
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.planner.memory.estimate import MemoryEstimate, answer_tokens
 from sft_play.planner.memory.measured_walk import walk_of
@@ -43,8 +43,7 @@ from sft_play.planner.parameters import Parameters, parameters_of
 from sft_play.planner.precision import Precision, Updates, choose_precision
 from sft_play.planner.reasons import reasons_of, shown
 from sft_play.planner.speed.other_code import compile_s, refuse_beside_compiling
-from sft_play.planner.speed.speed_error import SpeedError, speed_error
-from sft_play.planner.speed.throughput import Speed, rates_of, utilisation
+from sft_play.planner.speed.throughput import Speed, SpeedError, rates_of, speed_error, utilisation
 from sft_play.units import GIB
 
 SHORTEST = 8
@@ -69,11 +68,9 @@ Confirm = Callable[[Candidate], Traced]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that would need less memory, or provide more. Bytes are those of one rank.
-
-    `setting` is what to add to SET, `hardware` what to name instead of the present machine; one of them is None.
-    `needs` are those bytes in words, with the RAM of a layout that offloads.
-    """
+    """A change that would need less memory, or provide more. Bytes are those of one rank. `setting` is what to add to
+    SET, `hardware` what to name instead of the present machine; one of them is None. `needs` are those bytes in words,
+    with the RAM of a layout that offloads."""
 
     change: str
     allocated: int
@@ -94,11 +91,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. Bytes are per rank; `max_seq_len` is limited to the model's positions.
-
-    Where nothing fits, the choice is the closest to fitting, `suggestions` say what would fit, and `not_enough` what
-    was tried and would not.
-    """
+    """What a run will do. Bytes are per rank; `max_seq_len` is limited to the model's positions. Where nothing fits,
+    the choice is the closest to fitting, `suggestions` say what would fit, and `not_enough` what was tried and would
+    not."""
 
     choice: Candidate
     precision: Precision
@@ -238,9 +233,7 @@ Planned = tuple[Plan, dict[str, Any] | None]
 @dataclass(frozen=True)
 class PlanRequest:
     """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs are used (or its RAM).
-
-    `earlier` are runs measured on this machine.
-    """
+    `earlier` are runs measured on this machine."""
 
     config: RunConfig
     shape: ModelShape
@@ -367,7 +360,8 @@ def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
     if job.config.train.kernels == "none":
         return None
     step = chosen.step
-    counted = counted_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
+    planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
+    counted = planned.counted
     if counted.memory == "plain":
         return counted
     # Liger's kernels are proven before the first step; a run whose proof fails needs the plain code's bytes
@@ -411,10 +405,10 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
 
     @functools.cache
     def learned(layout: Layout) -> calibration.Correction:
-        counted = counted_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
+        planned = planned_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
         return calibration.correction(
             request.earlier, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=counted, compiled=config.train.compile, room=budget_bytes(hardware),
+            kernels=planned.counted, compiled=config.train.compile, room=budget_bytes(hardware),
         )  # fmt: skip
 
     return Job(

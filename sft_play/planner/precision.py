@@ -73,11 +73,9 @@ Updates = Literal["float32", "stochastic", "bfloat16"]
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded.
-
-    `updates`: how an optimizer step reaches weights that train: in float32 (themselves, or copies of an engine's), in
-    16 bits by stochastic rounding, or rounded to the nearest of 16 bits, where most updates are lost.
-    """
+    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded. `updates`: how an optimizer step
+    reaches weights that train: in float32 (themselves, or copies of an engine's), in 16 bits by stochastic rounding, or
+    rounded to the nearest of 16 bits, where most updates are lost."""
 
     compute: DtypeName
     load: DtypeName
@@ -117,12 +115,10 @@ ROUNDS_ITSELF = ("single", "ddp")
 def with_updates(
     precision: Precision, config: RunConfig, layout: str, *, masters: bool = True, kept: Updates | None = None
 ) -> Precision:
-    """The precision of a layout, with how updates reach bf16 weights that train in full.
-
-    bf16 has 8 significant bits: an update below 1/512 of a weight is lost when it is rounded to the nearest, and at
-    usual learning rates nearly all are. `masters`: whether float32 weights fit, which auto then takes. `kept`: how the
-    resumed run has done it, which auto keeps.
-    """
+    """The precision of a layout, with how updates reach bf16 weights that train in full. bf16 has 8 significant bits:
+    an update below 1/512 of a weight is lost when it is rounded to the nearest, and at usual learning rates nearly all
+    are. `masters`: whether float32 weights fit, which auto then takes. `kept`: how the resumed run has done it, which
+    auto keeps."""
     if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in ROUNDS_ITSELF:
         return precision
     wish = config.train.weight_updates

@@ -31,8 +31,7 @@ from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.precision import SHORT
 from sft_play.planner.speed.other_code import compiling_words
-from sft_play.planner.speed.speed_error import SpeedError, speed_error
-from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed
+from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed, SpeedError, speed_error
 from sft_play.units import GIB, gib
 
 REPEATED_KEYS = (
@@ -105,11 +104,9 @@ def _activation_words(walk: Walk) -> list[str]:
 def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
     step = chosen.step
     planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    if planned is None or counted is None:
-        return []
-    need = counted.plain_bytes
+    need = counted.plain_bytes if counted else None
     otherwise = f"; the plain ones, which run otherwise, would need {need / GIB:.1f} GiB" if need is not None else ""
-    return [f"{planned.reason}{otherwise}"]
+    return [f"{planned.reason}{otherwise}"] if planned.reason else []
 
 
 def _adapter_words(job: Job) -> list[str]:

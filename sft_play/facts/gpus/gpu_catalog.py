@@ -1,22 +1,17 @@
 """GPUs by name: usable memory, bandwidth, dense matrix rates, links, compute capability, power; each with its source.
 
-At the end what clouds ask for an hour of them.
+At the end what clouds ask for an hour of them. Memory: `driver_bytes` is what `nvidia-smi` prints as total,
+`memory_bytes` what torch reports (`torch.cuda.get_device_properties(0).total_memory`): the driver keeps the difference.
+Where no torch figure was seen, it is `driver_bytes` less `reserve_bytes`, and `memory_kind` says so; where no
+`nvidia-smi` figure was seen either, `driver_bytes` is the size on the box.
 
-Memory. `driver_bytes` is what `nvidia-smi` prints as total; `memory_bytes` is what torch reports
-(`torch.cuda.get_device_properties(0).total_memory`, the "total capacity" of its out-of-memory message): the driver
-keeps the difference. Where no torch figure was seen, `memory_bytes` is `driver_bytes` less `reserve_bytes`, and
-`memory_kind` says so; where no `nvidia-smi` figure was seen either, `driver_bytes` is the size on the box.
+Rates are peaks without structured sparsity, of the matrix units with 32-bit accumulation, which is what training uses:
+a data sheet's, or multiprocessors x boost clock x operations per clock of the family (`FAMILIES`), which gives the
+published figures to within 1% wherever there are both. Links are bytes per second and GPU in one direction; `nvlink` is
+what joins all GPUs of a machine as it is sold, bridges between two cards are an extra that a user has to name
+(`link=`); `pcie` is lanes x rate before encoding.
 
-Rates are peaks without structured sparsity (data sheets of Ada and Hopper quote twice as much), of the matrix units
-with 32-bit accumulation, which is what training uses: on GeForce cards since Turing half of what the units do with
-16-bit accumulation. A rate is a data sheet's figure, or multiprocessors x boost clock x operations per clock of the
-family (`FAMILIES`), which gives the published figures to within 1% wherever there are both.
-
-Links are bytes per second and GPU in one direction (data sheets of NVLink quote both directions together). `nvlink`
-is what joins all GPUs of a machine as it is sold (SXM and OAM boards); bridges between two cards are an extra that a
-user has to name (`link=`). `pcie` is lanes x rate before encoding.
-
-The figures are in `gpu_catalog.json`, a line for each GPU. One of which no source was seen is not there:
+The figures are in `gpu_catalog.json`. One of which no source was seen is not there:
 `HARDWARE="2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS"`.
 """
 
@@ -41,11 +36,9 @@ arithmetic by compute capability)."""
 
 @dataclass(frozen=True)
 class Family:
-    """A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation.
-
-    `fp16` is 0 where half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where
-    the units have it. `fp32` counts the ordinary units (no TF32).
-    """
+    """A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation. `fp16` is 0
+    where half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where the units
+    have it. `fp32` counts the ordinary units (no TF32)."""
 
     capability: tuple[int, int]
     fp16: int
@@ -86,12 +79,10 @@ class CatalogEntry:
 
 
 def reserve_bytes(driver_bytes: int) -> int:
-    """What the driver keeps for itself where no figure of the card was seen: 350 MiB and 0.5% of the memory.
-
-    Pairs seen of nvidia-smi's total and torch's (MiB): 8188/7806, 16303/15840, 16376/15944, 23034/22563, 24564/24081,
-    46068/45495, 49140/48539: 382, 463, 432, 471, 483, 573, 601 against 391, 432, 432, 465, 473, 580, 596 by this rule.
-    Data-centre cards keep less (H200 615, B200 729 against 1069, 1267), A100 with 80 GB more (882 against 760).
-    """
+    """What the driver keeps for itself where no figure of the card was seen: 350 MiB and 0.5% of the memory. Pairs seen
+    of nvidia-smi's total and torch's (MiB): 8188/7806, 16303/15840, 16376/15944, 23034/22563, 24564/24081, 46068/45495,
+    49140/48539: 382, 463, 432, 471, 483, 573, 601 against 391, 432, 432, 465, 473, 580, 596 by this rule. Data-centre
+    cards keep less (H200 615, B200 729 against 1069, 1267), A100 with 80 GB more (882 against 760)."""
     return 350 * MIB + driver_bytes // 200
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from sft_play.facts.gpus.gpu import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, matrix
+from sft_play.facts.gpus.gpu import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology
 from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find
 from sft_play.log import one_line
 
@@ -160,7 +160,6 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
         bus_id=getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None),
         nvlinks=links.total() if links is not None else None,
         mig_enabled=bool(mode[0]) if mode else True if instances else None,
-        mig_pending=bool(mode[1]) if mode else None,
         instances=instances,
         trouble=_words(gone[0]) if gone else None,
         withheld={what: _words(error) for what, error in errors.items()},
@@ -173,7 +172,7 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
 
 
 def _details(nvml: Any, handle: Any) -> dict[str, Any]:
-    cap, draw = (ask(nvml, f"nvmlDeviceGetPower{what}", handle) for what in ("ManagementLimit", "Usage"))
+    cap = ask(nvml, "nvmlDeviceGetPowerManagementLimit", handle)
     link = [ask(nvml, f"nvmlDeviceGet{which}PcieLink{what}", handle)
             for what in ("Generation", "Width") for which in ("Curr", "Max")]  # fmt: skip
     # newer packages have a second function and will drop the first with CUDA 14
@@ -181,7 +180,6 @@ def _details(nvml: Any, handle: Any) -> dict[str, Any]:
     degrees = (ask(nvml, question, handle, _SENSOR_GPU) for question in questions)
     return {
         "power_cap_watts": None if cap is None else cap / 1000,  # NVML has milliwatts
-        "power_watts": None if draw is None else draw / 1000,
         "temperature_celsius": next((int(value) for value in degrees if value is not None), None),
         "pcie": Pcie(*link),
         "processes": _processes(nvml, handle),
@@ -254,15 +252,8 @@ def _instance(nvml: Any, instance: Any) -> Instance:
         used_bytes=memory.get("used_bytes"),
         free_bytes=memory.get("free_bytes"),
         processes=_processes(nvml, instance),
-        place=_place(nvml, instance),
         card=card or None,
     )
-
-
-def _place(nvml: Any, instance: Any) -> str | None:
-    """`7/0`: GPU instance and compute instance; an old library cannot say."""
-    numbers = [ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
-    return None if None in numbers else f"{numbers[0]}/{numbers[1]}"
 
 
 def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]]) -> Topology:
@@ -286,7 +277,11 @@ def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]
         status = ask(nvml, "nvmlDeviceGetP2PStatus", handles[one], handles[other], _P2P_READ)
         return None if status is None else status == _P2P_OK
 
-    return matrix(indices, link, peer)
+    return Topology(
+        indices,
+        tuple(tuple(link(one, other) for other in indices) for one in indices),
+        tuple(tuple(peer(one, other) for other in indices) for one in indices),
+    )
 
 
 def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:

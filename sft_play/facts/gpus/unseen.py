@@ -108,9 +108,7 @@ def torch_words() -> str:
 
 def unseen(devices: Devices) -> Unseen | None:
     """The accelerator that a run on this machine would silently leave unused; None if there is none.
-
-    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too.
-    """
+    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too."""
     hiding = devices.environment or {}
     hidden = {name for name, text in hiding.items() if text.strip() in ("", "-1")}  # a wish for the CPU is no accident
     if HIDING[0] in hidden:

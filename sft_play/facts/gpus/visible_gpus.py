@@ -30,17 +30,13 @@ UNNAMED = "NVIDIA GPU"
 
 @dataclass(frozen=True)
 class Found:
-    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`.
-
-    `parent` is the UUID of an instance's GPU and `path` its old-style name; `nvlinks` counts active links, None where
-    the driver does not say. `note` is what a person should know of it; one that is not `usable` is listed for its note
-    alone.
-    """
+    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`. `parent` is the UUID of an
+    instance's GPU; `nvlinks` counts active links, None where the driver does not say. `note` is what a person should
+    know of it; one that is not `usable` is listed for its note alone."""
 
     uuid: str
     gpu: Gpu
     parent: str = ""
-    path: str = ""
     nvlinks: int | None = None
     note: str = ""
     usable: bool = True
@@ -114,9 +110,7 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         instance = replace(
             card, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
         )
-        # before driver R470 an instance was named MIG-GPU-<uuid>/<GPU instance>/<compute instance>
-        path = f"MIG-{uuid}/{item.place}" if item.place and uuid else ""
-        instances += [Found(item.uuid, instance, uuid, path)] if total else []
+        instances += [Found(item.uuid, instance, uuid)] if total else []
     return instances
 
 
@@ -175,7 +169,7 @@ def _matches(item: Found, entry: str) -> bool:
     if re.fullmatch(r"[0-9]{1,9}", entry):
         return item.gpu.index == int(entry)
     if entry.startswith("MIG-"):
-        return item.uuid.startswith(entry) or (item.path != "" and item.path == entry)
+        return item.uuid.startswith(entry)
     return entry != "" and (item.parent or item.uuid).startswith(entry)
 
 

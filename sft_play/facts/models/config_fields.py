@@ -8,6 +8,7 @@ installed transformers; a test compares.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,20 +101,13 @@ def refuse_other_models(config: object, *, name: str) -> None:
     """Raises ModelError for JSON that is not the config.json of a causal language model."""
     shown = one_line(name)
     if not isinstance(config, Mapping):
-        raise ModelError(
-            f"model {shown}: config.json holds a {type(config).__name__}, not a model's fields: it has no model_type"
-        )
+        raise ModelError(f"model {shown}: config.json holds a {type(config).__name__}: it has no model_type")
     if "peft_type" in config:
-        base = config.get("base_model_name_or_path")
-        hint = f", here {one_line(base)}" if isinstance(base, str) and base else ""
-        raise ModelError(f"model {shown}: its config is an adapter's; name the base model{hint}")
-    if "_class_name" in config or "_diffusers_version" in config:
-        raise ModelError(f"model {shown}: its config.json is a diffusion model's, not a language model's")
-    kind = config.get("model_type")
+        base = one_line(str(config.get("base_model_name_or_path") or "not named there"))
+        raise ModelError(f"model {shown}: its config is an adapter's; name the base model, here {base}")
+    kind, names = config.get("model_type"), config.get("architectures")
     if not isinstance(kind, str) or not kind:
-        hint = " (it is a tokenizer's config)" if "tokenizer_class" in config else ""
-        raise ModelError(f"model {shown}: not a model's config.json: it has no model_type{hint}")
-    names = config.get("architectures")
+        raise ModelError(f"model {shown}: not a language model's config.json (a tokenizer's?): it has no model_type")
     heads = [item for item in names if isinstance(item, str)] if isinstance(names, list) else []
     wrong = next((head for head in heads if head.endswith(_TASK_HEADS)), None)
     if wrong is not None:
@@ -167,7 +161,7 @@ class Fields:
         values = usual_names(CLASS_DEFAULTS[kind]) | usual_names(text)
         # defaults are those of one model of the class: a file without sizes is not taken for it
         if not wrapped and not any(key in text for key in ("hidden_size", *ALIASES["hidden_size"])):
-            raise cls(kind, values, name)._no_number("hidden_size", None)
+            cls(kind, {}, name).need("hidden_size")
         return cls(kind, values, name)
 
     def need(self, key: str) -> int:
@@ -175,7 +169,8 @@ class Fields:
         value = self.values.get(key)
         # in Python true is an int
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._no_number(key, value)
+            rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.kind)})"
+            raise self._refusal(key, value, rule)
         # a limit is listed under one of a field's names
         usual = next((usual for usual, others in ALIASES.items() if key in others), key)
         most = LARGEST.get(usual, _LARGEST_OTHER)
@@ -199,28 +194,22 @@ class Fields:
     def real(self, key: str) -> float | None:
         """A positive number that may be absent."""
         value = self.values.get(key)
-        if value is None or value is False:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self._refusal(key, value, "it must be a number above 0")
-        return float(value)
+        return None if value is None or value is False else self._number(key, value, 1e-30, None)
 
     def share(self, key: str) -> float:
         """A number from 0 to 1; absent and null count as 0."""
         value = self.values.get(key)
-        if value is None:
-            return 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise self._refusal(key, value, "it must be a number from 0 to 1")
-        return float(value)
+        return 0.0 if value is None else self._number(key, value, 0, 1)
+
+    def _number(self, key: str, value: object, least: float, most: float | None) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= (most or math.inf):
+            return float(value)
+        rule = "a number above 0" if most is None else f"a number from {least} to {most}"
+        raise self._refusal(key, value, f"it must be {rule}")
 
     def _refusal(self, key: str, value: object, rule: str) -> ModelError:
         shown = one_line(json.dumps(value, default=str))
         return ModelError(f"model {one_line(self.name)}: config.json has {key}: {shown}; {rule}")
-
-    def _no_number(self, key: str, value: object) -> ModelError:
-        rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.kind)})"
-        return self._refusal(key, value, rule)
 
 
 def usual_names(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,6 @@ class _Builder:
             norms_per_layer=family.norms,
             qk_norm=fields.flag(family.qk_norm),
             fused_qkv=len(family.qkv) == 1,
-            fused_gate_up=family.fused_gate,
             rotary_dim=self._rotary_dim(),
             sinks=family.sinks,
             attention_softcap=fields.real("attn_logit_softcapping"),
@@ -114,23 +113,22 @@ class _Builder:
         if self.mla is not None:
             return self.heads
         kv_heads = self.fields.count("num_key_value_heads") or self.heads
-        if self.heads % kv_heads:
-            raise ModelError(
-                f"model {one_line(self.fields.name)}: config.json has num_attention_heads: {self.heads} and "
-                f"num_key_value_heads: {kv_heads}; the first must be a multiple of the second"
-            )
+        self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", kv_heads)
         return kv_heads
+
+    def _require_multiple(self, name: str, number: int, other: str, unit: int) -> None:
+        if number % unit:
+            raise ModelError(
+                f"model {one_line(self.fields.name)}: config.json has {name}: {number} and {other}: {unit}; the first "
+                "must be a multiple of the second"
+            )
 
     def _head_dim(self) -> int:
         if self.mla is not None:
             return self.mla.nope_dim + self.mla.rope_dim
         own = self.fields.count("head_dim")
-        if own is None and self.hidden % self.heads:
-            raise ModelError(
-                f"model {one_line(self.fields.name)}: config.json has hidden_size: {self.hidden} and "
-                f"num_attention_heads: {self.heads}; the first must be a multiple of the second where there is no "
-                "head_dim"
-            )
+        if own is None:
+            self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
         return own or self.hidden // self.heads
 
     def _rotary_dim(self) -> int:

@@ -152,15 +152,11 @@ class LayerKind:
         return tuple(linear.weights for linear in self.linears if linear.packs) + stacks
 
     @cached_property
-    def linear_biases(self) -> int:
-        """Elements of the linear layers' biases."""
-        return sum(linear.outputs for linear in self.linears if linear.bias)
-
-    @cached_property
     def params(self) -> int:
         """All parameters of one block."""
         rest = self.expert_params + self.router_params + self.norm_params + self.other_params
-        return self.linear_weights + self.linear_biases + rest
+        biases = sum(linear.outputs for linear in self.linears if linear.bias)
+        return self.linear_weights + biases + rest
 
 
 @dataclass(frozen=True)
@@ -177,11 +173,9 @@ class Mla:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none.
-
-    `layers` describes the blocks, and every count comes from it; the single fields above it describe the whole model,
-    or its first block of the commonest kind where blocks differ.
-    """
+    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none. `layers`
+    describes the blocks, and every count comes from it; the single fields above it describe the whole model, or its
+    first block of the commonest kind where blocks differ."""
 
     name: str
     model_type: str
@@ -216,8 +210,6 @@ class ModelShape:
     qk_norm: bool = False
     fused_qkv: bool = False
     """Query, key and value come from one linear layer."""
-    fused_gate_up: bool = False
-    """Gate and up projection are one linear layer."""
     position_rows: int = 0
     """Rows of the learned position embedding."""
     alibi: bool = False

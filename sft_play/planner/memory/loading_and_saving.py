@@ -22,12 +22,10 @@ from sft_play.units import MIB
 
 
 def loading_terms(walk: Walk) -> Terms:
-    """The most that a rank holds on its device until the model is there and wrapped, by what it is for.
-
-    Under FSDP2 a rank has its shards, one full unit, and the tensor that arrived last (training/model/fsdp_loading.py).
-    Under ZeRO-3 each rank creates all NF4 weights (core_model_loading.py), PEFT adds adapters in fp32, and only then
-    does DeepSpeed partition; plain weights are partitioned as they arrive.
-    """
+    """The most that a rank holds on its device until the model is there and wrapped, by what it is for. Under FSDP2 a
+    rank has its shards, one full unit, and the tensor that arrived last (training/model/fsdp_loading.py). Under ZeRO-3
+    each rank creates all NF4 weights (core_model_loading.py), PEFT adds adapters in fp32, and only then does DeepSpeed
+    partition; plain weights are partitioned as they arrive."""
     parts, layout = walk.resident, walk.step.layout
     if loads_by_unit(walk.config, layout):
         # on a CPU the copies that the first rank reads are in the same memory

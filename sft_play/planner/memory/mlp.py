@@ -119,8 +119,7 @@ def _plain_gate(run: Pass, parts: list[Ref]) -> Ref:
 
 
 def _clamped_gate(run: Pass, parts: list[Ref]) -> Ref:
-    """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py,
-    `_apply_gate`)."""
+    """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py, `_apply_gate`)."""
     gate, up = (run.tape.op((part,), part.elements, part.width, saved=(part,)) for part in parts)
     parts.clear()
     share = run.scaled(gate)

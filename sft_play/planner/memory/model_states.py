@@ -30,10 +30,8 @@ def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
 
 
 def nf4_bytes(elements: int) -> int:
-    """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own absmax, codes.
-
-    n/2 + n/64 + 4 * n/64/256, a table of 256 and one of 16 in fp32, an offset (bitsandbytes, functional.py).
-    """
+    """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own absmax, codes. n/2 +
+    n/64 + 4 * n/64/256, a table of 256 and one of 16 in fp32, an offset (bitsandbytes, functional.py)."""
     blocks = math.ceil(elements / NF4_BLOCK)
     return math.ceil(elements / 2) + blocks + 4 * math.ceil(blocks / ABSMAX_BLOCK) + 1024 + 4 + 64
 
@@ -104,9 +102,7 @@ HEAD_NAMES = frozenset({"lm_head", "embed_out", "output"})
 @dataclass(frozen=True)
 class Trained:
     """What trains: parameters, bytes of one, whether embedding and head are among them, and bytes of a state's element.
-
-    States wider than the parameters are those of stochastic rounding, which steps one tensor at a time in fp32.
-    """
+    States wider than the parameters are those of stochastic rounding, which steps one tensor at a time in fp32."""
 
     params: int
     width: int
@@ -311,11 +307,9 @@ def _nf4_constants(shape: ModelShape) -> int:
 def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *, full: bool) -> Resident:
     """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
     states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3. Frozen weights are cut in
-    stage 3 too, NF4's packed bytes like others, but for the `kept` bytes.
-
-    Offload: masters, states and fp32 gradients are page-locked in the host's RAM, in stage 3 the weights too; a
-    gradient leaves the GPU with its bucket (stage3.py `grad_partitions_flat_buffer`, stage_1_and_2.py).
-    """
+    stage 3 too, NF4's packed bytes like others, but for the `kept` bytes. Offload: masters, states and fp32 gradients
+    are page-locked in the host's RAM, in stage 3 the weights too; a gradient leaves the GPU with its bucket (stage3.py
+    `grad_partitions_flat_buffer`, stage_1_and_2.py)."""
     own = -(-whole.params // layout.shard)
     half = 2 * (own if layout.shards_params else whole.params)
     gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else whole.params)

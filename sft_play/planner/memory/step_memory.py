@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.kernels import GROUPED_SINCE, liger_in_memory, planned_experts
+from sft_play.planner.kernels import GROUPED_SINCE, planned_experts, planned_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import (
     WORD_TILE,
@@ -158,7 +158,7 @@ class Walk:
             "lora_dropout": lora.dropout, "dora": lora.use_dora, "casts_inputs": step.casts_inputs,
             "one_by_one": step.one_by_one, "experts_in_turn": in_turn, "numbers": self.numbers,
             "experts_by_loop": step.on_gpu and (step.capability or GROUPED_SINCE) < GROUPED_SINCE and not in_turn,
-            "liger": liger_in_memory(self.config, self.shape, step.layout, on_gpu=step.on_gpu),
+            "liger": planned_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
         }  # fmt: skip
         specs = []
         for kind in self.shape.layers:

@@ -282,21 +282,11 @@ def check_targets(config: RunConfig, shape: ModelShape) -> None:
         return
     layers = [linear for linear, _ in shape.linears if linear.adaptable]
     names = sorted({linear.name for linear in layers})
-    problems = []
-    for target in targets:
-        if target in OUTPUT_HEADS:
-            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
-        elif any(linear.matches(target) for linear in layers):
-            continue
-        elif why := _why_none(target, shape):
-            problems.append(f"{one_line(target)}: {why}")
-        else:
-            near = did_you_mean(target, names)
-            hint = f" ({near})" if near else ""
-            problems.append(f"{one_line(target)} matches nothing{hint}")
-    if problems:
+    lost = [one for one in targets if one in OUTPUT_HEADS or not any(linear.matches(one) for linear in layers)]
+    if lost:
+        said = "; ".join(f"{one_line(target)}{_why_none(target, shape, names)}" for target in lost)
         listed = f"The linear layers are: {', '.join(names)}; auto takes these"
-        raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
+        raise ConfigError(f"tuning.lora.target_modules: {said}. {listed}")
 
 
 def _check_experts(config: RunConfig, shape: ModelShape) -> None:
@@ -304,20 +294,23 @@ def _check_experts(config: RunConfig, shape: ModelShape) -> None:
     stacked = [one for kind in shape.layers for one in kind.stacked]
     wanted = () if tuning.mode == "full" else lora.adapted_parameters
     key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
-    asked = ["tuning.quantize_experts=true"] if tuning.quantize_experts is True else []
-    asked += [key] if wanted else []
+    asked = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(wanted)
     if asked and not stacked:
         model = one_line(config.model.name)
         raise ConfigError(f"{' and '.join(asked)}: {model} has no experts in one tensor; leave it out")
     named = wanted if isinstance(wanted, tuple) else ()
-    lost = [name for name in named if not any(one.matches(name) for one in stacked)]
-    if lost:
+    if lost := [name for name in named if not any(one.matches(name) for one in stacked)]:
         names = ", ".join(sorted({one.path.rpartition(".")[2] for one in stacked}))
         raise ConfigError(f"{key}: {one_line(', '.join(lost))} matches nothing; the stacked experts are: {names}")
 
 
-def _why_none(target: str, shape: ModelShape) -> str | None:
+def _why_none(target: str, shape: ModelShape, names: list[str]) -> str:
+    why = None
+    if target in OUTPUT_HEADS:
+        return " is the output head, which takes no adapter (the loss reads its weight)"
     if shape.adapters is not None:
-        return next((why for path, why in shape.adapters.left_out if f".{path}".endswith(f".{target}")), None)
-    has_one = any(linear.matches(target) for linear, _ in shape.linears)
-    return why_no_adapter(shape.model_type, target.rpartition(".")[2]) if has_one else None
+        why = next((why for path, why in shape.adapters.left_out if f".{path}".endswith(f".{target}")), None)
+    elif any(linear.matches(target) for linear, _ in shape.linears):
+        why = why_no_adapter(shape.model_type, target.rpartition(".")[2])
+    near = did_you_mean(target, names)
+    return f": {why}" if why else f" matches nothing{f' ({near})' if near else ''}"

@@ -259,9 +259,10 @@ class _Roofline:
         matrix = products / tp / (rates.matrix * rates.share)
         reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
         times = 2.0 + again  # forward, backward, and what checkpointing computes again
-        kernels, saved = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without), 0.0
-        if kernels is not None and kernels.speed is not None:
-            saved = saved_bytes(shape, kernels.speed, e=self._width, again=again) / (times * shape.num_layers)
+        liger = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without).speed
+        saved = 0.0
+        if liger is not None:
+            saved = saved_bytes(shape, liger, e=self._width, again=again) / (times * shape.num_layers)
         traffic = self._traffic(passes.places, saved) * times / tp
         moving = self._moving(traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times)
         # half a byte read and two written per weight
@@ -270,8 +271,8 @@ class _Roofline:
         starts_of_layer *= STARTS if config.train.compile else 1.0
         starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
         starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
-        if kernels is not None and kernels.speed is not None:
-            starting = max(0.0, starting - saved_starts_s(shape, kernels.speed, again=again))
+        if liger is not None:
+            starting = max(0.0, starting - saved_starts_s(shape, liger, again=again))
         busy = matrix + moving + dequantise
         # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
         starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
@@ -294,12 +295,10 @@ class _Roofline:
         return seconds
 
     def _flops(self, passes: Passes, again: float) -> dict[str, float]:
-        """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed.
-
-        A product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
+        """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed. A
+        product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
         and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times
-        as much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
-        """
+        as much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice."""
         shape, tokens, full = self.shape, passes.places, self.config.tuning.mode == "full"
         weight_gradients = 1.0 if full else 0.0
         adapted = 0.0 if full else 2.0 * adapter_params(shape, self.config.tuning.lora)
@@ -435,3 +434,58 @@ def _link(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
 def utilisation(speed: Speed, rates: Rates) -> float | None:
     """Model FLOP utilisation: the model's own operations per second over the peak; None where no peak is known."""
     return speed.model_flops / speed.step_s / rates.matrix if rates.known else None
+
+
+# --- how far it may be off: published speeds that nothing was fitted to (benchmarks/speed.json) ----------------------
+DATA_CENTRE = {(8, 0), (9, 0)}
+"""Compute capabilities of A100 and H100 with their kin, on which most published runs were made."""
+OTHER_CARDS = {(8, 6), (8, 9), (12, 0)}
+"""Those of workstation and gaming cards."""
+SMALL_PARAMS = 5e9
+LONG_ROW = 8192
+
+
+@dataclass(frozen=True)
+class SpeedError:
+    """The share of a predicted speed within which four of five comparable published runs lie; None where none of its
+    kind was compared."""
+
+    share: float | None
+    of: str
+
+    @property
+    def words(self) -> str:
+        """`±15%, bf16 on data-centre cards`."""
+        return self.of if self.share is None else f"±{self.share:.0%}, {self.of}"
+
+    def is_within(self, ratio: float) -> bool:
+        """Whether two speeds of this quotient cannot be told apart by the prediction."""
+        return self.share is not None and abs(ratio - 1) <= self.share
+
+
+PLAIN = SpeedError(0.15, "bf16 on data-centre cards")
+LONG = SpeedError(0.40, "rows above 8,192 tokens")
+WORKSTATION = SpeedError(0.25, "bf16 on workstation and gaming cards")
+SMALL = SpeedError(0.60, "models below 5B, or cards without bf16")
+CLASSES = (PLAIN, LONG, WORKSTATION, SMALL)
+"""Largest shares and smallest are those of `benchmarks/speed.json`, rounded up to 5%."""
+
+
+def speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, step: Step) -> SpeedError:
+    """The class of a run's predicted speed."""
+    kinds = {gpu.capability for gpu in hardware.gpus}
+    without = {
+        "on a CPU": not hardware.gpus,
+        "on AMD cards": any(gpu.is_amd for gpu in hardware.gpus),
+        "that offloads": step.layout.offloads_states or step.offloads,
+        "of mixtures of experts": any(kind.num_experts for kind in shape.layers),
+        # V100 and T4 have no bf16, and fall into SMALL below
+        "on these cards": not kinds <= DATA_CENTRE | OTHER_CARDS | {(7, 0), (7, 5)},
+    }
+    if (kind := next((words for words, applies in without.items() if applies), None)) is not None:
+        return SpeedError(None, f"no published run {kind} was compared")
+    if shape.params < SMALL_PARAMS or precision.compute != "bfloat16":
+        return SMALL
+    if not kinds <= DATA_CENTRE:
+        return WORKSTATION
+    return LONG if step.seq_len > LONG_ROW else PLAIN
