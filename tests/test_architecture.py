@@ -11,15 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.generate import defaults_text
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import KNOWN_MODELS, positions_of, shape_of
-from sft_play.facts.models.config_fields import (
-    ALIASES,
-    CLASS_DEFAULTS,
-    DEFAULTS_FILE,
-    UnknownArchitecture,
-    defaults_text,
-)
+from sft_play.facts.models.config_fields import ALIASES, CLASS_DEFAULTS, DEFAULTS_FILE, UnknownArchitecture
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS
 from sft_play.facts.models.model_shape import LayerKind, ModelShape

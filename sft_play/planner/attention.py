@@ -20,6 +20,7 @@ from typing import Literal, cast
 from sft_play.config.schema import RunConfig
 from sft_play.facts.installed import CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
+from sft_play.planner.precision import Precision
 
 AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
 """Names of transformers' implementations."""
@@ -79,7 +80,6 @@ class _Kernel:
     widest: int | None = None
     unit: int = 1
     one_width: bool = False
-    """Values are as wide as keys."""
     untrained: range = range(0)
     """Widths without a backward pass on GPUs with little shared memory."""
 
@@ -137,55 +137,62 @@ def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
-def why_masked(
-    config: RunConfig, shape: ModelShape, *, attention: str, capability: tuple[int, int] | None, on_gpu: bool
-) -> str | None:
-    """Why padded rows keep their mask, as the end of a sentence; None where they need none. An unknown `capability`
-    counts as a current one."""
-    if attention == "eager":
-        return "eager attention computes every score, with a mask or without"
-    if shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
-        return "the balance loss of its experts leaves out padding by the mask"
-    if any(kind.attention == "none" for kind in shape.layers):
-        return "some of its layers carry a state from token to token, and read the mask"
-    if shape.alibi:
-        return "its positions are a bias that is added to a mask"
-    if on_gpu and capability is not None and capability < FLASH_SINCE:
-        return "flash attention does not run on this GPU"
-    if config.tuning.backend == "unsloth":
-        return "Unsloth has attention of its own, which is not measured here"
-    return None
+@dataclass(frozen=True)
+class Attended:
+    """How a run's rows are attended to, and why not better, as the ends of sentences. `capability` None: unknown, which
+    counts as a current one; `device`: `cuda`, `rocm` or `cpu`."""
 
+    config: RunConfig
+    shape: ModelShape
+    attention: AttentionName
+    capability: tuple[int, int] | None
+    device: str
 
-def why_no_boundaries(config: RunConfig, shape: ModelShape, *, attention: str) -> str | None:
-    """Why packs keep a mask between their chats, as the end of a sentence; None where their boundaries are enough."""
-    if config.model.attn_implementation != "auto":
-        return f"model.attn_implementation={config.model.attn_implementation}"
-    if attention != "sdpa":
-        return f"the model's class runs {attention} attention"
-    if any(kind.attention in ("none", "chunked") for kind in shape.layers):
-        return "some of its layers see a state or chunks, which boundaries do not say"
-    if shape.alibi:
-        return "its positions are a bias that is added to a mask"
-    if shape.attention_dropout:
-        return "attention between boundaries has no dropout"
-    if config.tuning.backend == "unsloth":
-        return "Unsloth has attention of its own, which is not measured here"
-    return None
+    @property
+    def masked_because(self) -> str | None:
+        """Why padded rows keep their mask; None where they need none."""
+        is_old = self.device != "cpu" and self.capability is not None and self.capability < FLASH_SINCE
+        if self.attention == "eager":
+            return "eager attention computes every score, with a mask or without"
+        if self.shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
+            return "the balance loss of its experts leaves out padding by the mask"
+        if any(kind.attention == "none" for kind in self.shape.layers):
+            return "some of its layers carry a state from token to token, and read the mask"
+        if self.shape.alibi:
+            return "its positions are a bias that is added to a mask"
+        return "flash attention does not run on this GPU" if is_old else self._own_code
 
+    @property
+    def _own_code(self) -> str | None:
+        is_other = self.config.tuning.backend == "unsloth"
+        return "Unsloth has attention of its own, which is not measured here" if is_other else None
 
-def why_one_by_one(shape: ModelShape, *, half: bool, capability: tuple[int, int] | None, device: str) -> str | None:
-    """Why each chat between boundaries is attended to by a call of its own, as the end of a sentence; None where one
-    call of PyTorch's flash kernel takes them all: on ROCm by AOTriton
-    (https://github.com/huggingface/kernels/pull/401). `half`: attention computes in 16 bits; `device`: `cuda`, `rocm`
-    or `cpu`."""
-    if device not in ("cuda", "rocm"):
-        return f"no kernel for boundaries runs on {device}"
-    if shape.mla is not None:  # flash attention takes one width for all three
-        return "its keys and values have different widths"
-    if shape.head_dim > FLASH_HEAD:
-        return f"flash attention takes no heads wider than {FLASH_HEAD}"
-    if device == "cuda":
-        runs = flash_runs(half=half, capability=capability)
-        return None if runs else "flash attention does not run on this GPU in this precision"
-    return None if half else "flash attention does not run in this precision"
+    def unbounded_because(self, precision: Precision) -> str | None:
+        """Why packs keep a mask between their chats; None where their boundaries are enough."""
+        if self.config.model.attn_implementation != "auto":
+            return f"model.attn_implementation={self.config.model.attn_implementation}"
+        if self.attention != "sdpa":
+            return f"the model's class runs {self.attention} attention"
+        if any(kind.attention in ("none", "chunked") for kind in self.shape.layers):
+            return "some of its layers see a state or chunks, which boundaries do not say"
+        if self.shape.alibi:
+            return "its positions are a bias that is added to a mask"
+        if self.shape.attention_dropout:
+            return "attention between boundaries has no dropout"
+        if self._own_code is None and self.config.train.compile and self.one_by_one_because(precision) is not None:
+            return "a call for each chat has its length, for which a compiled block would be compiled again"
+        return self._own_code
+
+    def one_by_one_because(self, precision: Precision) -> str | None:
+        """Why each chat between boundaries is a call of its own; None where one call of PyTorch's flash kernel takes
+        them all: on ROCm by AOTriton (https://github.com/huggingface/kernels/pull/401)."""
+        half = precision.compute != "float32"
+        if self.device == "cpu":
+            return "no kernel for boundaries runs on cpu"
+        if self.shape.mla is not None:  # flash attention takes one width for all three
+            return "its keys and values have different widths"
+        if self.shape.head_dim > FLASH_HEAD:
+            return f"flash attention takes no heads wider than {FLASH_HEAD}"
+        if self.device == "cuda" and not flash_runs(half=half, capability=self.capability):
+            return "flash attention does not run on this GPU in this precision"
+        return None if half else "flash attention does not run in this precision"

@@ -42,10 +42,6 @@ SPEEDS = (1e-4, 1e4)
 """Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
 
 
-PLAIN = CountedKernels()
-"""A model's own kernels."""
-
-
 @dataclass(frozen=True)
 class Raw:
     """The prediction of a step before earlier runs correct it: reserved bytes of a rank, tokens/s over all."""
@@ -216,7 +212,7 @@ def correction(
     mode: str,
     layout: str,
     model: str | None = None,
-    kernels: CountedKernels = PLAIN,
+    kernels: CountedKernels = CountedKernels(),  # noqa: B008
     compiled: bool = False,
     room: int = 0,
 ) -> Correction:

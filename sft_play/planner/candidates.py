@@ -18,14 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION, PINNED, CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner.attention import (
-    AttentionName,
-    prefers_cudnn,
-    sdpa_kernel,
-    why_masked,
-    why_no_boundaries,
-    why_one_by_one,
-)
+from sft_play.planner.attention import Attended, AttentionName, prefers_cudnn, sdpa_kernel
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
 from sft_play.planner.layout import SIMPLICITY, Layout
@@ -73,7 +66,6 @@ class Candidate:
     layers: int
     rejected_because: str | None = None
     traced: bool = False
-    """Whether it was traced, and the larger of the two predictions counts."""
 
     @property
     def fits(self) -> bool:
@@ -187,38 +179,21 @@ class Job:
         return min((gpu.capability for gpu in self.hardware.gpus if gpu.capability is not None), default=None)
 
     @property
-    def masked_because(self) -> str | None:
-        """Why padded rows keep their mask; None where they need none."""
-        return why_masked(
-            self.config, self.shape, attention=self.attention, capability=self.capability,
-            on_gpu=bool(self.hardware.gpus),
-        )  # fmt: skip
+    def attended(self) -> Attended:
+        """How its rows are attended to."""
+        device = "rocm" if any(gpu.is_amd for gpu in self.hardware.gpus) else self.hardware.device
+        return Attended(self.config, self.shape, self.attention, self.capability, device)
 
     def takes_cudnn(self, precision: Precision, layout: Layout) -> bool:
         """Whether sdpa runs cuDNN's kernel for rows of one length, which packs and blocks of text have."""
         is_full = self.packed or self.config.task_mode == "cpt"
         if not is_full or layout.context_parallel > 1 or self.attention != "sdpa" or self.shape.attention_dropout:
             return False
-        is_amd = any(gpu.is_amd for gpu in self.hardware.gpus)
+        is_amd = self.attended.device == "rocm"
         if self.config.tuning.backend != "bnb" or not prefers_cudnn(self.capability, self.libraries, is_amd=is_amd):
             return False
         call = sdpa_call(self.shape, masked=False, half=precision.compute != "float32")
         return sdpa_kernel(call, self.capability, cudnn=True) == "cudnn"
-
-    def unbounded_because(self, precision: Precision) -> str | None:
-        """Why packs keep a mask between their chats; None where their boundaries are enough."""
-        reason = why_no_boundaries(self.config, self.shape, attention=self.attention)
-        if reason is None and self.config.train.compile and self.one_by_one_because(precision) is not None:
-            return "a call for each chat has its length, for which a compiled block would be compiled again"
-        return reason
-
-    def one_by_one_because(self, precision: Precision) -> str | None:
-        """Why attention between boundaries is a call for each chat; None where one call takes them all."""
-        is_amd = any(gpu.is_amd for gpu in self.hardware.gpus)
-        return why_one_by_one(
-            self.shape, half=precision.compute != "float32", capability=self.capability,
-            device="rocm" if is_amd else self.hardware.device,
-        )  # fmt: skip
 
     @property
     def by_tokens(self) -> bool:
@@ -388,8 +363,8 @@ def _step_of(
     """Without an evaluation; `masks` and `pads`: rows have a mask, or are padded, even where they need not."""
     # ranks that share a row each have a part of it, and no boundaries
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
-    varlen = joins and not masks and not pads and job.unbounded_because(job.precision_of(layout)) is None
-    masks = masks or job.masked_because is not None
+    varlen = joins and not masks and not pads and job.attended.unbounded_because(job.precision_of(layout)) is None
+    masks = masks or job.attended.masked_because is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares = job.packed or (job.by_tokens and batch.micro_batch * batch.grad_accum > 1)
     padded = not varlen and is_padded(
@@ -407,7 +382,7 @@ def _step_of(
         padded=padded,
         masks=masks,
         varlen=varlen,
-        one_by_one=varlen and job.one_by_one_because(job.precision_of(layout)) is not None,
+        one_by_one=varlen and job.attended.one_by_one_because(job.precision_of(layout)) is not None,
         cudnn=not varlen and job.takes_cudnn(job.precision_of(layout), layout),
         saves=True,
         on_gpu=bool(job.hardware.gpus),

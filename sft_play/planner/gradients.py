@@ -115,25 +115,19 @@ def refusal(config: RunConfig, precision: Precision, layout: str, *, on_gpu: boo
 def _dtypes_refused(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool) -> Iterator[str]:
     mixed, compute = config.distributed.mixed_precision, precision.compute
     param, reduce, buffer = (f"distributed.mixed_precision.{name}={value}" for name, value in mixed)
-    if mixed.param not in ("auto", compute):
-        if not _is_fsdp(layout):
-            yield f"{param}: only FSDP2 gathers weights in a separate dtype; auto, or fsdp"
-        elif config.tuning.mode == "qlora":
-            yield f"{param}: packed NF4 weights are sent as {compute} and use all its bits; auto"
-        elif mixed.param != "float32":
-            yield f"{param}: the run computes in {compute} (train.bf16, train.fp16); auto, or float32"
+    if mixed.param not in ("auto", compute) and not (_is_fsdp(layout) and mixed.param == "float32"):
+        yield f"{param}: the run computes in {compute}, and only FSDP2 gathers weights in another dtype, fp32; auto"
+    elif mixed.param not in ("auto", compute) and config.tuning.mode == "qlora":
+        yield f"{param}: packed NF4 weights are sent as {compute} and use all its bits; auto"
     if mixed.reduce != "auto" and not (_is_fsdp(layout) or _is_zero(layout)):
         computed = _computed(config, precision, layout, compute)
-        if layout != "ddp":
-            yield f"{reduce}: this layout has no separate dtype for gradients; auto"
-        elif BYTES[mixed.reduce] >= BYTES[computed] and mixed.reduce != computed:
-            yield f"{reduce}: DDP's gradients are {computed}, and its hooks only narrow them; auto, or fsdp, zero2"
+        narrows = BYTES[mixed.reduce] < BYTES[computed] or mixed.reduce == computed
+        if layout != "ddp" or not narrows:
+            yield f"{reduce}: gradients are {computed}, and only DDP's hooks narrow them; auto, or fsdp, zero2"
         elif mixed.reduce == "bfloat16" != computed and not on_gpu:
             yield f"{reduce}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
-    if mixed.buffer != "auto" and not _is_zero(layout):
-        yield f"{buffer}: only DeepSpeed casts the model's buffers; auto, or zero2, zero3"
-    elif mixed.buffer != "auto" and compute == "float32":
-        yield f"{buffer}: DeepSpeed casts buffers only where the run computes in bf16 or fp16; auto"
+    if mixed.buffer != "auto" and (not _is_zero(layout) or compute == "float32"):
+        yield f"{buffer}: only DeepSpeed casts the model's buffers, in 16-bit runs; auto, or zero2, zero3"
 
 
 def effects(config: RunConfig, precision: Precision, layout: str, *, grad_accum: int, whole_bytes: int) -> list[str]:

@@ -32,7 +32,6 @@ ONE_RANK: tuple[LayoutName, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3", "z
 PARTS = (2, 4, 8)
 """Sizes of tensor- or context-parallel groups that the plan tries by itself."""
 DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-"""Layouts that DeepSpeed runs."""
 
 
 def layouts_over(ranks: int) -> tuple[LayoutName, ...]:

@@ -20,7 +20,6 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _MOST_CUTS = 512
 """Places at which a step is tried to be cut, from each that is reached."""
@@ -179,15 +178,6 @@ class RowTokens:
         mean = self.mean * sum(sample) / max(1, sum(self.sample))
         cut = 0 if self.longest <= limit and self.cut == 0 else None
         return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, cut=cut, **lengths)
-
-    def as_json(self) -> dict[str, Any]:
-        """`row_tokens` of a plan, with everything that a rank needs of it."""
-        return {**dataclasses.asdict(self), "sample": list(self.sample)}
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any] | None) -> RowTokens | None:
-        """What `as_json` wrote."""
-        return None if data is None else RowTokens(**{**data, "sample": tuple(data["sample"])})
 
 
 def row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:

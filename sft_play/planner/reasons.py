@@ -116,24 +116,22 @@ def _adapter_words(job: Job) -> list[str]:
 
 
 def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
-    lora, layout = config.tuning.lora, chosen.layout
-    if config.tuning.mode == "full" or lora.dtype != "bfloat16":
+    layout, compute = chosen.layout, chosen.precision.compute
+    if config.tuning.mode == "full" or config.tuning.lora.dtype != "bfloat16":
         return []
-    setting = "tuning.lora.dtype=bfloat16: "
-    if chosen.precision.compute != "bfloat16":
-        return [f"{setting}adapters stay in fp32, because the run computes in {SHORT[chosen.precision.compute]}"]
-    if layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
-        return [f"{setting}{layout.name} still steps adapters in fp32"]
-    return [f"{setting}adapters and their states are bf16, and small updates are lost"]
+    words = "adapters and their states are bf16, and small updates are lost"
+    if compute != "bfloat16":
+        words = f"adapters stay in fp32, because the run computes in {SHORT[compute]}"
+    elif layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
+        words = f"{layout.name} still steps adapters in fp32"
+    return [f"tuning.lora.dtype=bfloat16: {words}"]
 
 
 def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
     if config.tuning.backend != "unsloth":
         return []
-    note = "tuning.backend=unsloth: memory and speed are those of backend bnb; Unsloth itself was not measured"
-    if chosen.layout.name in ("single", "ddp"):
-        return [note]
-    return [note, f"Unsloth runs only single and ddp; {chosen.layout.name} would run with backend bnb (STRATEGY=ddp)"]
+    other = "" if chosen.layout.name in ("single", "ddp") else f"; {chosen.layout.name} would run with backend bnb"
+    return [f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{other}"]
 
 
 def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
@@ -181,17 +179,16 @@ def _row_words(job: Job, chosen: Candidate) -> str:
 
 def _sharded_checkpoint_words(job: Job, chosen: Candidate) -> str:
     memory = chosen.memory
+    size, each = f"{memory.checkpoint_bytes / GIB:.1f} GiB", f"{memory.host_save_each_bytes / GIB:.1f} GiB"
     if job.config.train.async_save:
         return (
-            f"train.async_save: checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written while training goes "
-            f"on, in parts: each of {chosen.layout.ranks} ranks keeps its part in RAM meanwhile "
-            f"({memory.host_save_each_bytes / GIB:.1f} GiB)"
+            f"train.async_save: checkpoints of {size} are written while training goes on, in parts: each of "
+            f"{chosen.layout.ranks} ranks keeps its part in RAM meanwhile ({each})"
         )
     return (
-        f"checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written in parts, one by each of "
-        f"{chosen.layout.ranks} ranks ({memory.host_save_each_bytes / GIB:.1f} GiB of RAM each): above "
-        f"{WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and hold "
-        f"{memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
+        f"checkpoints of {size} are written in parts, one by each of {chosen.layout.ranks} ranks ({each} of RAM each): "
+        f"above {WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and "
+        f"hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
     )
 
 
@@ -200,7 +197,7 @@ def _packing_words(job: Job, chosen: Candidate) -> str:
         return f", several chats to a row, told apart by their boundaries, without a mask{_calls_words(job, chosen)}"
     if chosen.step.attention == "flash_attention_2":  # their position ids start anew
         return ", several chats to a row, told apart by their boundaries"
-    return f", several chats to a row, with a mask between them ({job.unbounded_because(chosen.precision)})"
+    return f", several chats to a row, with a mask between them ({job.attended.unbounded_because(chosen.precision)})"
 
 
 def _padding_words(job: Job, chosen: Candidate) -> str:
@@ -209,16 +206,16 @@ def _padding_words(job: Job, chosen: Candidate) -> str:
         return words + _calls_words(job, chosen)
     if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
         return ""
-    joins = job.by_tokens and job.rows is not None and job.unbounded_because(chosen.precision) is None
+    joins = job.by_tokens and job.rows is not None and job.attended.unbounded_because(chosen.precision) is None
     slower = joins and chosen.layout.context_parallel == 1
     why = "; without padding each chat would be a call of its own, which is predicted to be slower" if slower else ""
     if chosen.step.padded:
-        return f", shorter rows padded to it and masked ({job.masked_because}){why}"
+        return f", shorter rows padded to it and masked ({job.attended.masked_because}){why}"
     return f", shorter rows padded to it, without a mask (attention is causal, and padding at the end){why}"
 
 
 def _calls_words(job: Job, chosen: Candidate) -> str:
-    because = job.one_by_one_because(chosen.precision)
+    because = job.attended.one_by_one_because(chosen.precision)
     return f", each attended to by a call of its own ({because})" if chosen.step.one_by_one else ""
 
 

@@ -77,7 +77,6 @@ class Instance:
     free_bytes: int | None
     processes: tuple[GpuProcess, ...] | None = None
     card: str | None = None
-    """The name of its GPU."""
 
 
 @dataclass(frozen=True)

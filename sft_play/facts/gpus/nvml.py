@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from sft_play.facts import host
 from sft_play.facts.gpus.gpu import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology
 from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find
 from sft_play.log import one_line
@@ -138,8 +139,7 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
     no_memory = _is(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(names)
     # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
     if not memory and no_memory and all(entry.unified for entry in find(name or "")):
-        host = psutil.virtual_memory()
-        total, free = int(host.total), int(host.available)
+        total, free = host.memory()
         memory = {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
     if memory:
         errors.pop("memory", None)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sft_play.facts import host
 from sft_play.facts.gpus import nvml
 from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu
 from sft_play.facts.gpus.gpu_catalog import find
@@ -95,10 +94,7 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         return [Found(uuid, card, note="" if gpu.trouble else why, usable=False)]
     if not gpu.mig_enabled:
         total, note = card.total_bytes, ""
-        if gpu.unified:  # one without memory of its own (Grace-Blackwell desktops, Jetson) has the host's
-            total, free = host.memory()
-            card = replace(card, free_bytes=free)
-        elif not total:
+        if not total:
             total = _catalogue_bytes(name)
             note = f"GPU {gpu.index}: NVML does not tell its memory ({_memory_refusal(gpu)}); "
             note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"

@@ -24,12 +24,6 @@ DEFAULTS_FILE = Path(__file__).with_name("class_defaults.json")
 CLASS_DEFAULTS: dict[str, Defaults] = json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
 
 
-def defaults_text(table: dict[str, Defaults]) -> str:
-    """`class_defaults.json` of such a table: a line for each model type."""
-    rows = (f"  {json.dumps(kind)}: {json.dumps(table[kind])}" for kind in sorted(table))
-    return "{\n" + ",\n".join(rows) + "\n}\n"
-
-
 LARGEST = {
     "hidden_size": 2**20,
     "num_hidden_layers": 4096,

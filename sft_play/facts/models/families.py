@@ -31,7 +31,6 @@ class Experts:
     """The router has one number per expert."""
     expert_bias: bool = False
     clamped: bool = False
-    """The gate is gpt-oss's: `_apply_gate`."""
     fp32_weights: bool = False
     """The router's weights are fp32 under autocast too."""
     shared: str | None = None

@@ -209,9 +209,7 @@ class ModelShape:
     """Norms over the hidden width in one block."""
     qk_norm: bool = False
     fused_qkv: bool = False
-    """Query, key and value come from one linear layer."""
     position_rows: int = 0
-    """Rows of the learned position embedding."""
     alibi: bool = False
     rotary_dim: int = 0
     """How much of a head is rotated; 0 without rotary positions."""
@@ -220,7 +218,6 @@ class ModelShape:
     """Attention scores are capped (Gemma-2): only eager attention does it."""
     mla: Mla | None = None
     attention_dropout: float = 0.0
-    """Dropout of attention probabilities in training."""
     embedding_width: int = 0
     """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
     outer_linears: tuple[Linear, ...] = ()
@@ -236,15 +233,12 @@ class ModelShape:
     text_only: str = ""
     """What is to be said where only the language model of a larger class is trained."""
     stored: str = ""
-    """What is to be said where its files hold quantised weights."""
     published: str = ""
     """What its published files say of the parameters, where that is something else."""
     adapters: AdapterPlaces | None = None
     """Where adapters go; None for a type of the table, whose `linears` tell."""
     can_checkpoint: bool = True
-    """The class can compute its blocks a second time (activation checkpointing)."""
     has_fused_attention: bool = True
-    """The class can call PyTorch's fused attention."""
     meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the estimate knows them."""
 

@@ -197,7 +197,6 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
 
 
 def _longest(request: PlanRequest) -> int:
-
     def fits(length: int) -> bool:
         candidate = look(replace(request, config=_apply(request.config, f"model.max_seq_len={length}")))
         return candidate is not None and candidate.fits

@@ -112,7 +112,6 @@ class MemoryEstimate:
     moment: str = ""
     """The moment of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
-    """Allocated bytes at each moment of a step."""
     load_bytes: int = 0
     """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank creates all NF4
     weights and keeps a shard of them."""
@@ -125,7 +124,6 @@ class MemoryEstimate:
     host_gather_bytes: int = 0
     """RAM that the first rank would take to write a checkpoint whole."""
     checkpoint: Form = "whole"
-    """How a checkpoint is written: whole by the first rank, sharded by all, or by DeepSpeed."""
     checkpoint_bytes: int = 0
     """Weights and optimizer states of one checkpoint."""
     host_load_bytes: int = 0

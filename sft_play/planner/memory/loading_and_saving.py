@@ -140,9 +140,7 @@ class Saving:
     first: int
     """RAM that the first rank needs beyond what every rank needs, for a checkpoint or the final weights."""
     each: int
-    """RAM that each rank needs to write its shard."""
     gathered: int
-    """RAM that the first rank would need to write it whole."""
     staged: int = 0
     """Of `each`: the copy that a rank holds while its part is written beside the training."""
 

@@ -114,7 +114,6 @@ class Trained:
     small: int = 0
     """Of the parameters: those in tensors below `PAGED_FROM`."""
     largest: int = 0
-    """Parameters of the largest tensor."""
     sides: int = 0
     """Rows and columns of all tensors; for a vector its elements."""
 

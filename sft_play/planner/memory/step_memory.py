@@ -59,7 +59,6 @@ class Step:
     checkpointed_layers: int | None = None
     """Blocks, counted from the first, whose activations are recomputed; None: all of them."""
     loss: Literal["chunked", "logits"] = "chunked"
-    """TRL's chunked head, or full logits."""
     attention: AttentionName = "sdpa"
     padded: bool = False
     """Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so."""

@@ -114,7 +114,6 @@ class Rates:
     attention_share: float = OTHER_ATTENTION_SHARE
     """Fraction of the rate of matrix products that attention reaches."""
     without: frozenset[str] = frozenset()
-    """Packages with kernels that are not installed."""
 
 
 @dataclass(frozen=True)
