@@ -169,7 +169,7 @@ def test_one_process_runs_the_same_file_and_says_what_has_no_effect():
         ("zero2", ["distributed.sync_gradients_every=step"], "ZeRO-2 and -3 shard gradients after each"),
         ("zero1", ["distributed.sync_gradients_every=1"], "ZeRO-1 reduces gradients once per step; auto"),
         ("zero1", ["distributed.sync_gradients_every=3"], "ZeRO-1 reduces gradients once per step; auto, or ddp, fsdp"),
-        ("ddp", ["distributed.mixed_precision.buffer=bfloat16"], "only DeepSpeed casts the model's buffers; auto, or"),
+        ("ddp", ["distributed.mixed_precision.buffer=bfloat16"], "only DeepSpeed casts the model's buffers"),
         ("ddp", ["distributed.mixed_precision.reduce=bfloat16"], "torch's hook for it needs GPUs; auto, float16, or"),
         ("fsdp", ["distributed.mixed_precision.param=bfloat16"], "the run computes in float32, and only FSDP2"),
     ],
