@@ -332,12 +332,12 @@ def test_positions_are_read_of_every_class(config, positions, tmp_path):
     assert positions_of(str(tmp_path)) == positions
 
 
-def test_modules_that_share_a_name_are_listed_by_their_paths():
+def test_modules_that_share_a_name_are_told_apart_by_their_paths():
     from sft_play.trace.meta_shape import shape_on_meta
 
     shape = shape_on_meta({"model_type": "gpt2", **SIZES}, name="m")
-    assert shape.linear_shapes == {
-        "c_attn": (64, 192), "attn.c_proj": (64, 64), "c_fc": (64, 256), "mlp.c_proj": (256, 64),
+    assert {linear.path: (linear.inputs, linear.outputs) for linear in shape.common.linears} == {
+        "attn.c_attn": (64, 192), "attn.c_proj": (64, 64), "mlp.c_fc": (64, 256), "mlp.c_proj": (256, 64),
     }  # fmt: skip
     assert [linear.path for linear, _ in shape.linears if linear.matches("c_proj")] == ["attn.c_proj", "mlp.c_proj"]
     assert [linear.path for linear, _ in shape.linears if linear.matches("attn.c_proj")] == ["attn.c_proj"]

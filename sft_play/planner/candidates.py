@@ -353,7 +353,7 @@ def _speed_of(job: Job, precision: Precision, step: Step) -> Speed:
         layout = step.layout
         effective, cut = step.micro_batch * step.grad_accum * layout.data_parallel, micro_batches(job, precision, step)
         passes = average_passes(job.rows, cut, effective_batch=effective, ranks=layout.data_parallel)
-        passes = passes.shared_by(layout.context_parallel)
+        passes = dataclasses.replace(passes, places=passes.places / layout.context_parallel)
     return predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
 
 

@@ -143,10 +143,6 @@ class Passes:
     tokens: float
     rows: float
 
-    def shared_by(self, ranks: int) -> Passes:
-        """The same where `ranks` compute a part of every row each."""
-        return dataclasses.replace(self, places=self.places / ranks)
-
 
 @dataclass(frozen=True)
 class RowTokens:

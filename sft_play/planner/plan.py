@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -179,33 +179,18 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
+        own = {one.name: _plain(getattr(self, one.name)) for one in fields(self) if one.name not in _TOLD_OTHERWISE}
+        # plans without these had the JSON before them: a recorded plan stays byte for byte
+        for name in ("kernels", "compile_s", "deepspeed", "parameters"):
+            if not own[name]:
+                del own[name]
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
-            "speed_known": self.speed_known,
-            "speed_error": asdict(self.speed_error) if self.speed_error else None,
-            "activations_from": self.activations_from,
-            "repeats_kv": self.repeats_kv,
-            "eval_batch": self.eval_batch,
-            "masked_bytes": self.masked_bytes,
-            "answer_tokens": self.answer_tokens,
-            "micro_batches": asdict(self.micro_batches),
-            "row_tokens": asdict(self.row_tokens) if self.row_tokens else None,
-            # plans without these had the JSON before them: a recorded plan stays byte for byte
-            **({"kernels": asdict(self.kernels)} if self.kernels else {}),
-            **({"compile_s": self.compile_s} if self.compile_s else {}),
-            **({"deepspeed": self.deepspeed} if self.deepspeed is not None else {}),
-            "max_seq_len": self.max_seq_len,
-            "precision": asdict(self.precision),
-            "mfu": self.mfu,
+            **own,
             "run": self._run_json(),
-            "model_params": self.model_params,
-            **({"parameters": asdict(self.parameters)} if self.parameters else {}),
             "hardware": self.hardware.as_json(),
-            "reasons": list(self.reasons),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
-            "not_possible": [asdict(item) for item in self.not_possible],
-            "ways_out": [asdict(way) for way in self.suggestions],  # the key that scripts know
-            "not_enough": [asdict(way) for way in self.not_enough],
+            "ways_out": _plain(self.suggestions),  # the key that scripts know
         }
 
     def _run_json(self) -> dict[str, Any] | None:
@@ -224,6 +209,16 @@ class Plan:
             "energy_kwh": hours * watts / 1000 if hours is not None and watts else None,
             "cost": gpu_hours * price if gpu_hours is not None and price is not None else None,
         }
+
+
+_TOLD_OTHERWISE = ("choice", "budget_bytes", "work", "hardware", "candidates", "suggestions")
+"""Fields of a plan that its JSON has in another form, or under another name."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 Planned = tuple[Plan, dict[str, Any] | None]

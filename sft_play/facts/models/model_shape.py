@@ -255,16 +255,6 @@ class ModelShape:
         return max(self.layers, key=lambda kind: kind.count)
 
     @cached_property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Input and output width of each linear layer of the commonest block, by the module's name; two that share a
-        name by their paths (GPT-2's `attn.c_proj` and `mlp.c_proj`)."""
-        names = [linear.name for linear in self.common.linears]
-        return {
-            linear.name if names.count(linear.name) == 1 else linear.path: (linear.inputs, linear.outputs)
-            for linear in self.common.linears
-        }
-
-    @cached_property
     def linears(self) -> tuple[tuple[Linear, int], ...]:
         """Every linear layer but the head, with how many of it the model has."""
         inner = tuple((linear, kind.count) for kind in self.layers for linear in kind.linears)

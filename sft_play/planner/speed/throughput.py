@@ -328,7 +328,7 @@ class _Roofline:
         per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
         per_token = max(STILL_MOVED * per_token, per_token - saved)
         if self.config.tuning.mode != "full":
-            inputs = sum(i + o for i, o in shape.linear_shapes.values())
+            inputs = sum(linear.inputs + linear.outputs for linear in shape.common.linears)
             shared = not (self.step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
             # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapter_inputs.py)
             per_token += inputs * (8 if self.config.tuning.mode == "lora" and not shared else 4)
