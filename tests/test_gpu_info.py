@@ -115,9 +115,6 @@ class FakeNvml:
     def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> Any:
         return self.get(handle, "limit")
 
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
-        return self.get(handle, "usage")
-
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> Any:
         return self.get(handle, "temperature")
 

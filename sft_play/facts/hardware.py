@@ -140,7 +140,6 @@ def named(text: str) -> Hardware:
 
 
 def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
-    """The catalogue's entry of the GPU's name, and what was assumed where the name has several meanings."""
     name = spec.gpu or ""
     entries = find(name)
     if entries:

@@ -76,7 +76,6 @@ class _Unreadable(Exception):
 def _reader(
     pattern: str, factor: Callable[[re.Match[str]], float], least: float, most: float, takes: str
 ) -> Callable[[str], float]:
-    """What reads a number with its unit, between two limits; `takes` says what it accepts."""
 
     def read(text: str) -> float:
         match = re.fullmatch(pattern, text)

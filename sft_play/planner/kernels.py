@@ -121,7 +121,6 @@ def planned_kernels(
 
 
 def _problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
-    """Why the run will not take Liger's kernels; None where it will try."""
     if not on_gpu:
         return "Liger's need a CUDA GPU"
     if config.tuning.backend != "bnb":

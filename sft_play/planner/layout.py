@@ -271,7 +271,6 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
 
 
 def _cannot_start(layout: Layout, config: RunConfig) -> str | None:
-    """Why adapters cannot start elsewhere than at zero in the layout; None where they can."""
     lora, name = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}: "
     if config.tuning.mode == "full" or lora.init == "default":
         return None

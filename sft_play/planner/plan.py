@@ -194,7 +194,6 @@ class Plan:
         }
 
     def _run_json(self) -> dict[str, Any] | None:
-        """Time, energy and money of the whole run; None where the work is unknown."""
         if self.work is None:
             return None
         gpus, hours, price = self.hardware.gpus, self.hours, self.hardware.price_per_gpu_hour

@@ -122,7 +122,6 @@ def _entry_of(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogEntr
 
 
 def _source(text: str, sources: Mapping[str, str]) -> str:
-    """A source that is spelled out, or the name of one, with a file of it."""
     name, slash, file = text.partition("/")
     return f"{sources[name]}{slash}{file}" if name in sources else text
 
@@ -203,7 +202,6 @@ def nearest(name: str) -> list[str]:
 
 
 def _steps(wanted: str, form: str) -> int:
-    """How far apart the characters are: H200 is nearer to H300 than H100 is."""
     return sum(abs(ord(one) - ord(other)) for one, other in zip(wanted, form, strict=False))
 
 

@@ -230,7 +230,6 @@ def _process_name(pid: int, by_driver: str | None = None) -> str | None:
 
 
 def _instances(nvml: Any, handle: Any) -> tuple[tuple[Instance, ...], Exception | None]:
-    """The instances of a GPU, and why others may be missing; a container sees those that it was given."""
     instances = []
     count, withheld = _tried(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)
     for place in range(_MOST_INSTANCES if count is None else count):

@@ -154,12 +154,12 @@ def _without_nvml(devices: Devices, what: str) -> tuple[str, str]:
         why, remedy = "this container was given none of them (no /dev/nvidia0)", _DOCKER
     elif devices.container:
         remedy = f"{_DOCKER}, or restart it, where it lost its devices"
-    elif not devices.driver:
+    elif not devices.driver and not devices.nodes:
         why, remedy = "no NVIDIA driver is loaded", "install it (580 or newer for CUDA 13) and restart the machine"
     else:
         remedy = (
-            "after an update of the driver restart the machine; libnvidia-ml.so.1 comes with the driver, pynvml with "
-            "pip install nvidia-ml-py; nvidia-smi and dmesg | grep NVRM say more"
+            "after an update of the driver restart the machine; nvidia-modprobe -u -c=0 makes /dev/nvidia0; the "
+            "driver has libnvidia-ml.so.1, pip install nvidia-ml-py pynvml; nvidia-smi and dmesg | grep NVRM say more"
         )
     return f"{what}, and {why}", remedy
 

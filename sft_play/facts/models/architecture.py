@@ -126,7 +126,6 @@ def stored_words(config: Mapping[str, Any], mode: str) -> str:
 
 
 def _is_native(model_type: str) -> bool:
-    """Whether the installed transformers has this model type, looked up without importing it."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return False

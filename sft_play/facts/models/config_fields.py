@@ -97,8 +97,9 @@ def refuse_other_models(config: object, *, name: str) -> None:
     if not isinstance(config, Mapping):
         raise ModelError(f"model {shown}: config.json holds a {type(config).__name__}: it has no model_type")
     if "peft_type" in config:
-        base = one_line(str(config.get("base_model_name_or_path") or "not named there"))
-        raise ModelError(f"model {shown}: its config is an adapter's; name the base model, here {base}")
+        base = config.get("base_model_name_or_path")
+        hint = f", here {one_line(base)}" if isinstance(base, str) and base else ""
+        raise ModelError(f"model {shown}: its config is an adapter's; name the base model{hint}")
     kind, names = config.get("model_type"), config.get("architectures")
     if not isinstance(kind, str) or not kind:
         raise ModelError(f"model {shown}: not a language model's config.json (a tokenizer's?): it has no model_type")

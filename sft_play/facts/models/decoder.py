@@ -50,8 +50,6 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
 
 
 class _Builder:
-    """Lays out the blocks of one decoder."""
-
     def __init__(self, family: Family, fields: Fields) -> None:
         self.family, self.fields = family, fields
         self.hidden = fields.need("hidden_size")
@@ -239,7 +237,6 @@ class _Builder:
         return "sliding" if fields.count("sliding_window") and self._slides(rule, index) else "full"
 
     def _slides(self, rule: str, index: int) -> bool:
-        """Whether a block slides where config.json has a window and no `layer_types`."""
         fields = self.fields
         if "use_sliding_window" in fields.values and not fields.flag("use_sliding_window"):
             return False

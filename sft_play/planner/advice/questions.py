@@ -131,7 +131,6 @@ def largest_that_fits(question: Question, request: PlanRequest) -> Largest:
 
 
 def _layouts(request: PlanRequest) -> tuple[Layout, ...]:
-    """The layouts that certainly count: those that need RAM only where it is known."""
     config, shape, hardware = request.config, request.shape, request.hardware
     possible, _ = layouts_for(config, shape, hardware, named=request.named)
     if config.model.mesh_shape is None:
