@@ -12,10 +12,16 @@ from typing import Any
 from benchmarks import starter_language, what_fits
 from sft_play.config.leaves import leaves, sections, yaml_value
 from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
-from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
+from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, Defaults
 from sft_play.process.variables import MAINTAINING, VARIABLES
 
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
+
+
+def defaults_text(table: dict[str, Defaults]) -> str:
+    """`class_defaults.json` of such a table: a line for each model type."""
+    rows = (f"  {json.dumps(kind)}: {json.dumps(table[kind])}" for kind in sorted(table))
+    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 def generated() -> Iterator[tuple[Path, str]]:

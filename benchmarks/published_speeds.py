@@ -26,8 +26,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.layout import Layout
 from sft_play.planner.memory.step_memory import Step
 from sft_play.planner.precision import Precision
-from sft_play.planner.speed.speed_error import SpeedError, speed_error
-from sft_play.planner.speed.throughput import Speed, predict_speed, rates_of
+from sft_play.planner.speed.throughput import Speed, SpeedError, predict_speed, rates_of, speed_error
 from sft_play.trace.block_meter import planned_shape
 
 ROWS = Path(__file__).with_name("published_speeds.csv")

@@ -258,9 +258,9 @@ def test_what_cannot_be_is_refused(command, run_yaml, words, said):  # noqa: F81
 @pytest.mark.parametrize(
     ("strategy", "words", "said"),
     [
-        ("zero3", "tuning.mode=qlora tuning.lora.init=loftq", "ZeRO-3 would divide the base's 16-bit weights too"),
+        ("zero3", "tuning.mode=qlora tuning.lora.init=loftq", "whole 16-bit weights are read for it"),
         ("fsdp", "tuning.mode=lora tuning.lora.init=pissa tuning.lora.use_dora=true", "half of an adapter"),
-        ("tp", "tuning.mode=lora tuning.lora.init=pissa", "singular directions are those of whole matrices"),
+        ("tp", "tuning.mode=lora tuning.lora.init=pissa", "whole 16-bit weights are read for it"),
     ],
 )
 def test_layouts_that_cannot_are_refused_by_name(command, run_yaml, monkeypatch, strategy, words, said):  # noqa: F811

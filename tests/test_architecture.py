@@ -11,15 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from benchmarks.generate import defaults_text
 from sft_play.errors import ModelError
 from sft_play.facts.models.architecture import KNOWN_MODELS, positions_of, shape_of
-from sft_play.facts.models.config_fields import (
-    ALIASES,
-    CLASS_DEFAULTS,
-    DEFAULTS_FILE,
-    UnknownArchitecture,
-    defaults_text,
-)
+from sft_play.facts.models.config_fields import ALIASES, CLASS_DEFAULTS, DEFAULTS_FILE, UnknownArchitecture
 from sft_play.facts.models.decoder import parse_config
 from sft_play.facts.models.families import FAMILIES, OTHER_KINDS, WRAPPERS
 from sft_play.facts.models.model_shape import LayerKind, ModelShape
@@ -303,7 +298,7 @@ def test_what_a_step_keeps_is_read_too():
     assert (gemma.attention_softcap, gemma.norm, gemma.norms_per_layer) == (50.0, "gemma", 4)
     assert gemma.attention_dropout == 0.1
     phi = parse_config(file_of("phi3", rope_parameters={"partial_rotary_factor": 0.25}), name="m")
-    assert (phi.rotary_dim, phi.head_dim, phi.fused_qkv, phi.fused_gate_up) == (4, 16, True, True)
+    assert (phi.rotary_dim, phi.head_dim, phi.fused_qkv) == (4, 16, True)
     assert parse_config(file_of("gpt_oss"), name="m").sinks
     mla = parse_config(file_of("deepseek_v3"), name="m").mla
     assert mla is not None
@@ -337,12 +332,12 @@ def test_positions_are_read_of_every_class(config, positions, tmp_path):
     assert positions_of(str(tmp_path)) == positions
 
 
-def test_modules_that_share_a_name_are_listed_by_their_paths():
+def test_modules_that_share_a_name_are_told_apart_by_their_paths():
     from sft_play.trace.meta_shape import shape_on_meta
 
     shape = shape_on_meta({"model_type": "gpt2", **SIZES}, name="m")
-    assert shape.linear_shapes == {
-        "c_attn": (64, 192), "attn.c_proj": (64, 64), "c_fc": (64, 256), "mlp.c_proj": (256, 64),
+    assert {linear.path: (linear.inputs, linear.outputs) for linear in shape.common.linears} == {
+        "attn.c_attn": (64, 192), "attn.c_proj": (64, 64), "mlp.c_fc": (64, 256), "mlp.c_proj": (256, 64),
     }  # fmt: skip
     assert [linear.path for linear, _ in shape.linears if linear.matches("c_proj")] == ["attn.c_proj", "mlp.c_proj"]
     assert [linear.path for linear, _ in shape.linears if linear.matches("attn.c_proj")] == ["attn.c_proj"]
@@ -384,13 +379,13 @@ def test_blocks_that_differ_are_counted_by_kind():
 
 GOOD = file_of("llama")
 BAD: list[tuple[object, str]] = [
-    ([], "holds a list, not a model's fields: it has no model_type"),
+    ([], "holds a list: it has no model_type"),
     ("text", "holds a str"),
     ({}, "it has no model_type"),
     ({"model_type": 3, "hidden_size": 4}, "it has no model_type"),
-    ({"tokenizer_class": "LlamaTokenizer"}, "it is a tokenizer's config"),
+    ({"tokenizer_class": "LlamaTokenizer"}, "(a tokenizer's?): it has no model_type"),
     ({"peft_type": "LORA", "base_model_name_or_path": "a/b"}, "an adapter's; name the base model, here a/b"),
-    ({"_class_name": "UNet2DConditionModel", "sample_size": 64}, "a diffusion model's"),
+    ({"_class_name": "UNet2DConditionModel", "sample_size": 64}, "it has no model_type"),
     ({"model_type": "t5", "d_model": 512}, "an encoder with a decoder"),
     ({"model_type": "bert", "hidden_size": 768}, "is an encoder"),
     ({"model_type": "vit", "hidden_size": 768}, "images or sound"),

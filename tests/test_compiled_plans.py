@@ -99,8 +99,8 @@ def test_hours_have_the_time_of_compiling_and_the_plan_says_so():
 
 @pytest.mark.parametrize(
     ("setting", "words"),
-    [("train.kernels=auto", "train.compile: true and train.kernels=auto do not go together"),
-     ("train.gradient_checkpointing=offload", "a compiled block recomputes by itself")],
+    [("train.kernels=auto", "train.compile: true does not go together with train.kernels=auto"),
+     ("train.gradient_checkpointing=offload", "a compiled block moves nothing to RAM")],
 )  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused_by_the_plan(setting, words):
     with pytest.raises(ConfigError, match=words):
@@ -115,7 +115,7 @@ def test_layouts_that_exchange_inside_blocks_are_not_possible():
     because = {item.name: item.because for item in refused}
     assert set(because) >= {*DEEPSPEED, "tp", "fsdp_tp"}
     assert all("train.compile: " in because[name] for name in (*DEEPSPEED, "tp", "fsdp_tp"))
-    with pytest.raises(ConfigError, match=r"train\.compile: ranks that share rows"):
+    with pytest.raises(ConfigError, match=r"train\.compile: ranks of fsdp_cp exchange"):
         layouts_for(config("model.mesh_shape=[[2,2],[fsdp,cp]]"), shape, hardware)
     assert {layout.name for layout in layouts_for(config(compile=False), shape, hardware)[0]} > {"zero2", "zero3"}
 

@@ -39,7 +39,7 @@ from sft_play.findings import Finding, failed, passed, skipped, warned
 from sft_play.launch.launch_options import LaunchOptions
 from sft_play.planner.advice.suggestions import make_advised_plan
 from sft_play.planner.plan import PlanRequest, Work
-from sft_play.planner.reasons import eager_words, missing_words
+from sft_play.planner.reasons import slow_words
 from tests import warm
 from tests.conftest import ROOT
 
@@ -324,7 +324,7 @@ class FakeNvml:
     def nvmlShutdown(self) -> None: ...
 
     def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"580.82.07"
+        return "580.82.07"
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
         return 13010
@@ -659,8 +659,8 @@ MIXTRAL = {"model_type": "mixtral", "num_hidden_layers": 4, "hidden_size": 1024,
 )  # fmt: skip
 def test_experts_that_run_one_after_another_are_named_with_their_cost(changes, overrides, says):
     run, _ = of_model(MIXTRAL | changes, "H100", *overrides)
-    words = eager_words(run.config, run.shape, run.plan.choice)
-    assert (words is None) == (says is None)
+    words = " ".join(slow_words(run.config, run.shape, run.plan.choice, frozenset()))
+    assert (words == "") == (says is None)
     assert says is None or (says in words and "s of a step of" in words)
 
 
@@ -668,10 +668,10 @@ def test_experts_that_run_one_after_another_are_named_with_their_cost(changes, o
 def test_packages_that_linear_attention_lacks_are_named_on_gpus(machine_name):
     run, _ = of_model(MIXTRAL, machine_name)
     shape = replace(run.shape, kernel_packages=("causal-conv1d", FLA))
-    found = missing_words(shape, run.plan.choice, frozenset({FLA, "mamba-ssm", "causal-conv1d"}))
-    assert set(found) == {FLA, "causal-conv1d"}
-    assert ("leave it so: on Blackwell its releases before 0.6.0" in found[FLA]) is (machine_name != "H100")
-    assert "1.22 s a step without it, 0.70 s with it" in found[FLA]
+    told = slow_words(run.config, shape, run.plan.choice, frozenset({FLA, "mamba-ssm", "causal-conv1d"}))
+    conv, fla = (line for line in told if "is not installed" in line)
+    assert conv.startswith("causal-conv1d is not installed: mixtral runs its own slower code instead")
+    assert ("leave it so: on Blackwell its releases before 0.6.0" in fla) is (machine_name != "H100")
 
 
 # --- all of it --------------------------------------------------------------------------------------------------------

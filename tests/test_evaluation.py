@@ -13,8 +13,7 @@ from sft_play.config.load import config_from_text
 from sft_play.facts.hardware import named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, evaluation_rows
-from sft_play.planner.memory.margins import STAYS
+from sft_play.planner.memory.estimate import MOST_EVALUATION_ROWS, STAYS, evaluation_rows
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded
 from sft_play.planner.plan import PlanRequest, make_plan
 from sft_play.planner.precision import Precision

@@ -72,7 +72,7 @@ class FakeNvml:
         self.open = False
 
     def nvmlSystemGetDriverVersion(self) -> bytes:
-        return b"580.82.07"
+        return "580.82.07"
 
     def nvmlSystemGetCudaDriverVersion_v2(self) -> int:
         return 13_010
@@ -92,13 +92,13 @@ class FakeNvml:
         return value
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
-        return self.gpus[handle].name.encode()
+        return self.gpus[handle].name
 
     def nvmlDeviceGetUUID(self, handle: int) -> str:
         return f"GPU-{handle}{handle}{handle}"
 
     def nvmlDeviceGetPciInfo(self, handle: int) -> Any:
-        return SimpleNamespace(busId=f"00000000:1{handle}:00.0".encode())
+        return SimpleNamespace(busId=f"00000000:1{handle}:00.0")
 
     def nvmlDeviceGetMemoryInfo(self, handle: int, version: int | None = None) -> Any:
         gpu = self.gpus[handle]
@@ -114,9 +114,6 @@ class FakeNvml:
 
     def nvmlDeviceGetPowerManagementLimit(self, handle: int) -> Any:
         return self.get(handle, "limit")
-
-    def nvmlDeviceGetPowerUsage(self, handle: int) -> Any:
-        return self.get(handle, "usage")
 
     def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> Any:
         return self.get(handle, "temperature")
@@ -152,7 +149,7 @@ class FakeNvml:
 
     def nvmlDeviceGetNvLinkRemotePciInfo(self, handle: int, link: int) -> Any:
         other = self.gpus[handle].fields.get("bridged")
-        return SimpleNamespace(busId=f"0000:1{other}:00.0".encode() if other is not None else b"0000:c0:00.0")
+        return SimpleNamespace(busId=f"0000:1{other}:00.0" if other is not None else "0000:c0:00.0")
 
     def nvmlDeviceGetTopologyCommonAncestor(self, one: int, other: int) -> int:
         return 50
@@ -203,7 +200,7 @@ def test_two_gpus_are_counted_on_a_line_of_its_own_and_told_in_detail(nvml):
     assert (first.total_bytes, first.used_bytes, first.reserved_bytes) == (143_771 * MIB, 614 * MIB, 479 * MIB)
     assert first.free_bytes == first.total_bytes - first.used_bytes - first.reserved_bytes
     assert (first.compute_capability, first.bf16, first.fp8) == ("9.0", True, True)
-    assert (first.power_cap_watts, first.power_watts, first.temperature_celsius) == (700.0, 120.4, 31)
+    assert (first.power_cap_watts, first.temperature_celsius) == (700.0, 31)
     assert first.pcie == Pcie(1, 5, 16, 16)
     assert [(item.pid, item.used_bytes) for item in first.processes] == [(os.getpid(), 512 * MIB)]
     row = next(line for line in text if line.startswith("  0 "))
@@ -305,7 +302,7 @@ def test_instances_of_a_split_gpu_are_listed(nvml):
             return (handle, place)
 
         def nvmlDeviceGetName(self, handle: Any) -> bytes:
-            return b"NVIDIA A100 MIG 3g.20gb" if isinstance(handle, tuple) else b"NVIDIA A100-SXM4-40GB"
+            return "NVIDIA A100 MIG 3g.20gb" if isinstance(handle, tuple) else "NVIDIA A100-SXM4-40GB"
 
         def nvmlDeviceGetUUID(self, handle: Any) -> str:
             return f"MIG-{handle[1]}" if isinstance(handle, tuple) else "GPU-a"

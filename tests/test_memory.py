@@ -14,8 +14,7 @@ from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.models.decoder import parse_config
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import block_bytes, forward_peak
-from sft_play.planner.memory.estimate import estimate
-from sft_play.planner.memory.margins import MARGIN_BYTES, MARGINS, margin_of
+from sft_play.planner.memory.estimate import MARGIN_BYTES, MARGINS, estimate, margin_of
 from sft_play.planner.memory.model_states import adapter_params, weight_bytes
 from sft_play.planner.memory.step_memory import Step, Walk
 from sft_play.planner.memory.tape import Tape, rest_of_segment, shared
@@ -289,16 +288,13 @@ def test_margins_are_one_table_and_the_largest_class_counts():
     }  # fmt: skip
     assert all(row.reason for row in MARGINS.values())
 
-    def share(
-        mode="lora", padded=False, attention="sdpa", optim="adamw_torch_fused", layout=SINGLE, own_experts=False, **more
-    ):
-        found = margin_of(
-            mode=mode, padded=padded, attention=attention, optim=optim, layout=layout, own_experts=own_experts, **more
-        )
-        return found.share
+    def share(mode="lora", precision=BF16, layout=SINGLE, own_experts=False, **step):
+        shape = dataclasses.replace(llama_8b(), own_experts=own_experts)
+        return margin_of(Walk(run(mode=mode), shape, precision, Step(1, 1, 512, layout=layout, **step))).share
 
-    assert share() == share(mode="full") == share(autocast=True) == 0.03
-    assert share(mode="full", autocast=True) == share(mode="qlora") == share(padded=True) == 0.06
+    wide = Precision("bfloat16", "float32", "")
+    assert share() == share(mode="full") == share(precision=wide) == 0.03
+    assert share(mode="full", precision=wide) == share(mode="qlora") == share(padded=True) == 0.06
     assert share(attention="eager", mode="qlora") == share(layout=Layout("ddp", 2)) == 0.10
     assert share(own_experts=True) == share(layout=Layout("zero2", 2, 2)) == share(layout=Layout("tp", 1, 1, 2)) == 0.15
 

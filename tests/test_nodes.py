@@ -436,7 +436,7 @@ def test_a_node_that_never_comes_is_named_when_the_time_is_over(card):
 def test_a_port_that_is_taken_is_said_before_anybody_waits(card):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(HardwareError, match=rf"MASTER_PORT={port} cannot be listened on.*pid {os.getpid()}"):
+        with pytest.raises(HardwareError, match=rf"MASTER_PORT={port} cannot be listened on"):
             meet(Nodes(2, 0, "127.0.0.1", port), card, limit_s=60)
 
 

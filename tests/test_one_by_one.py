@@ -19,10 +19,11 @@ from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.models.architecture import shape_of
 from sft_play.facts.models.model_shape import Mla
 from sft_play.planner import candidates
-from sft_play.planner.attention import why_one_by_one
+from sft_play.planner.attention import Attended
 from sft_play.planner.candidates import micro_batches
 from sft_play.planner.micro_batches import MicroBatches, average_passes, row_tokens
 from sft_play.planner.plan import PlanRequest, job_of, make_plan, plan_from_json
+from sft_play.planner.precision import Precision
 from sft_play.planner.speed.throughput import CHAT_STARTS, PASS_OVERHEAD_S, predict_speed
 
 GIB = 2**30
@@ -40,7 +41,8 @@ def test_a_call_for_each_chat_is_planned_exactly_where_no_kernel_takes_boundarie
         half, width = draw.random() < 0.7, draw.choice([64, 128, 256, 257, 512])
         capability = draw.choice([None, (6, 0), (7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (12, 0)])
         shape = dataclasses.replace(shape_of(LLAMA), head_dim=width, mla=mla if draw.random() < 0.1 else None)
-        because = why_one_by_one(shape, half=half, capability=capability, device=device)
+        precision = Precision("bfloat16" if half else "float32", "bfloat16", "")
+        because = Attended(run_of(), shape, "sdpa", capability, device).one_by_one_because(precision)
         runs = half and width <= 256 and shape.mla is None
         if device == "cuda":
             runs = runs and capability not in ((6, 0), (7, 0), (7, 5))
@@ -84,7 +86,7 @@ def test_rows_are_padded_exactly_where_that_is_predicted_faster(monkeypatch):
     """On random cards without a kernel, models and rows: every candidate is the faster one of both."""
     draw, seen = random.Random(3), {True: 0, False: 0}
     cards = [entry.name for entry in ENTRIES]
-    monkeypatch.setattr(candidates, "why_one_by_one", lambda *_, **__: "no kernel")  # on every card
+    monkeypatch.setattr(Attended, "one_by_one_because", lambda *_: "no kernel")  # on every card
     for _ in range(30):
         model, mode = draw.choice(MODELS), draw.choice(["lora", "qlora"])
         card, batch = draw.choice(cards), draw.choice([8, 32, 64])

@@ -15,7 +15,7 @@ from benchmarks.memory_model.published import PublishedRun, read_runs
 from benchmarks.memory_model.score import Promise, Scored, score
 from benchmarks.reserved import PRECISION, needed
 from sft_play.planner.layout import SINGLE, Layout
-from sft_play.planner.memory.margins import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
+from sft_play.planner.memory.estimate import GRADIENT_SLACK, PASSING_SLACK, STAYS, reserved_bytes, reserved_over, stays
 from sft_play.trace.settings import Device, StepSettings
 from sft_play.trace.storages import BIRTH, DEATH, Event, replay
 from tests.bundled import model_config

@@ -20,7 +20,7 @@ from sft_play.planner.precision import Precision
 from sft_play.planner.reasons import because, speed_words
 from sft_play.planner.show import speed_lines
 from sft_play.planner.speed import throughput
-from sft_play.planner.speed.speed_error import CLASSES, LONG, PLAIN, SMALL, WORKSTATION, SpeedError, speed_error
+from sft_play.planner.speed.throughput import CLASSES, LONG, PLAIN, SMALL, WORKSTATION, SpeedError, speed_error
 from tests.conftest import ROOT
 
 BF16 = Precision("bfloat16", "bfloat16", "")

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
 from sft_play.config.load import config_from_text
 from sft_play.errors import DoesNotFit
@@ -17,7 +18,7 @@ from sft_play.facts import host
 from sft_play.facts.hardware import Hardware, named
 from sft_play.facts.host import on_wsl
 from sft_play.facts.models.architecture import shape_of
-from sft_play.planner.memory.margins import DESKTOP_BYTES
+from sft_play.planner.memory.estimate import DESKTOP_BYTES
 from sft_play.planner.plan import PlanRequest, make_plan, plan_from_json
 from sft_play.units import GIB
 
@@ -56,7 +57,7 @@ def test_a_machine_under_wsl_says_that_a_desktop_shares_its_gpu(tmp_path, monkey
     found = facts.detect({})
     assert found.pages == bool(gpus)
     assert any("Windows' desktop shares the GPU" in note for note in found.notes) == bool(gpus)
-    assert Hardware.from_json(json.loads(json.dumps(found.as_json()))) == found
+    assert TypeAdapter(Hardware).validate_json(json.dumps(found.as_json())) == found
 
 
 def test_a_plan_under_wsl_leaves_a_gib_more_and_says_for_what():

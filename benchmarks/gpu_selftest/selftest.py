@@ -27,8 +27,7 @@ from benchmarks.gpu_selftest.trials import MODES, Bench, Trial
 from sft_play.facts.hardware import Hardware, detect
 from sft_play.log import one_line, redact
 from sft_play.planner import calibration
-from sft_play.planner.memory.estimate import LOAD_MARGIN
-from sft_play.planner.memory.margins import MARGIN_BYTES
+from sft_play.planner.memory.estimate import LOAD_MARGIN, MARGIN_BYTES
 from sft_play.process import endings
 
 logger = logging.getLogger(__name__)

@@ -3,6 +3,6 @@
 The machine: `hardware` (named: `machine_spec`; found: `host`, and in `gpus` `visible_gpus`, `nvml`), with rates
 from `gpu_catalog`; `unseen` and `compiler` say why a GPU or a kernel would not run. The model, in `models`:
 `architecture` finds its config.json, `decoder` lays out its blocks by `families`, `config_fields` and `class_defaults`,
-and `model_shape` is the result. What was measured is kept by `remembered`. `fp16`, `liger` and `installed` are what is
-known of numbers, kernels and packages.
+and `model_shape` is the result. What was measured is kept by `installed.remembered`,
+and `installed` is what is known of packages; tables are JSON files beside their modules.
 """

@@ -32,7 +32,6 @@ WITHOUT_TRITON = "the loss runs without its kernel, slower and with up to 3.6 Gi
 _MODULE = "#include <Python.h>\n#include <dlfcn.h>\n#include <stdbool.h>\n#include <stdlib.h>\nint answer = 42;\n"
 """The headers that Triton's own module includes, without those that Triton ships."""
 _BUILT = "cuda_utils"
-_LDCONFIG = Path("/sbin/ldconfig")
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,6 @@ class Toolchain:
     headers: Path
     failed: str | None = None
     built: bool = False
-    ldconfig: bool = True
     python: str = platform.python_version()
 
 
@@ -64,38 +62,32 @@ def find_toolchain(environment: Mapping[str, str]) -> Toolchain:
         headers=headers,
         failed=_trial(compiler, headers) if compiler else None,
         built=next(cache.glob(f"*/{_BUILT}{suffix}"), None) is not None,
-        ldconfig=_LDCONFIG.exists() or "TRITON_LIBCUDA_PATH" in environment,
     )
 
 
 def obstacle(tools: Toolchain) -> tuple[str, str] | None:
     """What is missing, and what to do; None where Triton can build its module, has built it, or is not installed."""
-    if not tools.triton or tools.built:
+    if not tools.triton or tools.built or (tools.compiler is not None and tools.failed is None):
         return None
-    if tools.compiler is None:
-        missing = "no C compiler (neither CC, gcc nor clang)"
-        if not (tools.headers / "Python.h").exists():
-            missing += f" and no Python headers ({tools.headers / 'Python.h'})"
-        return missing, _install(tools)
-    if tools.failed is not None and "Python.h" in tools.failed:
-        return f"no Python headers ({tools.headers / 'Python.h'})", _install(tools)
-    if tools.failed is not None:
-        return f"the C compiler {one_line(tools.compiler)} fails: {one_line(tools.failed, limit=200)}", _install(tools)
-    if not tools.ldconfig:
-        return f"no {_LDCONFIG}, which Triton asks for libcuda.so.1", "export TRITON_LIBCUDA_PATH=its folder"
-    return None
+    headers, failed = tools.headers / "Python.h", tools.failed or ""
+    missing = [] if tools.compiler else ["no C compiler (neither CC, gcc nor clang)"]
+    if "Python.h" in failed or not (tools.compiler or headers.exists()):
+        missing.append(f"no Python headers ({headers})")
+    elif tools.compiler:
+        missing.append(f"the C compiler {one_line(tools.compiler)} fails: {one_line(failed, limit=200)}")
+    version = ".".join(tools.python.split(".")[:2])
+    return " and ".join(missing), (
+        f"install a C compiler (gcc or clang; CC= names one) and the headers of Python {version}: on Debian and Ubuntu "
+        f"apt-get install -y gcc g++ libc6-dev python{version}-dev; without root from conda"
+    )
 
 
 def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[str, str] | None:
-    """What inductor lacks to compile a model's blocks on this machine, and what to do; None where it can.
-
-    On a GPU it writes Triton kernels, each of which has a start built by the C compiler; on a CPU it writes C++
-    (torch 2.13, `_inductor/config.py`: `cpp.cxx`).
-    """
+    """What inductor lacks to compile blocks, and what to do; None where it can. On a GPU it writes Triton kernels,
+    whose starts the C compiler builds; on a CPU it writes C++ (torch 2.13, `_inductor/config.py`: `cpp.cxx`)."""
     old = [gpu for gpu in hardware.gpus if gpu.capability and gpu.capability < (7, 0)]
     if old:  # torch 2.13, _inductor/scheduler.py: GPUTooOldForTriton, in the first step
-        found = ".".join(map(str, old[0].capability or ()))
-        return f"it compiles for compute capability 7.0 and newer, and {old[0].name} has {found}", "use another GPU"
+        return f"it compiles for compute capability 7.0 and newer, and {old[0].name} is older", "use another GPU"
     tools = replace(find_toolchain(environment), built=False)  # what an earlier run has left is of other kernels
     if hardware.gpus and not tools.triton:
         return "Triton is not installed", "pip install triton"
@@ -103,18 +95,16 @@ def block_obstacle(hardware: Hardware, environment: Mapping[str, str]) -> tuple[
         default = "clang++" if platform.system() == "Darwin" else "g++"
         compiler = shutil.which(environment.get("CXX") or default)
         if compiler is None:
-            return f"no C++ compiler (CXX, or {default})", _install(tools).replace("gcc", "g++")
-        # on a CPU neither Triton nor libcuda is needed: obstacle() must only look at the compiler and the headers
-        tools = replace(tools, triton=True, compiler=compiler, failed=_trial(compiler, tools.headers), ldconfig=True)
+            return f"no C++ compiler (CXX, or {default})", f"install {default}"
+        tools = replace(tools, triton=True, compiler=compiler, failed=_trial(compiler, tools.headers))
     return obstacle(tools)
 
 
 def require_for_blocks(hardware: Hardware, environment: Mapping[str, str]) -> None:
     """Raises HardwareError, before anything loads, where inductor cannot compile blocks."""
-    problem = block_obstacle(hardware, environment)
-    if problem is not None:
-        missing, remedy = problem
-        raise HardwareError(f"train.compile: inductor cannot compile here: {missing}; {remedy}, or train.compile=false")
+    if problem := block_obstacle(hardware, environment):
+        said = "; ".join(problem)
+        raise HardwareError(f"train.compile: inductor cannot compile here: {said}, or train.compile=false")
 
 
 def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None:
@@ -124,21 +114,10 @@ def require_compiler(hardware: Hardware, environment: Mapping[str, str]) -> None
     tools = find_toolchain(environment)
     if not tools.triton:
         logger.warning("Triton is not installed, although torch's GPU builds bring it: %s", WITHOUT_TRITON)
-    problem = obstacle(tools)
-    if problem is not None:
-        missing, remedy = problem
+    if problem := obstacle(tools):
         raise HardwareError(
-            f"Triton builds the loss kernel at the first step, which would fail here: {missing}; {remedy}"
+            f"Triton builds the loss kernel at the first step, which would fail here: {'; '.join(problem)}"
         )
-
-
-def _install(tools: Toolchain) -> str:
-    version = ".".join(tools.python.split(".")[:2])
-    return (
-        f"install a C compiler (gcc or clang; CC= names one) and the headers of Python {version}: on Debian and Ubuntu "
-        f"apt-get install -y gcc libc6-dev python{version}-dev; without root both from conda, or a Python of uv's, "
-        "which has its headers"
-    )
 
 
 def _trial(compiler: str, headers: Path) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from sft_play.errors import HardwareError
 from sft_play.facts import host
-from sft_play.facts.gpus.gpu import Gpu, capability_pair
+from sft_play.facts.gpus.gpu import Gpu
 from sft_play.facts.gpus.gpu_catalog import CatalogEntry, find, key_of, nearest
 from sft_play.facts.gpus.spoken import grammatical
 from sft_play.facts.gpus.visible_gpus import Found, visible_gpus
@@ -24,12 +24,10 @@ from sft_play.units import GIB
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a plan may use; without GPUs, the host's memory. `named`: only a name, and not this machine.
-
-    RAM and cores are those of one node. `link_bytes_per_s` is per GPU and one way between the GPUs of a node,
-    `network_bytes_per_s` per node and one way between nodes; None: not known. `ram_given` is False where a machine was
-    named without its RAM, and this machine's RAM is assumed. `notes` tell a person what was assumed.
-    """
+    """What a plan may use; without GPUs, the host's memory. `named`: only a name, and not this machine. RAM and cores
+    are those of one node. `link_bytes_per_s` is per GPU and one way between the GPUs of a node, `network_bytes_per_s`
+    per node and one way between nodes; None: not known. `ram_given` is False where a machine was named without its RAM,
+    and this machine's RAM is assumed. `notes` tell a person what was assumed."""
 
     gpus: tuple[Gpu, ...]
     cpu_name: str
@@ -71,10 +69,7 @@ class Hardware:
 
     @property
     def alike(self) -> tuple[tuple[Gpu, ...], ...]:
-        """The GPUs by kind, the largest group first, then the one with more memory: a run takes GPUs of one kind.
-
-        GPUs of one name are of one kind, even where their memory differs: a plan takes the smallest.
-        """
+        """The GPUs by name, the largest group first, then the one with more memory: a run takes GPUs of one kind."""
         kinds: dict[str, list[Gpu]] = {}
         for gpu in self.gpus:
             kinds.setdefault(gpu.name, []).append(gpu)
@@ -83,13 +78,8 @@ class Hardware:
         return tuple(sorted(groups, key=lambda group: (-len(group), -min(gpu.total_bytes for gpu in group))))
 
     def alike_words(self, *, processes: int | None = None, variable: str = "GPUS") -> str:
-        """What to give for GPUs of one kind: `GPUS=0,2 (2 x NVIDIA A100-SXM4-80GB) or GPUS=1 (1 x NVIDIA L4)`.
-
-        Args:
-            processes: NPROC=, where it was given: no more GPUs than that are named, and it is lowered where a kind has
-                fewer.
-            variable: what names GPUs, `CUDA_VISIBLE_DEVICES` for ranks that a person starts.
-        """
+        """What to give for GPUs of one kind: `GPUS=0,2 (2 x NVIDIA A100-SXM4-80GB) or GPUS=1 (1 x NVIDIA L4)`;
+        `processes`: NPROC=, where it was given; `variable`: what names GPUs."""
         choices = []
         for group in self.alike:
             some = group[:processes]
@@ -115,12 +105,6 @@ class Hardware:
             del data["pages"]
         return data
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Hardware:
-        """The machine that `as_json` wrote."""
-        gpus = tuple(Gpu(**{**gpu, "capability": capability_pair(gpu["capability"])}) for gpu in data["gpus"])
-        return cls(**{**data, "gpus": gpus, "notes": tuple(data["notes"])})
-
 
 AMD_NOTE = (
     "AMD's GPUs are planned for with the rules that were scored on NVIDIA's; nobody has compared the two yet, and no "
@@ -131,13 +115,8 @@ AMD_NOTE = (
 
 
 def named(text: str) -> Hardware:
-    """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu`, a YAML file.
-
-    The grammar and the file's keys are those of `machine_spec`; options override the catalogue's figures.
-
-    Raises:
-        HardwareError: the text is not of that grammar, names no GPU, or one that is unknown and `mem=` is missing.
-    """
+    """A machine that is only named: `2xH200`, `2x8xH100` (nodes x GPUs), `2xMyGPU,mem=24GiB`, `cpu`, a YAML file
+    (`machine_spec`). Raises HardwareError for another text, or an unknown GPU without `mem=`."""
     said, note = (text, "") if is_path(text) else grammatical(text)
     spec = read_spec(said)
     ram_total, _ = host.memory()
@@ -161,7 +140,6 @@ def named(text: str) -> Hardware:
 
 
 def _entry(spec: MachineSpec, text: str) -> tuple[CatalogEntry | None, tuple[str, ...]]:
-    """The catalogue's entry of the GPU's name, and what was assumed where the name has several meanings."""
     name = spec.gpu or ""
     entries = find(name)
     if entries:
@@ -208,7 +186,6 @@ def _named_gpu(spec: MachineSpec, entry: CatalogEntry | None) -> Gpu:
 
 
 def _rated(gpu: Gpu, of: CatalogEntry | MachineSpec) -> Gpu:
-    """The GPU with the rates that are given there."""
     rates: dict[str, Any] = {own: getattr(of, name) or getattr(gpu, own) for own, name in _RATES.items()}
     watts = of.tdp_watts if isinstance(of, CatalogEntry) else gpu.tdp_watts
     return replace(gpu, **rates, tdp_watts=watts)
@@ -271,25 +248,11 @@ def _detected(gpu: Gpu, entry: CatalogEntry | None) -> Gpu:
     return _rated(gpu, replace(entry, bandwidth=entry.bandwidth * memory, **part))
 
 
-_NVLINK_PER_LINK = {6: 20e9, 7: 25e9, 8: 25e9, 9: 25e9, 10: 50e9}
-"""Bytes per second one way of an NVLink by the major compute capability: P100 80 GB/s on 4, V100 150 on 6, A100 300
-on 12, H100 450 on 18, B200 900 on 18 (figures of the catalogue)."""
-_NVLINK_GA10X = 14.0625e9
-"""The same of A40, RTX A6000 and RTX 3090: 112.5 GB/s both ways on 4 links (data sheet of the A40)."""
-
-
 def _link(gpus: tuple[Found, ...], entries: list[CatalogEntry | None]) -> float | None:
-    """Bytes per second between the GPUs, one way: the slowest one's; None where one is not known."""
-    rates: list[float] = []
-    for item, entry in zip(gpus, entries, strict=True):
-        major, minor = item.gpu.capability or (0, 0)
-        if item.nvlinks and entry and entry.nvlink:  # a board that is sold with all its links
-            rates.append(entry.nvlink)
-        elif item.nvlinks and len(gpus) == 2:  # a bridge, which counts only where it joins all GPUs
-            rate = _NVLINK_GA10X if (major, minor) == (8, 6) else _NVLINK_PER_LINK.get(major, 25e9)
-            rates.append(item.nvlinks * rate)
-        elif entry is None:
-            return None
-        else:
-            rates.append(entry.pcie if item.nvlinks == 0 else entry.link)
-    return min(rates, default=None)
+    """Bytes per second between the GPUs, one way: the slowest one's, PCIe's where no link is active or cards are only
+    joined by bridges; None where one is not known."""
+    known = [entry for entry in entries if entry is not None]
+    if len(known) < len(entries):
+        return None
+    pairs = zip(gpus, known, strict=True)
+    return min((entry.pcie if item.nvlinks == 0 else entry.link for item, entry in pairs), default=None)

@@ -89,7 +89,6 @@ def _cgroup_folders() -> list[tuple[Path, str, str]]:
 
 
 def _number(path: Path) -> int | None:
-    """A file's number; None where it has none: version 2 writes `max` for no limit."""
     text = text_of(path).strip()
     return int(text) if text.isdigit() else None
 

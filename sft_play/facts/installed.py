@@ -48,10 +48,8 @@ def missing_kernels() -> frozenset[str]:
 
 def unsound(package: str, capability: tuple[int, int] | None) -> str:
     """Why not to install a package for such a GPU; empty: nothing is known against its kernels.
-
     fla-org/flash-linear-attention, issues 913 (misaligned addresses with 0.5.0, NaN until 0.5.1), 999 (a backward pass
-    that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels that 0.6.0 leaves out are in its code.
-    """
+    that hangs), 945 and 1228 (a race, until 0.5.2); the settings of kernels that 0.6.0 leaves out are in its code."""
     if package != LINEAR_ATTENTION or capability is None or capability[0] not in (10, 12):
         return ""
     return (
@@ -67,11 +65,9 @@ def torch_cuda() -> str | None:
 
 @dataclass(frozen=True)
 class CudaLibraries:
-    """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000; 0: none is known.
-
-    The defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0, nvidia-cudnn-cu13 9.20.0.48). Its build for
-    CUDA 12.6 has cuDNN 9.10.2.
-    """
+    """The CUDA that torch is built for, and cuDNN's version as torch numbers it: 9.20.0 is 92000; 0: none is known. The
+    defaults are those of the pinned torch from PyPI (2.13.0: CUDA 13.0, nvidia-cudnn-cu13 9.20.0.48). Its build for
+    CUDA 12.6 has cuDNN 9.10.2."""
 
     cuda: tuple[int, ...] = (13, 0)
     cudnn: int = 92000
@@ -81,8 +77,8 @@ PINNED = CudaLibraries()
 
 
 def cuda_libraries() -> CudaLibraries:
-    """Those of the installed torch; those of the pinned one where it is a build without CUDA, since a plan is then for
-    another machine."""
+    """Those of the installed torch; the pinned one's where it is a build without CUDA: the plan is for another
+    machine."""
     built = torch_cuda()
     if built is None:
         return PINNED
@@ -131,12 +127,8 @@ def remembered(
     keeps: bool = True,
 ) -> Found:
     """What was measured with the libraries' versions and these values before, read from the cache; else measured now.
-
-    Args:
-        decides: all that the answer depends on, but for the libraries.
-        folder: where it is kept (None: in the cache's own folder of that kind).
-        keeps: whether it may be kept; else it is always measured.
-    """
+    `decides`: all that the answer depends on; `folder`: where it is kept (None: the cache); `keeps`: whether it may
+    be."""
     if not keeps:
         return measure()
     versions = {name: version_of(name) or "none" for name in LIBRARIES} | {"python": platform.python_version()}

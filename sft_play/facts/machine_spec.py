@@ -29,7 +29,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -47,10 +47,8 @@ _NUMBER = r"([0-9]{1,15}(?:\.[0-9]{1,9})?)"
 
 @dataclass(frozen=True)
 class MachineSpec:
-    """A machine as described; None is what was not given. Memory in bytes, rates per second, `link` one way.
-
-    `gpu` is None for a machine without GPUs, `per_node` is then 0.
-    """
+    """A machine as described; None is what was not given. Memory in bytes, rates per second, `link` one way. `gpu` is
+    None for a machine without GPUs, `per_node` is then 0."""
 
     gpu: str | None
     per_node: int = 0
@@ -78,7 +76,6 @@ class _Unreadable(Exception):
 def _reader(
     pattern: str, factor: Callable[[re.Match[str]], float], least: float, most: float, takes: str
 ) -> Callable[[str], float]:
-    """What reads a number with its unit, between two limits; `takes` says what it accepts."""
 
     def read(text: str) -> float:
         match = re.fullmatch(pattern, text)
@@ -130,33 +127,23 @@ _READERS: dict[str, Callable[[str], Any]] = {
     "price": _price,
 }
 _HOST_OPTIONS = ("ram", "cores")
-_OF_GPU = ("mem", "bandwidth", "bf16", "fp16", "fp8", "fp32", "link", "cc", "tdp")
-_OF_MACHINE = ("ram", "cores", "network", "price")
 
 
 def read_spec(text: str) -> MachineSpec:
-    """The machine that `HARDWARE=` describes: by the grammar above, or the path of a YAML file.
-
-    Raises:
-        HardwareError: it is neither, or a value in it is not what its option takes.
-    """
+    """The machine that `HARDWARE=` describes: by the grammar above, or the path of a YAML file. Raises
+    HardwareError."""
     if is_path(text):
         return _read_file(Path(text.strip()).expanduser())
     where = f"HARDWARE={one_line(text)}"
     head, *options = [part.strip() for part in text.split(",")]
-    spec = _head(head, where)
     given: dict[str, str] = {}
     for option in options:
         name, equals, value = (part.strip() for part in option.partition("="))
         if not equals:
-            problem = f"{one_line(option)!r} is not an option" if option else "nothing stands between two commas"
-            raise HardwareError(f"{where}: {problem}; options are NAME=VALUE with {', '.join(_READERS)}")
-        name = _checked(name.lower(), tuple(_READERS), f"{where}: {one_line(name)!r}")
-        if name in given:
-            raise HardwareError(f"{where} gives {name}= twice: {given[name]} and {one_line(value)}; keep one")
-        given[name] = one_line(value)
-        spec = _with(spec, name, value, where)
-    return spec
+            raise HardwareError(f"{where}: {one_line(option)!r} is not NAME=VALUE with {', '.join(_READERS)}")
+        if given.setdefault(name.lower(), value) != value:
+            raise HardwareError(f"{where} gives {one_line(name)}= twice; keep one")
+    return _with(_head(head, where), given, where)
 
 
 def is_path(text: str) -> bool:
@@ -191,117 +178,63 @@ def _head(text: str, where: str) -> MachineSpec:
     return MachineSpec(name, per_node=counts[-1] if counts else 1, nodes=counts[0] if len(counts) == 2 else 1)
 
 
-def _checked(name: str, names: tuple[str, ...], what: str) -> str:
-    if name in names:
-        return name
-    near = nearest(name, names, alike=0.5)
-    hint = f"nearest: {near}; " if near else ""
-    raise HardwareError(f"{what} is not an option of a machine; {hint}there are {', '.join(names)}")
-
-
-def _with(spec: MachineSpec, name: str, value: str, where: str) -> MachineSpec:
-    if spec.gpu is None and name not in _HOST_OPTIONS:
-        raise HardwareError(f"{where}: a machine without GPUs takes {' and '.join(_HOST_OPTIONS)}, not {name}")
-    try:
-        read = _READERS[name](value)
-    except _Unreadable as takes:
-        raise HardwareError(f"{where}: {name} takes {takes}, not {one_line(value)!r}") from None
-    if name == "link":
-        note = f"link={value} is read as data sheets quote it, both directions: {read / 2e9:g} GB/s each way"
-        return replace(spec, link=read / 2, notes=(*spec.notes, note))
-    return replace(spec, **{name: read})
+def _with(spec: MachineSpec, options: dict[str, str], where: str) -> MachineSpec:
+    for name, value in options.items():
+        if name not in _READERS:
+            near = nearest(name, tuple(_READERS), alike=0.5)
+            hint = f"nearest: {near}; " if near else ""
+            raise HardwareError(
+                f"{where}: {one_line(name)!r} is not an option of a machine; {hint}there are {', '.join(_READERS)}"
+            )
+        if spec.gpu is None and name not in _HOST_OPTIONS:
+            raise HardwareError(f"{where}: a machine without GPUs takes {' and '.join(_HOST_OPTIONS)}, not {name}")
+        try:
+            read = _READERS[name](value)
+        except _Unreadable as takes:
+            raise HardwareError(f"{where}: {name} takes {takes}, not {one_line(value)!r}") from None
+        if name == "link":
+            note = f"link={value} is read as data sheets quote it, both directions: {read / 2e9:g} GB/s each way"
+            spec = replace(spec, link=read / 2, notes=(*spec.notes, note))
+        else:
+            spec = replace(spec, **{name: read})
+    return spec
 
 
 # --- the YAML file ----------------------------------------------------------------------------------------------------
+_FILE = "a machine's file has gpus: (a name, or name:, count: and options), nodes:, ram:, cores:, network:, price:"
 
 
 def _read_file(path: Path) -> MachineSpec:
-    root = _root(path)
-    if not isinstance(root, yaml.MappingNode):
-        _refuse(path, root, "is not a mapping; a machine's file has gpus:, nodes:, ram:, cores:, network:, price:")
-    top = _entries(path, root, ("gpus", "nodes", *_OF_MACHINE))
-    spec = _gpus(path, top["gpus"]) if "gpus" in top else MachineSpec(None)
-    if "nodes" in top:
-        node, nodes = top["nodes"], _count(path, top["nodes"], "nodes")
-        if spec.gpu is None and nodes > 1:
-            _refuse(path, node, f"nodes={nodes} of machines without GPUs; a plan is for one of them")
-        if spec.nodes != 1:
-            _refuse(path, node, "nodes repeats the name's: the GPU's name has a number of nodes; keep one")
-        if nodes * spec.per_node > MAX_GPUS:
-            _refuse(path, node, f"names {nodes * spec.per_node} GPUs; name 1 to {MAX_GPUS}")
-        spec = replace(spec, nodes=nodes)
-    return _fill(path, spec, {name: node for name, node in top.items() if name in _OF_MACHINE})
-
-
-def _root(path: Path) -> yaml.Node | None:
+    where = f"HARDWARE={path}"
     try:
-        if path.stat().st_size <= _MAX_FILE_BYTES:
-            return yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        if path.stat().st_size > _MAX_FILE_BYTES:
+            raise ValueError(f"it has over {_MAX_FILE_BYTES} bytes")
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=yaml.BaseLoader)  # every value is a text
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise HardwareError(f"HARDWARE={path} cannot be read as YAML: {one_line(str(error))}") from None
-    raise HardwareError(f"HARDWARE={path} has over {_MAX_FILE_BYTES} bytes: that is not a machine description")
+        raise HardwareError(f"{where} cannot be read as YAML: {one_line(str(error))}") from None
+    if not isinstance(data, dict):
+        raise HardwareError(f"{where} is not a mapping; {_FILE}")
+    gpus = data.pop("gpus", "cpu")
+    if isinstance(gpus, list):
+        if len(gpus) != 1:
+            raise HardwareError(f"{where}: gpus lists {len(gpus)} kinds of GPU; a plan is for one kind")
+        gpus = gpus[0]
+    options = {**data, **(gpus if isinstance(gpus, dict) else {"name": gpus})}
+    if any(not isinstance(part, str) for pair in options.items() for part in pair) or "name" not in options:
+        raise HardwareError(f"{where}: gpus has no name, or a value is a list or a mapping; {_FILE}")
+    name = options.pop("name").strip()
+    spec = _head("cpu" if name.lower() in ("", "~", "null", "none", "0") else name, where)
+    for key, part in (("count", "per_node"), ("nodes", "nodes")):
+        if key in options:
+            spec = _counted(spec, key, part, options.pop(key), where)
+    return _with(spec, {key: value.strip() for key, value in options.items()}, where)
 
 
-def _refuse(path: Path, node: yaml.Node | None, what: str) -> NoReturn:
-    raise HardwareError(f"{_where(path, node)}: {what}")
-
-
-def _where(path: Path, node: yaml.Node | None) -> str:
-    return f"HARDWARE={path}" + (f", line {node.start_mark.line + 1}" if node is not None else "")
-
-
-def _entries(path: Path, node: yaml.MappingNode, names: tuple[str, ...]) -> dict[str, yaml.Node]:
-    nodes: dict[str, yaml.Node] = {}
-    # nodes and not values: they know their lines, and a key that is given twice is still there
-    for key, value in node.value:
-        name = key.value if isinstance(key, yaml.ScalarNode) else "?"
-        _checked(name, names, f"{_where(path, key)}: {one_line(str(name))!r}")
-        if name in nodes:
-            _refuse(path, key, f"{name} appears twice; keep one")
-        nodes[name] = value
-    return nodes
-
-
-def _gpus(path: Path, node: yaml.Node) -> MachineSpec:
-    if isinstance(node, yaml.SequenceNode):
-        if len(node.value) != 1:
-            _refuse(
-                path, node, f"gpus lists {len(node.value)} kinds of GPU; a plan is for one kind: plan each separately"
-            )
-        node = node.value[0]
-    if isinstance(node, yaml.ScalarNode):
-        if node.value.lower() in ("", "~", "null", "none", "0", "cpu"):
-            return MachineSpec(None)
-        return _head(node.value.strip(), f"{_where(path, node)}: {one_line(node.value)}")
-    assert isinstance(node, yaml.MappingNode)
-    entries = _entries(path, node, ("name", "count", *_OF_GPU))
-    if "name" not in entries:
-        _refuse(path, node, "gpus has no name; give a GPU of the catalogue, or any name with mem")
-    name = _scalar(path, entries.pop("name"), "name")
-    spec = _head(name, f"{_where(path, node)}: {one_line(name)}")
-    if "count" in entries:
-        count = entries.pop("count")
-        if spec.per_node != 1 or spec.nodes != 1:
-            _refuse(path, count, f"count repeats the name's count: name is {one_line(name)}; keep one")
-        spec = replace(spec, per_node=_count(path, count, "count"))
-    return _fill(path, spec, entries)
-
-
-def _count(path: Path, node: yaml.Node, name: str) -> int:
-    text = _scalar(path, node, name)
-    value = int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
-    if not 1 <= value <= MAX_GPUS:
-        _refuse(path, node, f"{name}: {one_line(text)} is not a whole number from 1 to {MAX_GPUS}")
-    return value
-
-
-def _scalar(path: Path, node: yaml.Node, name: str) -> str:
-    if not isinstance(node, yaml.ScalarNode):
-        _refuse(path, node, f"{name} is a list or a mapping; it takes one value")
-    return str(node.value).strip()
-
-
-def _fill(path: Path, spec: MachineSpec, entries: dict[str, yaml.Node]) -> MachineSpec:
-    for name, node in entries.items():
-        spec = _with(spec, name, _scalar(path, node, name), _where(path, node))
-    return spec
+def _counted(spec: MachineSpec, key: str, part: str, text: str, where: str) -> MachineSpec:
+    number = int(text) if re.fullmatch(r"[0-9]{1,6}", text) else 0
+    total = number * (spec.nodes if part == "per_node" else spec.per_node)
+    if spec.gpu is None or getattr(spec, part) != 1 or not 1 <= total <= MAX_GPUS:
+        raise HardwareError(
+            f"{where}: {key}: {one_line(text)} is not a number of GPUs from 1 to {MAX_GPUS} that the name does not have"
+        )
+    return replace(spec, per_node=number) if part == "per_node" else replace(spec, nodes=number)

@@ -46,11 +46,7 @@ def is_address(text: str) -> bool:
 
 
 def addresses_of(host: str, port: int) -> list[str]:
-    """The addresses that `MASTER_ADDR` resolves to on this machine.
-
-    Raises:
-        ConfigError: it does not resolve.
-    """
+    """The addresses that `MASTER_ADDR` resolves to on this machine. Raises ConfigError where it does not."""
     try:
         resolved = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
@@ -110,11 +106,8 @@ def is_local(host: str) -> bool:
 
 
 def names_of(host: str) -> frozenset[str] | None:
-    """The names under which clients ask a server that only this machine can reach; None, which is any, for another.
-
-    A page in a browser of this machine can be made to reach it too: under the page's own name, which was pointed here
-    (DNS rebinding), or as a request from elsewhere, which carries its Origin.
-    """
+    """The names under which clients ask a server that only this machine can reach; None, which is any, for another. A
+    page in a browser of this machine can be made to reach it too: under its own name, pointed here (DNS rebinding)."""
     return frozenset((host.lower(), "localhost", "127.0.0.1", "::1")) if is_local(host) else None
 
 
@@ -154,17 +147,7 @@ def require_free_port(port: int | None) -> None:
             return
         except OSError as error:
             reason = error.strerror
-    holder = _listener(port)
     raise HardwareError(
-        f"MASTER_PORT={port} cannot be listened on: {reason}{f' ({holder})' if holder else ''}; stop that, or "
-        f"give another port on all nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
+        f"MASTER_PORT={port} cannot be listened on: {reason}; stop what listens there, or give another port on all "
+        f"nodes: MASTER_PORT={port + 1 if port < 65_535 else DEFAULT_PORT}"
     )
-
-
-def _listener(port: int) -> str | None:
-    """Which process listens on a port; None where this user may not see it."""
-    with contextlib.suppress(psutil.Error, OSError, RuntimeError):
-        for item in psutil.net_connections(kind="tcp"):
-            if item.status == psutil.CONN_LISTEN and item.laddr and item.laddr.port == port and item.pid:
-                return f"by {one_line(psutil.Process(item.pid).name())}, pid {item.pid}"
-    return None

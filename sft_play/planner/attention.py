@@ -2,18 +2,14 @@
 kernels behind sdpa, in one table that plan, trace, self-test and run read; and whether rows come with a mask.
 
 The table follows PyTorch 2.13 (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp); 2.11 and 2.12 have the same
-order. There cuDNN's kernel comes first on compute capability 9.x and 10.x, and it builds a graph for every new shape of
-a batch: 0.03 to 1 s each (https://github.com/modelscope/FunASR/pull/3705). It is about twice as fast as flash attention
-on Hopper. So a run takes it where all batches have one shape, and switches it off where lengths vary: in padded
-batches, evaluation, and generation, which has a new length for every token. Nor is it taken where PyTorch would and
-its backward pass is not safe: for heads wider than 128, which Hopper's forward pass takes, or of two widths.
-`TORCH_CUDNN_SDPA_AVOID_RECOMPILE` (https://github.com/pytorch/pytorch/pull/155958) helps neither masks nor other
-numbers of rows, and is experimental.
+order. There cuDNN's kernel comes first on compute capability 9.x and 10.x, about twice as fast as flash attention on
+Hopper, and it builds a graph for every new shape of a batch: 0.03 to 1 s each
+(https://github.com/modelscope/FunASR/pull/3705). So a run takes it where all batches have one shape, and switches it
+off elsewhere; nor is it taken where its backward pass is not safe: for heads wider than 128, or of two widths.
 
-Masks are decided from shapes, and measured before a run by `training.proofs.masking`.
-Attention is causal and padding is at the end, so no token of a chat sees a padded place, mask or not. Chats that share
-a row are told apart by their boundaries: PyTorch's flash kernel takes those of many chats, and keys stay grouped; where
-it does not run, each chat is a call of its own. No S x S mask is held.
+Masks are decided from shapes, and measured before a run by `training.proofs.masking`. Attention is causal and padding
+is at the end, so no token of a chat sees a padded place. Chats that share a row are told apart by their boundaries:
+PyTorch's flash kernel takes those of many chats; where it does not run, each chat is a call of its own.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from typing import Literal, cast
 from sft_play.config.schema import RunConfig
 from sft_play.facts.installed import CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
+from sft_play.planner.precision import Precision
 
 AttentionName = Literal["sdpa", "eager", "flash_attention_2"]
 """Names of transformers' implementations."""
@@ -31,8 +28,7 @@ SdpaKernel = Literal["cudnn", "flash", "efficient", "math"]
 
 
 def attention_of(wanted: str, *, has_sdpa: bool) -> AttentionName:
-    """What `model.attn_implementation` means for a model; auto is sdpa where the model has it, else eager. Kernels of
-    the hub are flash attention 2, to the byte: transformers calls them in its way."""
+    """What `model.attn_implementation` means for a model. Kernels of the hub are flash attention 2, to the byte."""
     if is_hub_kernel(wanted):
         return "flash_attention_2"
     if wanted == "auto":
@@ -84,7 +80,6 @@ class _Kernel:
     widest: int | None = None
     unit: int = 1
     one_width: bool = False
-    """Values are as wide as keys."""
     untrained: range = range(0)
     """Widths without a backward pass on GPUs with little shared memory."""
 
@@ -100,12 +95,8 @@ _KERNELS = (
 
 
 def sdpa_kernel(call: SdpaCall, capability: tuple[int, int] | None, *, cudnn: bool) -> SdpaKernel:
-    """The kernel that PyTorch takes.
-
-    Args:
-        capability: the GPU's compute capability; None where it is unknown.
-        cudnn: whether cuDNN's is preferred there (`prefers_cudnn`) and not switched off.
-    """
+    """The kernel that PyTorch takes; `capability` None: unknown; `cudnn`: cuDNN's is preferred there and not switched
+    off."""
     own = capability or _CURRENT
     return next(one.name for one in _KERNELS if (cudnn or one.name != "cudnn") and _takes(one, call, own))
 
@@ -127,16 +118,14 @@ def _takes(kernel: _Kernel, call: SdpaCall, capability: tuple[int, int]) -> bool
 
 
 def _efficient_unit(call: SdpaCall, capability: tuple[int, int]) -> int:
-    """What widths are a multiple of for the memory-efficient kernel: what matrix units load at once
-    (`minimum_gemm_alignment`)."""
+    """What widths are a multiple of for the memory-efficient kernel (`minimum_gemm_alignment`)."""
     if capability >= (8, 0):
         return 8 if call.half else 4
     return 8 if call.half and capability >= (7, 0) else 1
 
 
 def prefers_cudnn(capability: tuple[int, int] | None, libraries: CudaLibraries, *, is_amd: bool = False) -> bool:
-    """Whether PyTorch asks cuDNN first on this GPU; not on an unknown one, nor on AMD's, whose architectures have
-    numbers like these."""
+    """Whether PyTorch asks cuDNN first; not on an unknown GPU, nor on AMD's, whose architectures have such numbers."""
     if is_amd or capability is None or libraries.cudnn <= _PREFERRED_ABOVE or capability[0] not in (9, 10):
         return False
     return libraries.cuda >= (13,) or capability[1] in (0, 3)
@@ -148,63 +137,62 @@ def flash_runs(*, half: bool, capability: tuple[int, int] | None) -> bool:
 
 
 # --- masks ------------------------------------------------------------------------------------------------------------
-def why_masked(
-    config: RunConfig, shape: ModelShape, *, attention: str, capability: tuple[int, int] | None, on_gpu: bool
-) -> str | None:
-    """Why padded rows keep their mask, as the end of a sentence; None where they need none.
+@dataclass(frozen=True)
+class Attended:
+    """How a run's rows are attended to, and why not better, as the ends of sentences. `capability` None: unknown, which
+    counts as a current one; `device`: `cuda`, `rocm` or `cpu`."""
 
-    Args:
-        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
-    """
-    if attention == "eager":
-        return "eager attention computes every score, with a mask or without"
-    if shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
-        return "the balance loss of its experts leaves out padding by the mask"
-    if any(kind.attention == "none" for kind in shape.layers):
-        return "some of its layers carry a state from token to token, and read the mask"
-    if shape.alibi:
-        return "its positions are a bias that is added to a mask"
-    if on_gpu and capability is not None and capability < FLASH_SINCE:
-        return "flash attention does not run on this GPU"
-    if config.tuning.backend == "unsloth":
-        return "Unsloth has attention of its own, which is not measured here"
-    return None
+    config: RunConfig
+    shape: ModelShape
+    attention: AttentionName
+    capability: tuple[int, int] | None
+    device: str
 
+    @property
+    def masked_because(self) -> str | None:
+        """Why padded rows keep their mask; None where they need none."""
+        is_old = self.device != "cpu" and self.capability is not None and self.capability < FLASH_SINCE
+        if self.attention == "eager":
+            return "eager attention computes every score, with a mask or without"
+        if self.shape.num_experts:  # load_balancing_loss_func counts padding as tokens where there is no mask
+            return "the balance loss of its experts leaves out padding by the mask"
+        if any(kind.attention == "none" for kind in self.shape.layers):
+            return "some of its layers carry a state from token to token, and read the mask"
+        if self.shape.alibi:
+            return "its positions are a bias that is added to a mask"
+        return "flash attention does not run on this GPU" if is_old else self._own_code
 
-def why_no_boundaries(config: RunConfig, shape: ModelShape, *, attention: str) -> str | None:
-    """Why packs keep a mask between their chats, as the end of a sentence; None where their boundaries are enough."""
-    if config.model.attn_implementation != "auto":
-        return f"model.attn_implementation={config.model.attn_implementation}"
-    if attention != "sdpa":
-        return f"the model's class runs {attention} attention"
-    if any(kind.attention in ("none", "chunked") for kind in shape.layers):
-        return "some of its layers see a state or chunks, which boundaries do not say"
-    if shape.alibi:
-        return "its positions are a bias that is added to a mask"
-    if shape.attention_dropout:
-        return "attention between boundaries has no dropout"
-    if config.tuning.backend == "unsloth":
-        return "Unsloth has attention of its own, which is not measured here"
-    return None
+    @property
+    def _own_code(self) -> str | None:
+        is_other = self.config.tuning.backend == "unsloth"
+        return "Unsloth has attention of its own, which is not measured here" if is_other else None
 
+    def unbounded_because(self, precision: Precision) -> str | None:
+        """Why packs keep a mask between their chats; None where their boundaries are enough."""
+        if self.config.model.attn_implementation != "auto":
+            return f"model.attn_implementation={self.config.model.attn_implementation}"
+        if self.attention != "sdpa":
+            return f"the model's class runs {self.attention} attention"
+        if any(kind.attention in ("none", "chunked") for kind in self.shape.layers):
+            return "some of its layers see a state or chunks, which boundaries do not say"
+        if self.shape.alibi:
+            return "its positions are a bias that is added to a mask"
+        if self.shape.attention_dropout:
+            return "attention between boundaries has no dropout"
+        if self._own_code is None and self.config.train.compile and self.one_by_one_because(precision) is not None:
+            return "a call for each chat has its length, for which a compiled block would be compiled again"
+        return self._own_code
 
-def why_one_by_one(shape: ModelShape, *, half: bool, capability: tuple[int, int] | None, device: str) -> str | None:
-    """Why each chat between boundaries is attended to by a call of its own, as the end of a sentence; None where one
-    call of PyTorch's flash kernel takes them all.
-
-    Args:
-        half: whether attention computes in fp16 or bf16.
-        capability: the GPU's compute capability; None where it is unknown, which counts as a current one.
-        device: `cuda`, `rocm` or `cpu`. On ROCm torch has the call by AOTriton since 2.11
-            (https://github.com/huggingface/kernels/pull/401).
-    """
-    if device not in ("cuda", "rocm"):
-        return f"no kernel for boundaries runs on {device}"
-    if shape.mla is not None:  # flash attention takes one width for all three
-        return "its keys and values have different widths"
-    if shape.head_dim > FLASH_HEAD:
-        return f"flash attention takes no heads wider than {FLASH_HEAD}"
-    if device == "cuda":
-        runs = flash_runs(half=half, capability=capability)
-        return None if runs else "flash attention does not run on this GPU in this precision"
-    return None if half else "flash attention does not run in this precision"
+    def one_by_one_because(self, precision: Precision) -> str | None:
+        """Why each chat between boundaries is a call of its own; None where one call of PyTorch's flash kernel takes
+        them all: on ROCm by AOTriton (https://github.com/huggingface/kernels/pull/401)."""
+        half = precision.compute != "float32"
+        if self.device == "cpu":
+            return "no kernel for boundaries runs on cpu"
+        if self.shape.mla is not None:  # flash attention takes one width for all three
+            return "its keys and values have different widths"
+        if self.shape.head_dim > FLASH_HEAD:
+            return f"flash attention takes no heads wider than {FLASH_HEAD}"
+        if self.device == "cuda" and not flash_runs(half=half, capability=self.capability):
+            return "flash attention does not run on this GPU in this precision"
+        return None if half else "flash attention does not run in this precision"

@@ -25,8 +25,7 @@ class BatchPlan:
 
     @property
     def halved(self) -> BatchPlan | None:
-        """The same step in micro-batches of half the rows, or the next fewer that divide it; None where each is one
-        row already."""
+        """The same step in micro-batches of half the rows, or the next fewer that divide it; None at one row."""
         smaller = [size for size in divisors(self.micro_batch) if 2 * size <= self.micro_batch]
         if not smaller:
             return None
@@ -34,11 +33,8 @@ class BatchPlan:
 
 
 def effective_batch(train: TrainConfig, *, ranks: int) -> int:
-    """Sequences per optimizer step over `ranks` data-parallel ranks.
-
-    It is train.effective_batch_size or, where that was not given and both factors were, their product with the ranks: a
-    config for one GPU works unchanged on more.
-    """
+    """Sequences per optimizer step: train.effective_batch_size or, where both factors were given instead, their product
+    with the data-parallel ranks, so that a config for one GPU works unchanged on more."""
     if not train.effective_follows:
         return train.effective_batch_size
     return int(train.batch_size) * int(train.grad_accum) * ranks
@@ -51,15 +47,8 @@ def divisors(number: int) -> list[int]:
 
 
 def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) -> list[BatchPlan]:
-    """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first.
-
-    Args:
-        fixed: the one that a resumed run keeps, whatever the config says.
-
-    Raises:
-        ConfigError: the numbers that were given do not multiply to the effective batch, or the fixed split is one over
-            other ranks.
-    """
+    """Every split of the effective batch over `ranks` that the config leaves open, small micro-batches first; `fixed`
+    is the one that a resumed run keeps. Raises ConfigError where the numbers that were given do not multiply to it."""
     if fixed is not None:
         if fixed.ranks != ranks:
             raise ConfigError(
@@ -90,8 +79,7 @@ def splits(train: TrainConfig, *, ranks: int, fixed: BatchPlan | None = None) ->
 
 
 def is_of_one_rank(train: TrainConfig) -> bool:
-    """Whether all three numbers are given and agree on one rank: over several the effective batch is kept, by fewer
-    passes and then by fewer rows in each."""
+    """Whether all three numbers are given and agree on one rank: over several the effective batch is kept."""
     if "auto" in (train.batch_size, train.grad_accum):
         return False
     return not train.effective_follows and int(train.batch_size) * int(train.grad_accum) == train.effective_batch_size
@@ -121,11 +109,8 @@ def _product(batch: BatchPlan) -> str:
 
 
 def product_problem(train: TrainConfig, *, ranks: int, said: Mapping[str, str] | None = None) -> str | None:
-    """Why the numbers that are given do not multiply to the effective batch; None where they do.
-
-    Args:
-        said: words for a number that another file gives, by its key in the section train.
-    """
+    """Why the numbers that are given do not multiply to the effective batch; None where they do. `said`: words for a
+    number that another file gives, by its key in the section train."""
     sizes = [train.batch_size, train.grad_accum]
     micro, accum = (1 if size == "auto" else size for size in sizes)
     effective, unit = effective_batch(train, ranks=ranks), micro * accum * ranks  # which it must be a multiple of

@@ -42,10 +42,6 @@ SPEEDS = (1e-4, 1e4)
 """Fractions of the roofline within which a speed is believed; on a CPU the roofline is only an order of magnitude."""
 
 
-PLAIN = CountedKernels()
-"""A model's own kernels."""
-
-
 @dataclass(frozen=True)
 class Raw:
     """The prediction of a step before earlier runs correct it: reserved bytes of a rank, tokens/s over all."""
@@ -56,10 +52,8 @@ class Raw:
 
 @dataclass(frozen=True)
 class Measured:
-    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`.
-
-    Predictions are raw, as if no run had been recorded before.
-    """
+    """A finished run: bytes of one rank, tokens per second over all; `device` is the GPU's name or `cpu`. Predictions
+    are raw, as if no run had been recorded before."""
 
     device: str
     mode: str
@@ -111,8 +105,8 @@ class Correction:
     """The step with the smallest prediction that ran out of memory, unless a later run has fitted with as much."""
 
     def reserved(self, raw: int, room: int) -> int:
-        """The corrected prediction of a step's reserved bytes, from the runs of like size: more than the room where a
-        step that was predicted to need no more ran out of it."""
+        """The corrected prediction of a step's reserved bytes: more than the room where a step that needs no more ran
+        out."""
         expected = int(raw * self.at(raw).memory)
         return max(expected, room + 1) if self.ran_out and raw >= self.ran_out.predicted_reserved else expected
 
@@ -189,8 +183,7 @@ def _kept(runs: Sequence[Measured]) -> list[Measured]:
 
 
 def load(path: Path | None = None) -> list[Measured]:
-    """The recorded runs, oldest first, from another file if one is named; unreadable lines and those of other versions
-    are skipped."""
+    """The recorded runs, oldest first; unreadable lines and those of other versions are skipped."""
     try:
         lines = (path or record_path()).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -203,7 +196,6 @@ _NUMBERS = tuple(field.name for field in fields(Measured) if field.type in ("int
 
 
 def _read(line: str) -> Measured | None:
-    """The run of a line; None where it is broken, of another version, or has a value that is not a valid number."""
     with contextlib.suppress(ValueError, TypeError, RecursionError):
         data = json.loads(line)
         if isinstance(data, Mapping) and data.get("version") == VERSION:
@@ -220,18 +212,16 @@ def correction(
     mode: str,
     layout: str,
     model: str | None = None,
-    kernels: CountedKernels = PLAIN,
+    kernels: CountedKernels = CountedKernels(),  # noqa: B008
     compiled: bool = False,
     room: int = 0,
 ) -> Correction:
     """The correction from recorded runs of the closest kind, by their raw ratios; compiled ones apart from plain ones.
-
     Memory is learned from runs of this model in this layout, else from those of this layout, else from those of the
     device and mode. Speed is learned from runs of this model in any layout, else from all, so that a measurement of one
     layout does not make another look faster; if there is none, from the self-test's trials. Either is learned only from
     runs with the kernels that the plan counts for it. What ran out of memory counts for this model in this layout, as
-    long as the `room` (bytes) is not much larger now.
-    """
+    long as the `room` (bytes) is not much larger now."""
     of_kind = [run for run in runs if (run.device, run.mode, run.compiled) == (device, mode, compiled)]
     of_all = [run for run in of_kind if not run.ran_out_of]
     # what was asked for and what the plan counted can differ: a prediction that counted other kernels is recorded as 0

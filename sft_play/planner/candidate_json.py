@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields
 from typing import Any
 
-from sft_play.planner.batching import BatchPlan
-from sft_play.planner.calibration import Raw
-from sft_play.planner.candidates import Candidate, Room
-from sft_play.planner.layout import Layout
+from sft_play.planner.candidates import Candidate
 from sft_play.planner.memory.estimate import MemoryEstimate
-from sft_play.planner.memory.step_memory import Step
-from sft_play.planner.precision import Precision
-from sft_play.planner.speed.throughput import Speed
 
 _NAMES = {"host_bytes": "host", "load_bytes": "load"}
 """Fields of the memory estimate with other names in the JSON."""
+_LAYOUT = {
+    "name": "layout", "data_parallel": "data_parallel_ranks", "shard": "shard_ranks",
+    "tensor_parallel": "tensor_parallel_ranks", "context_parallel": "context_parallel_ranks",
+    "keeps_params": "keeps_params",
+}  # fmt: skip
+"""The JSON's name of each field of the layout."""
 
 
 def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]:
@@ -35,13 +35,8 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
         "fits": candidate.fits,
         "verdict": candidate.verdict,
         "short_of": list(candidate.short_of),
-        "layout": candidate.layout.name,
+        **{key: getattr(candidate.layout, name) for name, key in _LAYOUT.items()},
         "ranks": candidate.layout.ranks,
-        "data_parallel_ranks": candidate.layout.data_parallel,
-        "shard_ranks": candidate.layout.shard,
-        "tensor_parallel_ranks": candidate.layout.tensor_parallel,
-        "context_parallel_ranks": candidate.layout.context_parallel,
-        "keeps_params": candidate.layout.keeps_params,
         "micro_batch": batch.micro_batch,
         "grad_accum": batch.grad_accum,
         "effective_batch": batch.effective_batch,
@@ -78,31 +73,19 @@ def candidate_json(candidate: Candidate, *, speed_known: bool) -> dict[str, Any]
     }
 
 
-def candidate_from_json(data: Mapping[str, Any]) -> Candidate:
-    """The candidate that `candidate_json` wrote."""
-    layout = Layout(
-        data["layout"],
-        data["data_parallel_ranks"],
-        data["shard_ranks"],
-        data["tensor_parallel_ranks"],
-        data.get("context_parallel_ranks", 1),
-        data["keeps_params"],
-    )
-    peak, step = data["peak_bytes"], dict(data["step"])
-    step["capability"] = tuple(step["capability"]) if step["capability"] else None
-    return Candidate(
-        layout=layout,
-        batch=BatchPlan(data["micro_batch"], data["grad_accum"], data["data_parallel_ranks"]),
-        step=Step(**step, layout=layout),
-        precision=Precision(**data["precision"]),
-        memory=MemoryEstimate(
-            **{field.name: peak[_NAMES.get(field.name, field.name)] for field in fields(MemoryEstimate)}
-        ),
-        speed=Speed(**data["roofline"]),
-        room=Room(peak["budget"], peak["host_budget"]),
-        host_required=peak["host_required"],
-        raw=Raw(**data["uncorrected"]),
-        layers=data["layers"],
-        rejected_because=data["rejected_because"],
-        traced=data["confirmed_by_trace"],
-    )
+def candidate_fields(data: Mapping[str, Any]) -> dict[str, Any]:
+    """What `candidate_json` wrote, by the fields of a candidate."""
+    peak = data["peak_bytes"]
+    layout = {name: data.get(key, 1) for name, key in _LAYOUT.items()}
+    return {
+        **{name: data[name] for name in ("precision", "layers", "rejected_because")},
+        "layout": layout,
+        "batch": {**data, "ranks": data["data_parallel_ranks"]},
+        "step": {**data["step"], "layout": layout},
+        "memory": {field.name: peak[_NAMES.get(field.name, field.name)] for field in fields(MemoryEstimate)},
+        "speed": data["roofline"],
+        "room": {"device": peak["budget"], "host": peak["host_budget"]},
+        "host_required": peak["host_required"],
+        "raw": data["uncorrected"],
+        "traced": data["confirmed_by_trace"],
+    }

@@ -18,14 +18,7 @@ from sft_play.errors import ConfigError
 from sft_play.facts.hardware import Hardware
 from sft_play.facts.installed import LINEAR_ATTENTION, PINNED, CudaLibraries
 from sft_play.facts.models.model_shape import ModelShape
-from sft_play.planner.attention import (
-    AttentionName,
-    prefers_cudnn,
-    sdpa_kernel,
-    why_masked,
-    why_no_boundaries,
-    why_one_by_one,
-)
+from sft_play.planner.attention import Attended, AttentionName, prefers_cudnn, sdpa_kernel
 from sft_play.planner.batching import BatchPlan, splits
 from sft_play.planner.calibration import Correction, Raw
 from sft_play.planner.layout import SIMPLICITY, Layout
@@ -57,11 +50,9 @@ class Room:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the job; `rejected_because` is None for the chosen one.
-
-    `memory` and `speed` are corrected by earlier runs, `raw` is the prediction without them. `host_required` is the RAM
-    in bytes that the ranks of one node need together.
-    """
+    """One way to run the job; `rejected_because` is None for the chosen one. `memory` and `speed` are corrected by
+    earlier runs, `raw` is the prediction without them. `host_required` is the RAM in bytes that the ranks of one node
+    need together."""
 
     layout: Layout
     batch: BatchPlan
@@ -75,7 +66,6 @@ class Candidate:
     layers: int
     rejected_because: str | None = None
     traced: bool = False
-    """Whether it was traced, and the larger of the two predictions counts."""
 
     @property
     def fits(self) -> bool:
@@ -189,43 +179,26 @@ class Job:
         return min((gpu.capability for gpu in self.hardware.gpus if gpu.capability is not None), default=None)
 
     @property
-    def masked_because(self) -> str | None:
-        """Why padded rows keep their mask; None where they need none."""
-        return why_masked(
-            self.config, self.shape, attention=self.attention, capability=self.capability,
-            on_gpu=bool(self.hardware.gpus),
-        )  # fmt: skip
+    def attended(self) -> Attended:
+        """How its rows are attended to."""
+        device = "rocm" if any(gpu.is_amd for gpu in self.hardware.gpus) else self.hardware.device
+        return Attended(self.config, self.shape, self.attention, self.capability, device)
 
     def takes_cudnn(self, precision: Precision, layout: Layout) -> bool:
         """Whether sdpa runs cuDNN's kernel for rows of one length, which packs and blocks of text have."""
         is_full = self.packed or self.config.task_mode == "cpt"
         if not is_full or layout.context_parallel > 1 or self.attention != "sdpa" or self.shape.attention_dropout:
             return False
-        is_amd = any(gpu.is_amd for gpu in self.hardware.gpus)
+        is_amd = self.attended.device == "rocm"
         if self.config.tuning.backend != "bnb" or not prefers_cudnn(self.capability, self.libraries, is_amd=is_amd):
             return False
         call = sdpa_call(self.shape, masked=False, half=precision.compute != "float32")
         return sdpa_kernel(call, self.capability, cudnn=True) == "cudnn"
 
-    def unbounded_because(self, precision: Precision) -> str | None:
-        """Why packs keep a mask between their chats; None where their boundaries are enough."""
-        reason = why_no_boundaries(self.config, self.shape, attention=self.attention)
-        if reason is None and self.config.train.compile and self.one_by_one_because(precision) is not None:
-            return "a call for each chat has its length, for which a compiled block would be compiled again"
-        return reason
-
-    def one_by_one_because(self, precision: Precision) -> str | None:
-        """Why attention between boundaries is a call for each chat; None where one call takes them all."""
-        is_amd = any(gpu.is_amd for gpu in self.hardware.gpus)
-        return why_one_by_one(
-            self.shape, half=precision.compute != "float32", capability=self.capability,
-            device="rocm" if is_amd else self.hardware.device,
-        )  # fmt: skip
-
     @property
     def by_tokens(self) -> bool:
-        """Whether micro-batches are cut by tokens: where the config leaves the batch to the plan or asks for it, rows
-        of similar length share micro-batches, and rows differ in length."""
+        """Whether micro-batches are cut by tokens: the config leaves it open or asks for it, and rows differ in
+        length."""
         train, is_full = self.config.train, self.packed or self.config.task_mode == "cpt"
         is_open = train.batch_size == "auto" and train.grad_accum == "auto"
         by_rows = train.batch_by == "rows" or (train.batch_by == "auto" and not is_open)
@@ -238,13 +211,8 @@ class Job:
 
 
 def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
-    """Every candidate of the layouts, with its memory and speed, up to the largest micro-batch that fits.
-
-    Layouts whose data-parallel ranks do not divide the batch are left out.
-
-    Raises:
-        ConfigError: the batch that was given does not divide over the ranks of any.
-    """
+    """Every candidate of the layouts, up to the largest micro-batch that fits; layouts whose data-parallel ranks do not
+    divide the batch are left out. Raises ConfigError where none does."""
 
     def every(layout: Layout) -> list[Candidate]:
         candidates: list[Candidate] = []
@@ -263,10 +231,7 @@ def weigh(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
 
 def weigh_updates(job: Job, layouts: Sequence[Layout]) -> tuple[Job, list[Candidate]]:
     """The candidates, with trained weights in fp32 in full mode; in bf16 where nothing fits otherwise without offload.
-
-    Raises:
-        ConfigError: as `weigh`.
-    """
+    Raises ConfigError as `weigh`."""
     candidates = weigh(job, layouts)
     rounding = dataclasses.replace(job, masters=False)
     changed = [one for one in layouts if rounding.precision_of(one) != job.precision_of(one)]
@@ -294,11 +259,7 @@ def _of_those_that_divide(layouts: Sequence[Layout], look: Callable[[Layout], Se
 
 def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
     """The thriftiest candidate of each layout: the smallest micro-batch with as much checkpointing as the config
-    allows, and the next one where it is a single pass, which keeps no gradients between passes.
-
-    Raises:
-        ConfigError: the batch that was given does not divide over the ranks of any layout.
-    """
+    allows, and the next one where it is a single pass, which keeps no gradients. Raises ConfigError as `weigh`."""
     layers = job.shape.num_layers
     given = wished_layers(job.config, job.shape)
     count = layers if given is None else given
@@ -312,7 +273,6 @@ def thriftiest(job: Job, layouts: Sequence[Layout]) -> list[Candidate]:
 
 
 def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]:
-    """Checkpointing on and off, or as given; some of the layers only where off does not fit."""
     layers = job.shape.num_layers
     given = wished_layers(job.config, job.shape)
     if given is not None:
@@ -329,11 +289,8 @@ def _of_batch(job: Job, layout: Layout, batch: BatchPlan) -> Iterator[Candidate]
 
 
 def wished_layers(config: RunConfig, shape: ModelShape) -> int | None:
-    """How many of a model's layers are to be recomputed; None where the plan decides.
-
-    Raises:
-        ConfigError: the class has no checkpointing, and it is asked for.
-    """
+    """How many of a model's layers are to be recomputed; None where the plan decides. Raises ConfigError where that is
+    asked for, and the class cannot."""
     wish, layers = config.train.gradient_checkpointing, shape.num_layers
     if not shape.can_checkpoint:
         if wish not in ("auto", False, 0):
@@ -359,13 +316,9 @@ def candidate_of(
     eval_rows: int | None = None,
     masks: bool = False,
 ) -> Candidate:
-    """One candidate with its predictions.
-
-    Args:
-        masks: whether padded rows and packs come with a mask even where they need none.
-        eval_rows: rows of an evaluation batch where the config leaves them open; None works out the most that need no
-            more memory than the step. A candidate that only is asked whether it fits takes 1: its peak is the same.
-    """
+    """One candidate with its predictions; `masks`: padded rows and packs come with a mask even where they need none;
+    `eval_rows`: of an evaluation batch where the config leaves them open (None: the most that need no more memory than
+    the step; where only fitting is asked, 1 has the same peak)."""
     precision = job.precision_of(layout)
     step = _step_of(job, layout, batch, checkpointed, loss=loss, masks=masks)
     if step.one_by_one and job.by_tokens and job.rows is not None:
@@ -395,25 +348,23 @@ def candidate_of(
 
 
 def _speed_of(job: Job, precision: Precision, step: Step) -> Speed:
-    """The speed of a step on the run's own rows, where their lengths are known."""
     passes = None
     if job.rows is not None:
         layout = step.layout
         effective, cut = step.micro_batch * step.grad_accum * layout.data_parallel, micro_batches(job, precision, step)
         passes = average_passes(job.rows, cut, effective_batch=effective, ranks=layout.data_parallel)
-        passes = passes.shared_by(layout.context_parallel)
+        passes = dataclasses.replace(passes, places=passes.places / layout.context_parallel)
     return predict_speed(job.config, job.shape, precision, step, job.rates, passes=passes)
 
 
 def _step_of(
     job: Job, layout: Layout, batch: BatchPlan, checkpointed: int, *, loss: Any, masks: bool = False, pads: bool = False
 ) -> Step:
-    """A candidate's step, without an evaluation; `masks`: rows have a mask even where they need none; `pads`: rows are
-    padded even where boundaries tell them apart."""
+    """Without an evaluation; `masks` and `pads`: rows have a mask, or are padded, even where they need not."""
     # ranks that share a row each have a part of it, and no boundaries
     joins = job.packed or (job.by_tokens and layout.context_parallel == 1)
-    varlen = joins and not masks and not pads and job.unbounded_because(job.precision_of(layout)) is None
-    masks = masks or job.masked_because is not None
+    varlen = joins and not masks and not pads and job.attended.unbounded_because(job.precision_of(layout)) is None
+    masks = masks or job.attended.masked_because is not None
     # a packed row needs a mask even alone; by tokens short rows share a micro-batch of one full row
     shares = job.packed or (job.by_tokens and batch.micro_batch * batch.grad_accum > 1)
     padded = not varlen and is_padded(
@@ -431,7 +382,7 @@ def _step_of(
         padded=padded,
         masks=masks,
         varlen=varlen,
-        one_by_one=varlen and job.one_by_one_because(job.precision_of(layout)) is not None,
+        one_by_one=varlen and job.attended.one_by_one_because(job.precision_of(layout)) is not None,
         cudnn=not varlen and job.takes_cudnn(job.precision_of(layout), layout),
         saves=True,
         on_gpu=bool(job.hardware.gpus),
@@ -464,8 +415,7 @@ def _rounded(number: int) -> int:
 
 
 def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:
-    """Rows of one rank's evaluation batch: as given, else `otherwise`, else as many as need no more memory than the
-    step."""
+    """Rows of one rank's evaluation batch: as given, else `otherwise`, else what needs no more memory than the step."""
     given = walk.config.eval.batch_size
     if given != "auto":
         return given
@@ -473,8 +423,7 @@ def eval_batch(walk: Walk, *, otherwise: int | None = None) -> int:
 
 
 def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
-    """Bytes of RAM that the ranks of the first node need together: each for what it offloads, one to write; or to load
-    the weights, if that is more."""
+    """Bytes of RAM that the ranks of the first node need together: for offload and one that writes, or to load."""
     if not job.hardware.gpus:
         return 0
     ranks = min(layout.ranks, job.hardware.gpus_per_node)
@@ -485,10 +434,8 @@ def _host_required(job: Job, layout: Layout, memory: MemoryEstimate) -> int:
 
 
 def choose(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The candidate to take among those that fit, or None.
-
-    Offload is chosen only if nothing else fits: its speed depends on the host, of which little is known here.
-    """
+    """The candidate to take among those that fit, or None. Offload only if nothing else fits: its speed is hardly
+    known."""
     candidates = [one for one in candidates if one.fits and not one.layout.offloads_states] or candidates
     enough = AS_FAST * fastest(candidates)
     # equally fast: the simplest layout, then all layers or none, then the smallest, which leaves most memory free

@@ -115,70 +115,45 @@ def refusal(config: RunConfig, precision: Precision, layout: str, *, on_gpu: boo
 def _dtypes_refused(config: RunConfig, precision: Precision, layout: str, *, on_gpu: bool) -> Iterator[str]:
     mixed, compute = config.distributed.mixed_precision, precision.compute
     param, reduce, buffer = (f"distributed.mixed_precision.{name}={value}" for name, value in mixed)
-    if mixed.param not in ("auto", compute):
-        if not _is_fsdp(layout):
-            yield f"{param}: only FSDP2 gathers weights in a separate dtype; auto, or fsdp"
-        elif config.tuning.mode == "qlora":
-            yield f"{param}: packed NF4 weights are sent as {compute} and use all its bits; auto"
-        elif mixed.param != "float32":
-            yield f"{param}: the run computes in {compute} (train.bf16, train.fp16); auto, or float32"
+    if mixed.param not in ("auto", compute) and not (_is_fsdp(layout) and mixed.param == "float32"):
+        yield f"{param}: the run computes in {compute}, and only FSDP2 gathers weights in another dtype, fp32; auto"
+    elif mixed.param not in ("auto", compute) and config.tuning.mode == "qlora":
+        yield f"{param}: packed NF4 weights are sent as {compute} and use all its bits; auto"
     if mixed.reduce != "auto" and not (_is_fsdp(layout) or _is_zero(layout)):
         computed = _computed(config, precision, layout, compute)
-        if layout != "ddp":
-            yield f"{reduce}: this layout has no separate dtype for gradients; auto"
-        elif BYTES[mixed.reduce] >= BYTES[computed] and mixed.reduce != computed:
-            yield f"{reduce}: DDP's gradients are {computed}, and its hooks only narrow them; auto, or fsdp, zero2"
+        narrows = BYTES[mixed.reduce] < BYTES[computed] or mixed.reduce == computed
+        if layout != "ddp" or not narrows:
+            yield f"{reduce}: gradients are {computed}, and only DDP's hooks narrow them; auto, or fsdp, zero2"
         elif mixed.reduce == "bfloat16" != computed and not on_gpu:
             yield f"{reduce}: torch's hook for it needs GPUs; auto, float16, or fsdp, zero2"
-    if mixed.buffer != "auto" and not _is_zero(layout):
-        yield f"{buffer}: only DeepSpeed casts the model's buffers; auto, or zero2, zero3"
-    elif mixed.buffer != "auto" and compute == "float32":
-        yield f"{buffer}: DeepSpeed casts buffers only where the run computes in bf16 or fp16; auto"
+    if mixed.buffer != "auto" and (not _is_zero(layout) or compute == "float32"):
+        yield f"{buffer}: only DeepSpeed casts the model's buffers, in 16-bit runs; auto, or zero2, zero3"
 
 
 def effects(config: RunConfig, precision: Precision, layout: str, *, grad_accum: int, whole_bytes: int) -> list[str]:
-    """The effects of the run's keys under the chosen layout, in words.
-
-    Args:
-        whole_bytes: bytes of whole gradients that every rank keeps between micro-batches; 0 where it keeps its part.
-    """
+    """The effects of the run's keys under the chosen layout, in words; `whole_bytes`: of whole gradients that every
+    rank keeps between micro-batches."""
     wish = config.distributed
-    settings = [
-        f"distributed.{name}={str(value).lower() if isinstance(value, bool) else value}"
-        for name, value, default in (
-            ("sync_gradients_every", wish.sync_gradients_every, "auto"),
-            ("find_unused_parameters", wish.find_unused_parameters, False),
-            *((f"mixed_precision.{part}", value, "auto") for part, value in wish.mixed_precision),
-            ("profile_communication", wish.profile_communication, False),
-        )
-        if value != default
-    ]
+    settings = {
+        "sync_gradients_every": wish.sync_gradients_every,
+        "find_unused_parameters": wish.find_unused_parameters,
+        **{f"mixed_precision.{part}": value for part, value in wish.mixed_precision},
+        "profile_communication": wish.profile_communication,
+    }
+    given = {name: str(value).lower() for name, value in settings.items() if value not in ("auto", False)}
     if layout == "single":
-        return [f"{', '.join(settings)}: no effect on one process, which sends nothing"] if settings else []
-    lines = []
+        said = ", ".join(f"distributed.{name}={value}" for name, value in given.items())
+        return [f"{said}: no effect on one process, which sends nothing"] if said else []
     chosen = gradients_of(config, precision, layout)
-    if wish.sync_gradients_every != "auto":
-        lines.append(_sync_words(chosen, layout, grad_accum=grad_accum, whole_bytes=whole_bytes))
-    if wish.find_unused_parameters and layout != "ddp":
-        lines.append(f"distributed.find_unused_parameters=true: no effect under {layout}, which needs no search")
-    if wish.mixed_precision.param != "auto" and _is_fsdp(layout):
-        lines.append(f"weights are gathered in {chosen.gathered} (distributed.mixed_precision.param)")
-    if wish.mixed_precision.reduce != "auto":
-        origin = f", computed in {chosen.computed}" if chosen.compressed else ", as computed"
-        lines.append(f"gradients are sent in {chosen.reduced}{origin} (distributed.mixed_precision.reduce)")
-    if chosen.buffers:
-        lines.append(f"buffers are cast to {chosen.buffers} (distributed.mixed_precision.buffer)")
-    return lines
-
-
-def _sync_words(chosen: Gradients, layout: str, *, grad_accum: int, whole_bytes: int) -> str:
-    text = "gradients are reduced over the ranks "
-    if grad_accum == 1:
-        return text + "after the only micro-batch of a step (distributed.sync_gradients_every)"
-    if chosen.every == "micro_batch":
-        return f"{text}after each of a step's {grad_accum} micro-batches (distributed.sync_gradients_every)"
-    often = "once" if (times := chosen.times(grad_accum)) == 1 else f"{times} times"
-    text += f"{often} in a step of {grad_accum} micro-batches (distributed.sync_gradients_every)"
-    if whole_bytes:
-        text += f"; until then {layout} keeps {whole_bytes / GIB:.2f} GiB of full gradients on every rank"
-    return text
+    times = chosen.times(grad_accum)
+    often = f"{times} time{'s' if times > 1 else ''} in a step of {grad_accum} micro-batches"
+    kept = f"; until then every rank keeps {whole_bytes / GIB:.2f} GiB of full gradients" if whole_bytes else ""
+    words = {
+        "sync_gradients_every": f"gradients are reduced over the ranks {often}{kept}",
+        "mixed_precision.param": f"weights are gathered in {chosen.gathered}",
+        "mixed_precision.reduce": f"gradients computed in {chosen.computed} are sent in {chosen.reduced}",
+        "mixed_precision.buffer": f"buffers are cast to {chosen.buffers}",
+    }
+    if layout != "ddp":
+        words["find_unused_parameters"] = f"no effect under {layout}, which needs no search"
+    return [f"{text} (distributed.{name})" for name, text in words.items() if name in given]

@@ -71,19 +71,23 @@ KernelsName = Literal["plain", "liger"]
 
 @dataclass(frozen=True)
 class PlannedKernels:
-    """What Liger's kernels replace in the plan's bytes and in its speed (None: nothing), and why in words."""
+    """What Liger's kernels replace in the plan's bytes and in its speed (None: nothing), and why in words; no words
+    where the config leaves the plain kernels."""
 
-    memory: Replaced | None
-    speed: Replaced | None
-    reason: str
+    memory: Replaced | None = None
+    speed: Replaced | None = None
+    reason: str = ""
+
+    @property
+    def counted(self) -> CountedKernels:
+        """The same by name, without the bytes of the plain ones."""
+        return CountedKernels("liger" if self.memory else "plain", "liger" if self.speed else "plain")
 
 
 @dataclass(frozen=True)
 class CountedKernels:
-    """Which kernels a plan counts, by name: `kernels` of its JSON.
-
-    `plain_bytes`: what the choice would require of a device with the plain ones; None where those are counted.
-    """
+    """Which kernels a plan counts, by name: `kernels` of its JSON. `plain_bytes`: what the choice would require of a
+    device with the plain ones; None where those are counted."""
 
     memory: KernelsName = "plain"
     speed: KernelsName = "plain"
@@ -92,19 +96,18 @@ class CountedKernels:
 
 def planned_kernels(
     config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, without: Collection[str] = ()
-) -> PlannedKernels | None:
-    """What is counted in a layout; None where the config leaves the plain kernels. `without`: packages that are not
-    installed here, which only `auto` asks."""
+) -> PlannedKernels:
+    """What is counted in a layout; `without`: packages that are not installed here, which only `auto` asks."""
     wish = config.train.kernels
     if wish == "none":
-        return None
+        return PlannedKernels()
     setting = f"kernels: train.kernels={wish}: "
     problem = _problem(config, shape, layout, on_gpu=on_gpu)
     # asked for by name, a missing package is refused when the run starts; the plan may be made on another machine
     if problem is None and wish == "auto" and LIGER in without:
         problem = f"{LIGER} is not installed here"
     if problem is not None:
-        return PlannedKernels(None, None, f"{setting}the plain ones, because {problem}")
+        return PlannedKernels(reason=f"{setting}the plain ones, because {problem}")
     replaced = REPLACED[shape.model_type]
     if shape.num_experts:  # experts keep their own code, and so do MLPs beside them
         replaced = replace(replaced, gate=False)
@@ -117,24 +120,7 @@ def planned_kernels(
     return PlannedKernels(None, replaced, f"{words}, {check}: {counted}")
 
 
-def counted_kernels(
-    config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool, without: Collection[str] = ()
-) -> CountedKernels:
-    """The same by name, without the bytes of the plain ones."""
-    planned = planned_kernels(config, shape, layout, on_gpu=on_gpu, without=without)
-    if planned is None:
-        return CountedKernels()
-    return CountedKernels("liger" if planned.memory else "plain", "liger" if planned.speed else "plain")
-
-
-def liger_in_memory(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> Replaced | None:
-    """What Liger's kernels replace in a step whose bytes are counted; None: nothing."""
-    planned = planned_kernels(config, shape, layout, on_gpu=on_gpu)
-    return planned.memory if planned else None
-
-
 def _problem(config: RunConfig, shape: ModelShape, layout: Layout, *, on_gpu: bool) -> str | None:
-    """Why the run will not take Liger's kernels; None where it will try."""
     if not on_gpu:
         return "Liger's need a CUDA GPU"
     if config.tuning.backend != "bnb":
@@ -167,14 +153,7 @@ class Experts:
 
 def experts_of(config: RunConfig, *, has_own_code: bool, widths: Iterable[int], precision: Precision) -> Experts:
     """The implementation for a model with experts: grouped_mm unless its class, its widths or the config are against.
-
-    Args:
-        has_own_code: the class runs experts by code of its own, which no setting reaches.
-        widths: hidden width and inner width of an expert.
-
-    Raises:
-        ConfigError: grouped_mm is asked for by name, and cannot run.
-    """
+    Raises ConfigError where it is asked for by name, and cannot run."""
     wanted = config.model.experts_implementation
     if wanted == "eager":
         return Experts("eager", "eager, one expert after another, as model.experts_implementation says")
@@ -210,11 +189,8 @@ GROUPED_SINCE = (8, 0)
 
 
 def planned_experts(config: RunConfig, shape: ModelShape, precision: Precision) -> Experts | None:
-    """The implementation for the experts of a shape; None where there are none.
-
-    Raises:
-        ConfigError: the config names one that cannot run, or there are no experts.
-    """
+    """The implementation for the experts of a shape; None where there are none. Raises ConfigError where the config
+    names one that cannot run."""
     kinds = [kind for kind in shape.layers if kind.num_experts]
     if not kinds:
         refuse_without_experts(config)

@@ -32,7 +32,6 @@ ONE_RANK: tuple[LayoutName, ...] = ("ddp", "fsdp", "zero1", "zero2", "zero3", "z
 PARTS = (2, 4, 8)
 """Sizes of tensor- or context-parallel groups that the plan tries by itself."""
 DEEPSPEED: tuple[LayoutName, ...] = ("zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
-"""Layouts that DeepSpeed runs."""
 
 
 def layouts_over(ranks: int) -> tuple[LayoutName, ...]:
@@ -42,12 +41,10 @@ def layouts_over(ranks: int) -> tuple[LayoutName, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel` ranks.
-
-    `data_parallel` ranks see their own rows. `shard` is the number of ranks over which a sharded layout divides its
-    states (`fsdp_hybrid`: those of one node, or `distributed.shard_ranks`); in a tensor-parallel layout, what
-    `tensor_parallel` leaves to a rank is divided.
-    """
+    """One way to distribute a run over `data_parallel` x `tensor_parallel` x `context_parallel` ranks. `data_parallel`
+    ranks see their own rows. `shard` is the number of ranks over which a sharded layout divides its states
+    (`fsdp_hybrid`: those of one node, or `distributed.shard_ranks`); in a tensor-parallel layout, what
+    `tensor_parallel` leaves to a rank is divided."""
 
     name: LayoutName
     data_parallel: int = 1
@@ -110,11 +107,9 @@ SINGLE = Layout("single")
 
 @dataclass(frozen=True)
 class Stopped:
-    """How a run was distributed when it was stopped: its layout and its batch.
-
-    `processes` are all of its ranks, including those that share rows; `updates` is how they reached its weights, where
-    the layout's engine does not decide that.
-    """
+    """How a run was distributed when it was stopped: its layout and its batch. `processes` are all of its ranks,
+    including those that share rows; `updates` is how they reached its weights, where the layout's engine does not
+    decide that."""
 
     layout: LayoutName
     batch: BatchPlan
@@ -130,11 +125,8 @@ class Stopped:
         object.__setattr__(self, "processes", self.processes or self.batch.ranks)
 
     def cannot_become(self, layout: LayoutName) -> str | None:
-        """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any number of ranks.
-
-        One process, DDP and FSDP read each other's checkpoints, whole or sharded. DeepSpeed writes each rank's shard in
-        a format of its layout.
-        """
+        """Why the run's checkpoint cannot be resumed in another layout; None where it can, over any number of ranks:
+        one process, DDP and FSDP read each other's checkpoints, DeepSpeed's shards are of its layout."""
         if not self.has_trained or self.layout == layout:
             return None
         kept = [name for name in (self.layout, layout) if name in DEEPSPEED]
@@ -157,14 +149,9 @@ class NotPossible:
 def layouts_for(
     config: RunConfig, shape: ModelShape, hardware: Hardware, *, named: LayoutName | None = None
 ) -> tuple[tuple[Layout, ...], tuple[NotPossible, ...]]:
-    """Every layout that could run the job on all GPUs of the machine, and those that could not, with the reason.
-
-    With a user's mesh, only that layout. On one GPU a layout for several that is `named` is tried too: an engine can be
-    tested, and measured, with one rank.
-
-    Raises:
-        ConfigError: the mesh is invalid, is of another number of processes, or cannot run the job.
-    """
+    """Every layout that could run the job on all GPUs of the machine, and those that could not, with the reason; with a
+    user's mesh, only that one. On one GPU a layout for several that is `named` is tried too. Raises ConfigError where
+    the mesh is invalid, is of another number of processes, or cannot run the job."""
     mesh = mesh_of(config.model.mesh_shape)
     if mesh is not None:
         return (_checked_mesh(mesh, config, shape, hardware),), ()
@@ -188,13 +175,12 @@ def layouts_for(
 
 
 def _checked_mesh(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Hardware) -> Layout:
-    """The layout that a mesh describes; raises ConfigError where the machine or the job does not allow it."""
     where = f"model.mesh_shape={mesh_words(config.model.mesh_shape)}"
     if mesh.ranks != hardware.ranks:
         needed, present = (f"{n} process{'es' if n > 1 else ''}" for n in (mesh.ranks, hardware.ranks))
         raise ConfigError(
-            f"{where} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks} "
-            f"({_how_to_start(mesh.ranks, hardware)}), or give a mesh of {hardware.ranks}"
+            f"{where} is a mesh of {needed}, and this is a run of {present}: start {mesh.ranks}, one for each GPU "
+            f"(make train-distributed, NPROC= of each node), or give a mesh of {hardware.ranks}"
         )
     layout = _layout_of(mesh)
     because = _impossible(layout, config, shape, hardware)
@@ -202,16 +188,6 @@ def _checked_mesh(mesh: Mesh, config: RunConfig, shape: ModelShape, hardware: Ha
         instead = Mesh(mesh.dp, mesh.fsdp * mesh.tp * mesh.cp)
         raise ConfigError(f"{where} cannot run this job: {because}; use {instead}, or null to let the plan choose")
     return layout
-
-
-def _how_to_start(ranks: int, hardware: Hardware) -> str:
-    """How as many ranks are started on a machine like this one, or what it would take."""
-    nodes, most = hardware.nodes, hardware.gpus_per_node
-    if ranks % nodes == 0 and (not hardware.gpus or ranks // nodes <= most):
-        return f"make train-distributed NPROC={ranks // nodes} on {'each node' if nodes > 1 else 'one node'}"
-    if ranks % most == 0 and most > 1:
-        return f"one for each GPU: {ranks // most} nodes of {most}, NNODES={ranks // most}"
-    return f"one for each GPU: a machine with {ranks}"
 
 
 def _layout_of(mesh: Mesh) -> Layout:
@@ -227,8 +203,7 @@ def _layout_of(mesh: Mesh) -> Layout:
 
 
 def with_context_parallel(config: RunConfig, shape: ModelShape, hardware: Hardware) -> tuple[Layout, ...]:
-    """The layouts that also divide the tokens of each row: slower where rows are short, and the only ones where a
-    single row is too long for a GPU."""
+    """The layouts that also divide the tokens of each row, for rows that are too long for a GPU."""
     layouts = _sharing_rows(hardware)
     return tuple(layout for layout in layouts if _impossible(layout, config, shape, hardware) is None)
 
@@ -241,7 +216,6 @@ def _sharing_rows(hardware: Hardware) -> list[Layout]:
 
 
 def _imaginable(config: RunConfig, hardware: Hardware, count: int) -> list[Layout]:
-    """The layouts of `count` GPUs, before the libraries' limits, without those of `with_context_parallel`."""
     # on one CPU process offload would only copy RAM to RAM
     offloads = (
         [Layout("zero2_offload", count, count), Layout("zero3_offload", count, count)]
@@ -297,30 +271,22 @@ def _impossible(layout: Layout, config: RunConfig, shape: ModelShape, hardware: 
 
 
 def _cannot_start(layout: Layout, config: RunConfig) -> str | None:
-    """Why adapters cannot start elsewhere than at zero in the layout; None where they can."""
     lora, name = config.tuning.lora, f"tuning.lora.init={config.tuning.lora.init}: "
     if config.tuning.mode == "full" or lora.init == "default":
         return None
-    if layout.tensor_parallel > 1:
-        return f"{name}singular directions are those of whole matrices, and they are divided here (fsdp works)"
+    if layout.tensor_parallel > 1 or (lora.init == "loftq" and layout.shards_params and layout.is_zero):
+        return f"{name}whole 16-bit weights are read for it, and they are divided here (fsdp works)"
     if layout.is_fsdp and lora.use_dora:
         return f"{name}DoRA's layers are divided only when training begins, where half of an adapter cannot be frozen"
-    if lora.init == "loftq" and layout.shards_params and layout.is_zero:
-        return f"{name}ZeRO-3 would divide the base's 16-bit weights too, which are read for it (fsdp and zero2 work)"
     return None
 
 
 def not_compiled(layout: Layout) -> str | None:
     """Why blocks cannot be compiled in the layout; None where they can."""
     if layout.is_zero:
-        return (
-            "train.compile: ZeRO-3 gathers weights in hooks of every submodule, which a compiled block would break at, "
-            "and DeepSpeed's own engine.compile would take its place; fsdp shards the same"
-        )
-    if layout.tensor_parallel > 1:
-        return "train.compile: tensor-parallel ranks exchange inside each block, which was not tried compiled"
-    if layout.context_parallel > 1:
-        return "train.compile: ranks that share rows exchange inside attention, which was not tried compiled"
+        return "train.compile: ZeRO's hooks in every submodule would break a compiled block; fsdp shards the same"
+    if layout.tensor_parallel > 1 or layout.context_parallel > 1:
+        return f"train.compile: ranks of {layout.name} exchange inside each block, which was not tried compiled"
     return None
 
 

@@ -41,23 +41,14 @@ class Mesh:
 
 
 def mesh_of(given: Any) -> Mesh | None:
-    """The mesh that `model.mesh_shape` gives; None where it is null.
-
-    Raises:
-        ConfigError: sizes and names do not belong together, or the mesh is one that no engine builds.
-    """
+    """The mesh that `model.mesh_shape` gives; None where it is null. Raises ConfigError where no engine builds it."""
     if given is None:
         return None
     sizes, names = _split(given)
-    if not sizes or min(sizes) < 1:
-        raise _refusal(given, "sizes must be whole numbers, at least 1")
-    if len(names) != len(sizes):
-        raise _refusal(given, f"{len(sizes)} sizes and {len(names)} names")
-    unknown = [name for name in names if name not in AXES]
-    if unknown:
-        raise _refusal(given, f"unknown axis {one_line(unknown[0])}")
-    if len(set(names)) < len(names):
-        raise _refusal(given, "an axis is named twice")
+    if not sizes or min(sizes) < 1 or len(names) != len(sizes):
+        raise _refusal(given, f"{len(sizes)} sizes, which must be whole numbers from 1, and {len(names)} names")
+    if set(names) - set(AXES) or len(set(names)) < len(names):
+        raise _refusal(given, "unknown axis, or one that is named twice")
     mesh = Mesh(**dict(zip(names, sizes, strict=True)))
     if mesh.tp > 1 and mesh.cp > 1:
         raise _refusal(given, "tp and cp cannot be combined", f"use {Mesh(mesh.dp, mesh.fsdp, 1, mesh.cp * mesh.tp)}")
@@ -82,9 +73,7 @@ def _split(given: Any) -> tuple[list[int], list[str]]:
 
 def _refusal(given: Any, problem: str, remedy: str = "") -> ConfigError:
     known = ", ".join(f"{name} ({meaning})" for name, meaning in AXES.items())
-    remedy = (
-        remedy or f"give sizes and names, such as [[2, 4], [fsdp, tp]]; axes are {known}; null lets the plan choose"
-    )
+    remedy = remedy or f"use sizes and names, such as [[2, 4], [fsdp, tp]], of {known}; null lets the plan choose"
     return ConfigError(f"model.mesh_shape={mesh_words(given)}: {problem}; {remedy}")
 
 

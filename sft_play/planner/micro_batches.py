@@ -20,7 +20,6 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _MOST_CUTS = 512
 """Places at which a step is tried to be cut, from each that is reached."""
@@ -50,11 +49,8 @@ class MicroBatches:
         return dataclasses.replace(self, rows=rows, tokens=tokens, single=False)
 
     def cut(self, lengths: Sequence[int], *, ranks: int = 1) -> Cut:
-        """The micro-batches of a step's rows over `ranks`, the same number for each rank.
-
-        Args:
-            lengths: of the rows, the longest first.
-        """
+        """The micro-batches of a step's rows (their lengths, the longest first), the same number for each of
+        `ranks`."""
         if self.tokens is None or (self.padded and self.single):
             return by_rows(len(lengths), rows=self.rows, ranks=ranks)
         if self.padded:
@@ -73,12 +69,9 @@ def by_rows(count: int, *, rows: int, ranks: int) -> Cut:
 
 
 def padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) -> Cut:
-    """The cut of sorted rows into passes that has the fewest places, counting `overhead` for each pass.
-
-    A row that is longer than `tokens` is a micro-batch of its own. Rows of a pass are neighbours, so their lengths are
-    close. The best cut of the first n rows is found from those of fewer; in steps of very many rows not every place is
-    tried.
-    """
+    """The cut of sorted rows into passes that has the fewest places, counting `overhead` for each pass. A row that is
+    longer than `tokens` is a micro-batch of its own. Rows of a pass are neighbours, so their lengths are close. The
+    best cut of the first n rows is found from those of fewer; in steps of very many rows not every place is tried."""
     count = len(lengths)
     # best[n]: the least cost of the n longest rows; begin[n]: where its last pass begins
     best = [0.0] + [math.inf] * count
@@ -102,11 +95,9 @@ def padded(lengths: Sequence[int], *, tokens: int, overhead: int, ranks: int) ->
 
 
 def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
-    """Rows without padding in as few passes as hold them, with about as many tokens in each micro-batch.
-
-    The longest row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m passes hold
-    any n x m rows a rank.
-    """
+    """Rows without padding in as few passes as hold them, with about as many tokens in each micro-batch. The longest
+    row goes into the emptiest micro-batch. Where no row is longer than 1 / n of `tokens`, m passes hold any n x m rows
+    a rank."""
     count = len(lengths)
     passes = max(1, -(-sum(lengths) // (tokens * ranks)))  # fewer cannot hold them
     while True:
@@ -126,8 +117,7 @@ def joined(lengths: Sequence[int], *, tokens: int, ranks: int) -> Cut:
 
 
 def _dealt(first: int, last: int, ranks: int) -> list[list[int]]:
-    """The rows of one pass, in their order over the ranks; a rank with shorter rows has one more where they do not
-    come out even."""
+    """The rows of one pass, in their order over the ranks, as evenly as they come out."""
     count = last - first
     ends = [first + count * (rank + 1) // ranks for rank in range(ranks)]
     return [list(range(begin, end)) for begin, end in zip([first, *ends[:-1]], ends, strict=True)]
@@ -152,10 +142,6 @@ class Passes:
     length: float
     tokens: float
     rows: float
-
-    def shared_by(self, ranks: int) -> Passes:
-        """The same where `ranks` compute a part of every row each."""
-        return dataclasses.replace(self, places=self.places / ranks)
 
 
 @dataclass(frozen=True)
@@ -189,22 +175,9 @@ class RowTokens:
         cut = 0 if self.longest <= limit and self.cut == 0 else None
         return dataclasses.replace(self, mean=mean, limit=limit, sample=sample, cut=cut, **lengths)
 
-    def as_json(self) -> dict[str, Any]:
-        """`row_tokens` of a plan, with everything that a rank needs of it."""
-        return {**dataclasses.asdict(self), "sample": list(self.sample)}
-
-    @staticmethod
-    def from_json(data: Mapping[str, Any] | None) -> RowTokens | None:
-        """What `as_json` wrote."""
-        return None if data is None else RowTokens(**{**data, "sample": tuple(data["sample"])})
-
 
 def row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> RowTokens | None:
-    """The summary of all rows' lengths; None without rows.
-
-    Args:
-        counts: the number of rows of each length.
-    """
+    """The summary of all rows' lengths, from the number of rows of each; None without rows."""
     rows = sum(counts.values())
     if not rows:
         return None
@@ -229,10 +202,8 @@ def row_tokens(counts: Mapping[int, int], *, limit: int, held_out: int = 0) -> R
 
 @functools.lru_cache(maxsize=4096)
 def average_passes(rows: RowTokens, cut: MicroBatches, *, effective_batch: int, ranks: int) -> Passes:
-    """What a rank computes in an average step of `effective_batch` rows over `ranks`, by a few drawn ones.
-
-    A pass takes as long as its fullest rank.
-    """
+    """What a rank computes in an average step of `effective_batch` rows, by a few drawn ones; a pass takes as long as
+    its fullest rank."""
     size = min(effective_batch, rows.rows)
     drawn = min(size, _MOST_ROWS * ranks)
     draw = random.Random(1)  # every rank and every plan of the same rows sees the same steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,9 +27,7 @@ class Experts:
 @dataclass(frozen=True)
 class Parameters:
     """Numbers of parameters of the language model and of what is added to it, as one rank without shards holds them.
-
-    `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds.
-    """
+    `trained` and `frozen` are together `total`, and adapters and copies of `modules_to_save`, which the mode adds."""
 
     total: int
     """The model's own."""
@@ -48,8 +45,7 @@ class Parameters:
     """None without experts in one tensor."""
 
     def shares(self) -> dict[str, dict[str, Any]]:
-        """`precision_of` of `plan --json`: what is quantised, adapted, frozen and trained, as numbers of parameters,
-        shares of the model's own, and dtypes (None where there are none)."""
+        """`precision_of` of `plan --json`: numbers of parameters, shares of the model's own, and dtypes."""
         held: dict[str, tuple[int, str | None]] = {
             "quantised": (self.quantised, self.quantised_dtype),
             "adapted": (self.adapters, self.adapter_dtype),
@@ -57,13 +53,6 @@ class Parameters:
             "trained": (self.trained, self.adapter_dtype or self.rest_dtype),
         }
         return {name: {"params": n, "share": n / self.total, "dtype": dtype} for name, (n, dtype) in held.items()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any] | None) -> Parameters | None:
-        """Those of `plan.json`; None in a plan that was written without them."""
-        if data is None:
-            return None
-        return cls(**{**data, "experts": Experts(**data["experts"]) if data["experts"] else None})
 
 
 def parameters_of(config: RunConfig, shape: ModelShape, precision: Precision, layout: Layout) -> Parameters:

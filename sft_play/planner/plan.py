@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError, DoesNotFit
@@ -16,7 +18,7 @@ from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner import calibration
 from sft_play.planner.attention import attention_of
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.candidate_json import candidate_from_json, candidate_json
+from sft_play.planner.candidate_json import candidate_fields, candidate_json
 from sft_play.planner.candidates import (
     Candidate,
     Job,
@@ -30,7 +32,7 @@ from sft_play.planner.candidates import (
     weigh,
     weigh_updates,
 )
-from sft_play.planner.kernels import CountedKernels, counted_kernels, planned_experts
+from sft_play.planner.kernels import CountedKernels, planned_experts, planned_kernels
 from sft_play.planner.layout import LAYOUT_NAMES, Layout, LayoutName, NotPossible, layouts_for, with_context_parallel
 from sft_play.planner.memory.estimate import MemoryEstimate, answer_tokens
 from sft_play.planner.memory.measured_walk import walk_of
@@ -41,8 +43,7 @@ from sft_play.planner.parameters import Parameters, parameters_of
 from sft_play.planner.precision import Precision, Updates, choose_precision
 from sft_play.planner.reasons import reasons_of, shown
 from sft_play.planner.speed.other_code import compile_s, refuse_beside_compiling
-from sft_play.planner.speed.speed_error import SpeedError, speed_error
-from sft_play.planner.speed.throughput import Speed, rates_of, utilisation
+from sft_play.planner.speed.throughput import Speed, SpeedError, rates_of, speed_error, utilisation
 from sft_play.units import GIB
 
 SHORTEST = 8
@@ -67,11 +68,9 @@ Confirm = Callable[[Candidate], Traced]
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change that would need less memory, or provide more. Bytes are those of one rank.
-
-    `setting` is what to add to SET, `hardware` what to name instead of the present machine; one of them is None.
-    `needs` are those bytes in words, with the RAM of a layout that offloads.
-    """
+    """A change that would need less memory, or provide more. Bytes are those of one rank. `setting` is what to add to
+    SET, `hardware` what to name instead of the present machine; one of them is None. `needs` are those bytes in words,
+    with the RAM of a layout that offloads."""
 
     change: str
     allocated: int
@@ -92,11 +91,9 @@ class Work:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run will do. Bytes are per rank; `max_seq_len` is limited to the model's positions.
-
-    Where nothing fits, the choice is the closest to fitting, `suggestions` say what would fit, and `not_enough` what
-    was tried and would not.
-    """
+    """What a run will do. Bytes are per rank; `max_seq_len` is limited to the model's positions. Where nothing fits,
+    the choice is the closest to fitting, `suggestions` say what would fit, and `not_enough` what was tried and would
+    not."""
 
     choice: Candidate
     precision: Precision
@@ -174,62 +171,53 @@ class Plan:
 
     @property
     def hours(self) -> float | None:
-        """Hours of the whole run with its compiling, and every row at full length where the rows' lengths are not
-        known; None where the work or the speed is unknown."""
+        """Hours of the whole run with its compiling, of full rows where lengths are not known; None where work or speed
+        is unknown."""
         if self.work is None or not self.speed_known:
             return None
         return (self.work.steps * self.speed.step_s + self.compile_s) / 3600
 
     def as_json(self) -> dict[str, Any]:
         """The one JSON object of `plan --json` and `plan.json`: bytes as integers, rates per second."""
+        own = {one.name: _plain(getattr(self, one.name)) for one in fields(self) if one.name not in _TOLD_OTHERWISE}
+        # plans without these had the JSON before them: a recorded plan stays byte for byte
+        for name in ("kernels", "compile_s", "deepspeed", "parameters"):
+            if not own[name]:
+                del own[name]
         return {
             **candidate_json(self.choice, speed_known=self.speed_known),
-            "speed_known": self.speed_known,
-            "speed_error": asdict(self.speed_error) if self.speed_error else None,
-            "activations_from": self.activations_from,
-            "repeats_kv": self.repeats_kv,
-            "eval_batch": self.eval_batch,
-            "masked_bytes": self.masked_bytes,
-            "answer_tokens": self.answer_tokens,
-            "micro_batches": asdict(self.micro_batches),
-            "row_tokens": self.row_tokens.as_json() if self.row_tokens else None,
-            # plans without these had the JSON before them: a recorded plan stays byte for byte
-            **({"kernels": asdict(self.kernels)} if self.kernels else {}),
-            **({"compile_s": self.compile_s} if self.compile_s else {}),
-            **({"deepspeed": self.deepspeed} if self.deepspeed is not None else {}),
-            "max_seq_len": self.max_seq_len,
-            "precision": asdict(self.precision),
-            "mfu": self.mfu,
+            **own,
             "run": self._run_json(),
-            "model_params": self.model_params,
-            **({"parameters": asdict(self.parameters)} if self.parameters else {}),
             "hardware": self.hardware.as_json(),
-            "reasons": list(self.reasons),
             "candidates": [candidate_json(candidate, speed_known=self.speed_known) for candidate in self.candidates],
-            "not_possible": [asdict(item) for item in self.not_possible],
-            "ways_out": [asdict(way) for way in self.suggestions],  # the key that scripts know
-            "not_enough": [asdict(way) for way in self.not_enough],
+            "ways_out": _plain(self.suggestions),  # the key that scripts know
         }
 
     def _run_json(self) -> dict[str, Any] | None:
-        """Time, energy and money of the whole run; None where the work is unknown."""
         if self.work is None:
             return None
-        gpus = len(self.hardware.gpus)
-        hours = self.hours
-        gpu_hours = None if hours is None or not gpus else hours * gpus
+        gpus, hours, price = self.hardware.gpus, self.hours, self.hardware.price_per_gpu_hour
+        gpu_hours = hours * len(gpus) if hours is not None and gpus else None
         # power limits are an upper bound of what the cards draw; hosts are not counted
-        limits = [gpu.tdp_watts for gpu in self.hardware.gpus]
-        watts = sum(limit for limit in limits if limit) if limits and all(limits) else None
-        price = self.hardware.price_per_gpu_hour
+        watts = sum(gpu.tdp_watts or 0 for gpu in gpus) if all(gpu.tdp_watts for gpu in gpus) else 0
         return {
             "steps": self.work.steps,
             "tokens": self.work.tokens,
             "hours": hours,
             "gpu_hours": gpu_hours,
-            "energy_kwh": None if hours is None or watts is None else hours * watts / 1000,
-            "cost": None if gpu_hours is None or price is None else gpu_hours * price,
+            "energy_kwh": hours * watts / 1000 if hours is not None and watts else None,
+            "cost": gpu_hours * price if gpu_hours is not None and price is not None else None,
         }
+
+
+_TOLD_OTHERWISE = ("choice", "budget_bytes", "work", "hardware", "candidates", "suggestions")
+"""Fields of a plan that its JSON has in another form, or under another name."""
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(part) for part in value]
+    return asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 Planned = tuple[Plan, dict[str, Any] | None]
@@ -239,9 +227,7 @@ Planned = tuple[Plan, dict[str, Any] | None]
 @dataclass(frozen=True)
 class PlanRequest:
     """What is to be planned: a config, the shapes of its model, and a machine, all of whose GPUs are used (or its RAM).
-
-    `earlier` are runs measured on this machine.
-    """
+    `earlier` are runs measured on this machine."""
 
     config: RunConfig
     shape: ModelShape
@@ -282,16 +268,13 @@ def make_plan(
     """The plan of a run. Where nothing fits it suggests no changes; `advice.suggestions.make_advised_plan` does.
 
     Args:
-        confirm: traces the choice; the larger of prediction and trace counts, and a choice that then does not fit is
-            given up for the next best.
-        work: the number of optimizer steps and tokens of the run, given the effective batch.
+        confirm: traces the choice; the larger of prediction and trace counts, and what then does not fit is given up.
+        work: the optimizer steps and tokens of the run, given the effective batch.
         keeps_params: whether `zero3_offload` leaves the weights on the GPUs, as a DeepSpeed file may say.
-        fixed: the batch that a resumed run keeps, whatever the config says; nothing is suggested in its place.
-        updates: how updates have reached the weights of a run that is resumed, which `weight_updates: auto` takes.
+        fixed: the batch that a resumed run keeps, whatever the config says.
+        updates: how updates reached the weights of a resumed run, which `weight_updates: auto` takes.
 
-    Raises:
-        ConfigError: batch sizes that do not divide, a mesh that this machine or job does not allow, adapters on layers
-            that the model does not have.
+    Raises ConfigError for batch sizes that do not divide, and for what this machine, job or model does not allow.
     """
     config, shape, hardware = request.config, request.shape, request.hardware
     _refuse_settings(request)  # first, so that the message names the setting and not a layout
@@ -300,17 +283,16 @@ def make_plan(
     chosen, candidates, notes = _confirmed(job, candidates, confirm)
     speed_known = job.rates.known or job.learned(chosen.layout).speed_measured
     step, half = chosen.step, chosen.precision.compute != "float32"
-    repeated = step.repeats_kv and step.on_gpu
-    repeated &= repeats_kv(shape, attention=step.attention, half=half, capability=step.capability)
+    repeated = step.on_gpu and repeats_kv(shape, attention=step.attention, half=half, capability=step.capability)
     kernels = _counted_kernels(job, chosen)
     return Plan(
         choice=chosen,
         precision=chosen.precision,
         max_seq_len=request.max_seq_len,
         repeats_kv=repeated,
-        eval_batch=chosen.step.eval_batch or eval_batch(walk_of(config, shape, chosen.precision, chosen.step)),
+        eval_batch=step.eval_batch or eval_batch(walk_of(config, shape, chosen.precision, step)),
         masked_bytes=_masked_bytes(job, chosen),
-        answer_tokens=answer_tokens(shape, chosen.precision, chosen.step, chosen.memory),
+        answer_tokens=answer_tokens(shape, chosen.precision, step, chosen.memory),
         budget_bytes=job.budget,
         model_params=shape.params,
         hardware=hardware,
@@ -320,10 +302,10 @@ def make_plan(
         candidates=tuple(shown(job, candidates, chosen)),
         not_possible=refused,
         speed_known=speed_known,
-        speed_error=speed_error(shape, chosen.precision, hardware, chosen.step) if speed_known else None,
+        speed_error=speed_error(shape, chosen.precision, hardware, step) if speed_known else None,
         mfu=utilisation(chosen.speed, job.rates),
         work=work(chosen.batch.effective_batch) if work else None,
-        micro_batches=micro_batches(job, chosen.precision, chosen.step),
+        micro_batches=micro_batches(job, chosen.precision, step),
         row_tokens=job.rows,
         kernels=kernels,
         compile_s=compile_s(config, shape),
@@ -335,8 +317,7 @@ def make_plan(
 def refuse(request: PlanRequest) -> None:
     """Raises ConfigError for what `make_plan` refuses however long the rows are; a few candidates are weighed."""
     _refuse_settings(request)
-    layouts, _ = _layouts(request, keeps_params=False)
-    thriftiest(job_of(request), layouts)
+    thriftiest(job_of(request), _layouts(request, keeps_params=False)[0])
 
 
 def _refuse_settings(request: PlanRequest) -> None:
@@ -358,7 +339,6 @@ def _weighed(
 
 
 def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout], tuple[NotPossible, ...]]:
-    """The layouts to weigh, and those that are not possible; the simplest one where none of `only` is possible."""
     hardware = request.hardware
     possible, refused = layouts_for(request.config, request.shape, hardware, named=request.named)
     layouts = [layout for layout in possible if layout.name in request.only] or list(possible[:1])
@@ -371,46 +351,42 @@ def _layouts(request: PlanRequest, *, keeps_params: bool) -> tuple[list[Layout],
 
 
 def _counted_kernels(job: Job, chosen: Candidate) -> CountedKernels | None:
-    """`Plan.kernels`."""
     if job.config.train.kernels == "none":
         return None
     step = chosen.step
-    counted = counted_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
+    planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
+    counted = planned.counted
     if counted.memory == "plain":
         return counted
     # Liger's kernels are proven before the first step; a run whose proof fails needs the plain code's bytes
     train = job.config.train.model_copy(update={"kernels": "none"})
-    plain_job = dataclasses.replace(job, config=job.config.model_copy(update={"train": train}))
-    plain = candidate_of(plain_job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
-                         eval_rows=step.eval_batch)  # fmt: skip
-    # a trace may have raised the choice above its own estimate
-    return dataclasses.replace(counted, plain_bytes=max(plain.memory.required, chosen.memory.required))
+    plain = _again(dataclasses.replace(job, config=job.config.model_copy(update={"train": train})), chosen)
+    return dataclasses.replace(counted, plain_bytes=plain)
+
+
+def _again(job: Job, chosen: Candidate, *, masks: bool = False) -> int:
+    """What the choice would require of a device otherwise; a trace may have raised it above its own estimate."""
+    step = chosen.step
+    other = candidate_of(job, chosen.layout, chosen.batch, chosen.checkpointed, loss=step.loss,
+                         eval_rows=step.eval_batch, masks=masks)  # fmt: skip
+    return max(other.memory.required, chosen.memory.required)
 
 
 def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """The plan that `as_json` wrote, for a rank that receives it: equal in every field, nothing is decided again."""
-    run, choice = data["run"], candidate_from_json(data)
-    as_written = ("max_seq_len", "repeats_kv", "eval_batch", "answer_tokens", "model_params", "speed_known", "mfu")
-    later = {"masked_bytes": None, "compile_s": 0.0, "activations_from": "blocks", "deepspeed": None}
-    return Plan(
-        **{name: data[name] for name in as_written},
-        **{name: data.get(name, before) for name, before in later.items()},
-        choice=choice,
-        precision=Precision(**data["precision"]),
-        budget_bytes=choice.room.device,
-        hardware=Hardware.from_json(data["hardware"]),
-        reasons=tuple(data["reasons"]),
-        candidates=tuple(candidate_from_json(candidate) for candidate in data["candidates"]),
-        not_possible=tuple(NotPossible(**item) for item in data["not_possible"]),
-        suggestions=tuple(Suggestion(**way) for way in data["ways_out"]),
-        not_enough=tuple(Suggestion(**way) for way in data["not_enough"]),
-        speed_error=SpeedError(**data["speed_error"]) if data.get("speed_error") else None,
-        work=None if run is None else Work(run["steps"], run["tokens"]),
-        micro_batches=MicroBatches(**data["micro_batches"]),
-        row_tokens=RowTokens.from_json(data["row_tokens"]),
-        kernels=CountedKernels(**data["kernels"]) if data.get("kernels") else None,
-        parameters=Parameters.from_json(data.get("parameters")),
-    )
+    other_names = {
+        "choice": candidate_fields(data),
+        "budget_bytes": data["peak_bytes"]["budget"],
+        "candidates": [candidate_fields(candidate) for candidate in data["candidates"]],
+        "suggestions": data["ways_out"],
+        "work": data["run"],
+    }
+    return _reader().validate_python({**data, **other_names})
+
+
+@functools.cache
+def _reader() -> TypeAdapter[Plan]:
+    return TypeAdapter(Plan)
 
 
 def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
@@ -423,10 +399,10 @@ def job_of(request: PlanRequest, *, masters: bool = True) -> Job:
 
     @functools.cache
     def learned(layout: Layout) -> calibration.Correction:
-        counted = counted_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
+        planned = planned_kernels(config, shape, layout, on_gpu=bool(hardware.gpus), without=request.without)
         return calibration.correction(
             request.earlier, device=device, mode=config.tuning.mode, layout=layout.name, model=config.model.name,
-            kernels=counted, compiled=config.train.compile, room=budget_bytes(hardware),
+            kernels=planned.counted, compiled=config.train.compile, room=budget_bytes(hardware),
         )  # fmt: skip
 
     return Job(
@@ -470,17 +446,18 @@ def _confirmed(
 
 
 def _with_trace(job: Job, candidate: Candidate, traced: Traced) -> Candidate:
-    """The candidate with the larger of the two predictions, which earlier runs correct like any; the difference becomes
-    a separate term."""
-    memory, raw = candidate.memory, candidate.raw
+    """The larger of the two predictions, corrected by earlier runs like any; the difference becomes a separate term."""
+    memory = candidate.memory
     more = max(0, traced.allocated - memory.allocated)
-    terms = memory.terms | ({"trace_says_more": more} if more else {})
     # later plans learn from raw predictions, so the trace raises the raw one and the correction is applied again
-    raw = dataclasses.replace(raw, reserved=max(raw.reserved, traced.reserved))
+    raw = dataclasses.replace(candidate.raw, reserved=max(candidate.raw.reserved, traced.reserved))
     reserved = job.learned(candidate.layout).reserved(raw.reserved, job.budget)
-    # the margin keeps its share of what is reserved
-    margin = int(memory.margin * reserved / max(1, memory.reserved))
-    memory = dataclasses.replace(memory, terms=terms, reserved=reserved, margin=margin)
+    memory = dataclasses.replace(
+        memory,
+        terms=memory.terms | ({"trace_says_more": more} if more else {}),
+        reserved=reserved,
+        margin=int(memory.margin * reserved / max(1, memory.reserved)),  # it keeps its share of what is reserved
+    )
     return dataclasses.replace(candidate, memory=memory, raw=raw, traced=True)
 
 
@@ -490,27 +467,22 @@ def _trace_words(candidate: Candidate, traced: Traced) -> str:
         f"traced: {traced.allocated / GIB:.2f} GiB allocated and {traced.reserved / GIB:.2f} reserved; the estimate "
         f"says {closed / GIB:.2f} and {candidate.memory.reserved / GIB:.2f}"
     )
-    if abs(traced.allocated / max(1, closed) - 1) > TRACE_TOLERANCE:
-        text += f", {traced.allocated / max(1, closed) - 1:+.1%} apart: the larger one is used"
-    return text
+    apart = traced.allocated / max(1, closed) - 1
+    return text + (f", {apart:+.1%} apart: the larger one is used" if abs(apart) > TRACE_TOLERANCE else "")
 
 
 def _masked_bytes(job: Job, chosen: Candidate) -> int | None:
-    """`Plan.masked_bytes`."""
     step = chosen.step
     # by tokens, several short rows share a micro-batch of one full row; a packed row is not padded to others
     rows = max(2 if job.by_tokens else 1 if job.packed else step.micro_batch, step.eval_batch)
     if not step.varlen and (step.masks or not is_padded(job.config, chosen.layout, rows=rows)):
         return None
-    masked = candidate_of(
-        job, chosen.layout, chosen.batch, chosen.checkpointed, eval_rows=step.eval_batch, masks=True
-    )  # fmt: skip
-    return max(masked.memory.required, chosen.memory.required)
+    return _again(job, chosen, masks=True)
 
 
 def require_fit(plan: Plan, config: RunConfig, *, is_fixed: bool = False) -> None:
-    """Raises DoesNotFit when the batch was left to the plan and nothing fits; one that was given, or that a resumed run
-    keeps (`is_fixed`), is tried."""
+    """Raises DoesNotFit where nothing fits; a batch that was given, or that a resumed run keeps (`is_fixed`), is
+    tried."""
     train = config.train
     if plan.fits or is_fixed or train.batch_size != "auto" or train.grad_accum != "auto":
         return
@@ -524,13 +496,10 @@ def misfit_words(plan: Plan, config: RunConfig) -> str:
     where = plan.hardware.gpus[0].name if plan.hardware.gpus else "the CPU"
     ways = plan.suggestions[:5] or plan.not_enough[:3]
     listed = ", ".join(f"{way.change} ({way.needs})" for way in ways)
-    if plan.suggestions:
-        advice = f"try {listed}"
-    else:
-        advice = f"not even {listed} would be enough" if ways else "try a smaller model"
+    advice = f"try {listed}" if plan.suggestions else f"not even {listed} would be enough"
     return (
         f"{config.model.name} with tuning.mode={config.tuning.mode} does not fit on {where}: {rows} at a time in "
-        f"layout {plan.layout} need{'' if micro > 1 else 's'} {needs}; {advice}"
+        f"layout {plan.layout} need{'' if micro > 1 else 's'} {needs}; {advice if ways else 'try a smaller model'}"
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import dataclass
-from typing import Any, Literal
+from importlib import resources
+from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.errors import ConfigError
@@ -34,40 +36,15 @@ class Overflow:
         return f"in {self.family} models {self.what} ({self.source})"
 
 
-_GITHUB = "https://github.com"
-_UNSLOTH = f"{_GITHUB}/unslothai/unsloth"
-_VLLM = f"{_GITHUB}/vllm-project/vllm"
-_LOGITS = "attention logits exceed it with eager attention"
-
-_SEEN: tuple[tuple[Any, ...], ...] = (
-    ("gemma2 plamo2", "activations exceed it", f"{_VLLM}, config/model.py"),  # also huggingface.co/blog/gemma2
-    ("gemma3 gemma3_text", "activations reach 800,000", f"{_UNSLOTH}/pull/4014"),  # also transformers#36822, #39972
-    ("gemma3n gemma3n_text", "activations exceed it", f"{_UNSLOTH}-zoo, model_lists.py"),
-    # E2B and E4B; unsloth#4875 measured 2,080 elsewhere and was taken back
-    ("gemma4 gemma4_text gemma4_unified gemma4_unified_text", "the MLP's product becomes infinite",
-     f"{_UNSLOTH}-zoo/pull/600"),
-    ("glm4", "activations become NaN", f"{_VLLM}/issues/17154"),
-    # also onnxruntime-genai#2444, and Unsloth's list for both sizes
-    ("gpt_oss", "the residual stream reaches 92,000 in the last layers of 36", f"{_GITHUB}/ROCm/hip-ep/pull/168"),
-    ("deepseek_v2", "activations exceed it", f"{_VLLM}/pull/13232"),
-    ("qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text", "its gated delta net becomes NaN",
-     f"{_UNSLOTH}-zoo, model_lists.py"),
-    ("granitemoehybrid", "the shared MLP's product reaches 65,000", f"{_UNSLOTH}-zoo, temporary_patches"),
-    # 3.0 to 3.2; later ones have no attention dropout
-    ("granite", "with attention dropout the MLP's product reaches 85,000", f"{_UNSLOTH}, models/_utils.py",
-     "attention_dropout"),
-    ("qwen3_moe glm4_moe glm4_moe_lite", "gradients exceed it", f"{_UNSLOTH}-zoo/pull/866", None, True),
-    ("phi", _LOGITS, f"{_GITHUB}/huggingface/transformers/pull/28163", "eager"),
-    ("phi3 gpt_neox", _LOGITS, f"{_GITHUB}/ggml-org/llama.cpp/issues/7805", "eager"),
-    ("qwen2", _LOGITS, f"{_GITHUB}/QwenLM/Qwen3/issues/868", "eager"),
-    ("granitemoe", _LOGITS, f"{_GITHUB}/ikawrakow/ik_llama.cpp/pull/102", "eager"),
-)  # fmt: skip
-"""Model types, text towers under their own, and the fields of `Overflow`: what was seen, and where, in other libraries'
-lists and threads. Left out, because sources contradict each other or it was not seen in a forward pass: deepseek_v3
-(vllm#14809 saw it in deepseek_v2 only), gpt_neo (transformers#11076 against DeepSpeed#1112), falcon_h1
-(unsloth-zoo#212)."""
-OVERFLOWS = {kind: Overflow(kind, *seen) for kinds, *seen in _SEEN for kind in kinds.split()}
-"""By model_type of config.json."""
+_SEEN = json.loads(resources.files("sft_play.facts.models").joinpath("fp16.json").read_text(encoding="utf-8"))
+OVERFLOWS = {
+    kind: Overflow(kind, **{name: value for name, value in row.items() if name not in ("models", "note")})
+    for row in _SEEN
+    for kind in row["models"].split()
+}
+"""By model_type of config.json, text towers under their own: what was seen, and where, in other libraries' lists and
+threads. Left out, because sources contradict each other or it was not seen in a forward pass: deepseek_v3 (vllm#14809
+saw it in deepseek_v2 only), gpt_neo (transformers#11076 against DeepSpeed#1112), falcon_h1 (unsloth-zoo#212)."""
 
 
 def overflow_of(model_type: str, *, eager: bool = False, attention_dropout: float = 0.0) -> Overflow | None:
@@ -96,11 +73,9 @@ Updates = Literal["float32", "stochastic", "bfloat16"]
 
 @dataclass(frozen=True)
 class Precision:
-    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded.
-
-    `updates`: how an optimizer step reaches weights that train: in float32 (themselves, or copies of an engine's), in
-    16 bits by stochastic rounding, or rounded to the nearest of 16 bits, where most updates are lost.
-    """
+    """`compute`: dtype of matrix products; `load`: dtype of the weights as loaded. `updates`: how an optimizer step
+    reaches weights that train: in float32 (themselves, or copies of an engine's), in 16 bits by stochastic rounding, or
+    rounded to the nearest of 16 bits, where most updates are lost."""
 
     compute: DtypeName
     load: DtypeName
@@ -109,11 +84,8 @@ class Precision:
 
 
 def choose_precision(config: RunConfig, hardware: Hardware, shape: ModelShape | None = None) -> Precision:
-    """The precision that the run asks for, or the closest that the device and the model support; the reason says which.
-
-    Raises:
-        ConfigError: fp16 is asked for by name, and the model's activations leave its range.
-    """
+    """The precision that the run asks for, or the closest that device and model support, with the reason. Raises
+    ConfigError where fp16 is asked for by name, and the model's activations leave its range."""
     overflow = None
     if shape is not None:
         eager = config.model.attn_implementation == "eager"
@@ -143,12 +115,10 @@ ROUNDS_ITSELF = ("single", "ddp")
 def with_updates(
     precision: Precision, config: RunConfig, layout: str, *, masters: bool = True, kept: Updates | None = None
 ) -> Precision:
-    """The precision of a layout, with how updates reach bf16 weights that train in full.
-
-    bf16 has 8 significant bits: an update below 1/512 of a weight is lost when it is rounded to the nearest, and at
-    usual learning rates nearly all are. `masters`: whether float32 weights fit, which auto then takes. `kept`: how the
-    resumed run has done it, which auto keeps.
-    """
+    """The precision of a layout, with how updates reach bf16 weights that train in full. bf16 has 8 significant bits:
+    an update below 1/512 of a weight is lost when it is rounded to the nearest, and at usual learning rates nearly all
+    are. `masters`: whether float32 weights fit, which auto then takes. `kept`: how the resumed run has done it, which
+    auto keeps."""
     if config.tuning.mode != "full" or precision.load != "bfloat16" or layout not in ROUNDS_ITSELF:
         return precision
     wish = config.train.weight_updates

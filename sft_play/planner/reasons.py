@@ -31,8 +31,7 @@ from sft_play.planner.memory.model_states import loads_by_unit
 from sft_play.planner.memory.step_memory import Walk, is_padded
 from sft_play.planner.precision import SHORT
 from sft_play.planner.speed.other_code import compiling_words
-from sft_play.planner.speed.speed_error import SpeedError, speed_error
-from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed
+from sft_play.planner.speed.throughput import EXPERTS_PART, LINEAR_PART, Speed, SpeedError, speed_error
 from sft_play.units import GIB, gib
 
 REPEATED_KEYS = (
@@ -56,14 +55,8 @@ def reasons_of(
     kernels: CountedKernels | None,
     notes: Sequence[str] = (),
 ) -> tuple[str, ...]:
-    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know.
-
-    Args:
-        limit: tokens of a row at most.
-        repeats_kv: whether sdpa repeats keys and values for all heads.
-        kernels: those that memory and speed count.
-        notes: what a trace of the choice said.
-    """
+    """Why the plan is as it is: precision, length, batch, rows, layout, kernels, and what a run should know; `limit`:
+    tokens of a row at most; `notes`: what a trace of the choice said."""
     wish = job.config.model.max_seq_len
     walk = walk_of(job.config, job.shape, chosen.precision, chosen.step)
     learned = job.learned(chosen.layout).at(chosen.raw.reserved)
@@ -111,11 +104,9 @@ def _activation_words(walk: Walk) -> list[str]:
 def _kernel_words(job: Job, chosen: Candidate, counted: CountedKernels | None) -> list[str]:
     step = chosen.step
     planned = planned_kernels(job.config, job.shape, step.layout, on_gpu=step.on_gpu, without=job.rates.without)
-    if planned is None or counted is None:
-        return []
-    need = counted.plain_bytes
+    need = counted.plain_bytes if counted else None
     otherwise = f"; the plain ones, which run otherwise, would need {need / GIB:.1f} GiB" if need is not None else ""
-    return [f"{planned.reason}{otherwise}"]
+    return [f"{planned.reason}{otherwise}"] if planned.reason else []
 
 
 def _adapter_words(job: Job) -> list[str]:
@@ -125,28 +116,25 @@ def _adapter_words(job: Job) -> list[str]:
 
 
 def _adapters_in_bf16(config: RunConfig, chosen: Candidate) -> list[str]:
-    lora, layout = config.tuning.lora, chosen.layout
-    if config.tuning.mode == "full" or lora.dtype != "bfloat16":
+    layout, compute = chosen.layout, chosen.precision.compute
+    if config.tuning.mode == "full" or config.tuning.lora.dtype != "bfloat16":
         return []
-    setting = "tuning.lora.dtype=bfloat16: "
-    if chosen.precision.compute != "bfloat16":
-        return [f"{setting}adapters stay in fp32, because the run computes in {SHORT[chosen.precision.compute]}"]
-    if layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
-        return [f"{setting}{layout.name} still steps adapters in fp32"]
-    return [f"{setting}adapters and their states are bf16, and small updates are lost"]
+    words = "adapters and their states are bf16, and small updates are lost"
+    if compute != "bfloat16":
+        words = f"adapters stay in fp32, because the run computes in {SHORT[compute]}"
+    elif layout.is_zero or (layout.is_fsdp and config.tuning.mode == "lora"):
+        words = f"{layout.name} still steps adapters in fp32"
+    return [f"tuning.lora.dtype=bfloat16: {words}"]
 
 
 def _unknown_of_unsloth(config: RunConfig, chosen: Candidate) -> list[str]:
     if config.tuning.backend != "unsloth":
         return []
-    note = "tuning.backend=unsloth: memory and speed are those of backend bnb; Unsloth itself was not measured"
-    if chosen.layout.name in ("single", "ddp"):
-        return [note]
-    return [note, f"Unsloth runs only single and ddp; {chosen.layout.name} would run with backend bnb (STRATEGY=ddp)"]
+    other = "" if chosen.layout.name in ("single", "ddp") else f"; {chosen.layout.name} would run with backend bnb"
+    return [f"tuning.backend=unsloth: planned as backend bnb; Unsloth itself was not measured{other}"]
 
 
 def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[str]:
-    """The product of the batch, how other micro-batches compare, and why some ranks share rows."""
     product = arithmetic(job.config.train, chosen.batch, is_fixed=job.fixed is not None)
     alike = [one for one in candidates if one.fits and one.layout == chosen.layout]
     sizes = [one.batch.micro_batch for one in alike if one.checkpointed == chosen.checkpointed]
@@ -166,7 +154,6 @@ def _batch_words(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -
 
 
 def _loading_words(job: Job, chosen: Candidate) -> list[str]:
-    """That loading needs more than a step, which a reader of the weights' term would not expect."""
     layout, memory = chosen.layout, chosen.memory
     if job.config.tuning.mode != "qlora" or not layout.shards_params or loads_by_unit(job.config, layout):
         return []
@@ -178,7 +165,6 @@ def _loading_words(job: Job, chosen: Candidate) -> list[str]:
 
 
 def _row_words(job: Job, chosen: Candidate) -> str:
-    """What is known, or assumed, of the lengths of rows, and what becomes of shorter ones."""
     padding = _packing_words(job, chosen) if job.packed else _padding_words(job, chosen)
     rows = job.rows
     if rows is None:
@@ -192,19 +178,17 @@ def _row_words(job: Job, chosen: Candidate) -> str:
 
 
 def _sharded_checkpoint_words(job: Job, chosen: Candidate) -> str:
-    """How checkpoints are written where each rank writes a shard, and why."""
     memory = chosen.memory
+    size, each = f"{memory.checkpoint_bytes / GIB:.1f} GiB", f"{memory.host_save_each_bytes / GIB:.1f} GiB"
     if job.config.train.async_save:
         return (
-            f"train.async_save: checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written while training goes "
-            f"on, in parts: each of {chosen.layout.ranks} ranks keeps its part in RAM meanwhile "
-            f"({memory.host_save_each_bytes / GIB:.1f} GiB)"
+            f"train.async_save: checkpoints of {size} are written while training goes on, in parts: each of "
+            f"{chosen.layout.ranks} ranks keeps its part in RAM meanwhile ({each})"
         )
     return (
-        f"checkpoints of {memory.checkpoint_bytes / GIB:.1f} GiB are written in parts, one by each of "
-        f"{chosen.layout.ranks} ranks ({memory.host_save_each_bytes / GIB:.1f} GiB of RAM each): above "
-        f"{WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and hold "
-        f"{memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
+        f"checkpoints of {size} are written in parts, one by each of {chosen.layout.ranks} ranks ({each} of RAM each): "
+        f"above {WHOLE_BYTES / GIB:.1f} GiB the first rank would write for more than {WHOLE_SAVE_S // 60} minutes, and "
+        f"hold {memory.host_gather_bytes / GIB:.1f} GiB in RAM; any number of ranks resumes from them"
     )
 
 
@@ -213,26 +197,25 @@ def _packing_words(job: Job, chosen: Candidate) -> str:
         return f", several chats to a row, told apart by their boundaries, without a mask{_calls_words(job, chosen)}"
     if chosen.step.attention == "flash_attention_2":  # their position ids start anew
         return ", several chats to a row, told apart by their boundaries"
-    return f", several chats to a row, with a mask between them ({job.unbounded_because(chosen.precision)})"
+    return f", several chats to a row, with a mask between them ({job.attended.unbounded_because(chosen.precision)})"
 
 
 def _padding_words(job: Job, chosen: Candidate) -> str:
-    """What becomes of rows that are shorter than others in their batch, and why."""
     if chosen.step.varlen:
         words = ", rows one behind the other without padding, told apart by their boundaries"
         return words + _calls_words(job, chosen)
     if not is_padded(job.config, chosen.layout, rows=chosen.batch.micro_batch):
         return ""
-    joins = job.by_tokens and job.rows is not None and job.unbounded_because(chosen.precision) is None
+    joins = job.by_tokens and job.rows is not None and job.attended.unbounded_because(chosen.precision) is None
     slower = joins and chosen.layout.context_parallel == 1
     why = "; without padding each chat would be a call of its own, which is predicted to be slower" if slower else ""
     if chosen.step.padded:
-        return f", shorter rows padded to it and masked ({job.masked_because}){why}"
+        return f", shorter rows padded to it and masked ({job.attended.masked_because}){why}"
     return f", shorter rows padded to it, without a mask (attention is causal, and padding at the end){why}"
 
 
 def _calls_words(job: Job, chosen: Candidate) -> str:
-    because = job.one_by_one_because(chosen.precision)
+    because = job.attended.one_by_one_because(chosen.precision)
     return f", each attended to by a call of its own ({because})" if chosen.step.one_by_one else ""
 
 
@@ -261,8 +244,8 @@ def _advice(chosen: Candidate) -> list[str]:
 
 # --- the others -------------------------------------------------------------------------------------------------------
 def shown(job: Job, candidates: Sequence[Candidate], chosen: Candidate) -> list[Candidate]:
-    """The candidates worth showing, each with why it was not chosen: every micro-batch of the chosen layout and
-    checkpointing, every checkpointing with the chosen micro-batch, and the best of each other layout."""
+    """The candidates worth showing, each with why it was not chosen: those of the chosen layout, the best of each
+    other."""
     kept: dict[Any, Candidate] = {chosen.key: chosen}
     for candidate in candidates:
         same_layout = candidate.layout == chosen.layout
@@ -343,47 +326,21 @@ def _fits_at(job: Job, chosen: Candidate) -> str:
 
 
 # --- slower code than there is ----------------------------------------------------------------------------------------
-PUBLISHED = {
-    LINEAR_ATTENTION: "Qwen3.5-9B on 8 B200: 1.22 s a step without it, 0.70 s with it",
-    "causal-conv1d": "Qwen3.5-9B on 8 B200: at most 0.1 s of a step of 0.70 s",
-}
-"""What others measured: https://github.com/huggingface/transformers/issues/48718, and the baseline of 0.605 s with both
-packages and a smaller Trainer loop in https://github.com/huggingface/transformers/pull/48915."""
-
-
 def slow_words(config: RunConfig, shape: ModelShape, chosen: Candidate, without: Collection[str]) -> list[str]:
-    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package
-    that is missing, with what it costs."""
-    eager = eager_words(config, shape, chosen)
-    experts = planned_experts(config, shape, chosen.precision)
-    cast = [f"experts: {experts.reason}"] if experts is not None and experts.casts else []
-    return [*([f"experts: {eager}"] if eager else []), *cast, *missing_words(shape, chosen, without).values()]
-
-
-def eager_words(config: RunConfig, shape: ModelShape, chosen: Candidate) -> str | None:
-    """Why experts run one after another, or by their class's own code, and what it costs; None where they do not."""
-    experts = planned_experts(config, shape, chosen.precision)
-    if experts is None or experts.name != "eager":
-        return None
-    return f"{experts.reason}{_cost(chosen.speed, EXPERTS_PART)}"
-
-
-def missing_words(shape: ModelShape, chosen: Candidate, without: Collection[str]) -> dict[str, str]:
-    """For each package of `without` whose kernels the model's class would run on this GPU: a line with what that
-    costs, as far as it is known, and why to leave it so where its kernels fail there."""
-    if chosen.step.capability is None:
-        return {}
-    words = {}
-    for name in shape.kernel_packages:
-        if name not in without:
-            continue
-        cost = f" (published: {PUBLISHED[name]})" if LINEAR_ATTENTION in shape.kernel_packages else ""
-        if name == LINEAR_ATTENTION:
-            cost = f"{_cost(chosen.speed, LINEAR_PART)}{cost}"
-        why_not = unsound(name, chosen.step.capability)
-        leave = f"; leave it so: {why_not}" if why_not else ""
-        words[name] = f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}{leave}"
-    return words
+    """A line for the experts that do not run as grouped products of 16 bits by themselves, and one for each package of
+    `without` whose kernels the model's class would run on this GPU, with what it costs by the roofline."""
+    lines, experts = [], planned_experts(config, shape, chosen.precision)
+    if experts is not None and experts.name == "eager":
+        lines.append(f"experts: {experts.reason}{_cost(chosen.speed, EXPERTS_PART)}")
+    elif experts is not None and experts.casts:
+        lines.append(f"experts: {experts.reason}")
+    for name in shape.kernel_packages if chosen.step.capability is not None else ():
+        if name in without:
+            cost = _cost(chosen.speed, LINEAR_PART) if name == LINEAR_ATTENTION else ""
+            why_not = unsound(name, chosen.step.capability)
+            leave = f"; leave it so: {why_not}" if why_not else ""
+            lines.append(f"{name} is not installed: {shape.model_type} runs its own slower code instead{cost}{leave}")
+    return lines
 
 
 def _cost(speed: Speed, part: str) -> str:

@@ -20,8 +20,8 @@ LONG_ON_CPU_S = 3600.0
 
 
 def plan_screen(plan: Plan, config: RunConfig, *, start: Sequence[str], is_here: bool) -> list[str]:
-    """The default page of `make plan`; `start`: the lines with the command that starts the run, or one for each node,
-    empty where none would; `is_here`: whether the data are."""
+    """The default page of `make plan`; `start`: the lines with the command that starts the run; `is_here`: the data
+    are."""
     name = one_line(PurePath(config.model.name).name or config.model.name)
     verdict = plan.choice.verdict.replace("fits", "FITS", 1).replace("does NOT fit", "DOES NOT FIT", 1)
     if plan.fits and not start:
@@ -57,7 +57,6 @@ def run_words(plan: Plan) -> str:
 
 
 def _duration(plan: Plan, work: Work) -> tuple[float, str]:
-    """Seconds of the whole run, and by what they are known where the rows were not counted."""
     if plan.row_tokens is None and work.tokens is not None:
         return work.tokens / plan.speed.tokens_per_s + plan.compile_s, " by the size of the data"
     by = " if every row were full length" if plan.row_tokens is None else ""

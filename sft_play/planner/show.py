@@ -64,7 +64,6 @@ def _host_words(hardware: Hardware) -> str:
 
 
 def _gpu_lines(hardware: Hardware) -> list[str]:
-    """One line per GPU; a single line for a cluster of identical ones."""
     first, last = hardware.gpus[0], hardware.gpus[-1]
     kinds = {(gpu.name, gpu.total_bytes) for gpu in hardware.gpus}
     if len(hardware.gpus) > MOST_GPU_LINES and len(kinds) == 1:
@@ -109,8 +108,7 @@ def memory_line(plan: Plan) -> str:
 
 
 def loading_words(candidate: Candidate) -> str:
-    """The peak of loading, as the end of a sentence, where a rank keeps only a shard of what it loads, or loading needs
-    more than any step; else empty."""
+    """The peak of loading, as the end of a sentence, where a rank keeps only a shard or loading needs the most."""
     memory = candidate.memory
     # otherwise a run loads what it keeps, and the figure would repeat the weights' term
     is_shown = candidate.layout.shards_params or memory.loading_decides
@@ -264,9 +262,8 @@ def stage_lines(stages: Sequence[tuple[str, RunConfig, Plan]]) -> list[str]:
 
 
 def plan_lines(plan: Plan, config: RunConfig, *, command: str | None, by_node: Sequence[str] = ()) -> list[str]:
-    """Everything that `make plan WHY=1` prints: machine, choice, arithmetic, bar, table, and then speed and command if
-    it fits (`by_node`: lines with those of each node; None: no command would start it), or suggestions if it does
-    not."""
+    """Everything that `make plan WHY=1` prints; `by_node`: lines with the command of each node; None: none would start
+    it."""
     launch = (list(by_node) or [f"Launch: {command}"]) if command is not None else []
     return [
         *detected_lines(plan.hardware),

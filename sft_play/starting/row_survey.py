@@ -16,6 +16,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from sft_play.config.load import LoadedConfig
 from sft_play.config.schema import RunConfig
 from sft_play.data.sources.files import data_files, data_paths
@@ -51,7 +53,7 @@ def known_rows(config: RunConfig) -> RowTokens | None:
         key = _key(config)
         if key in _counted:
             return _counted[key]
-        return RowTokens.from_json(json.loads(_note(key).read_text(encoding="utf-8")))
+        return TypeAdapter(RowTokens).validate_json(_note(key).read_bytes())
     return None
 
 
@@ -120,7 +122,7 @@ def _count(config: RunConfig) -> None:
         return
     note = _note(key)
     with contextlib.suppress(OSError):
-        atomic.write(note, json.dumps(found.as_json()))
+        atomic.write(note, json.dumps(dataclasses.asdict(found)))
 
 
 def _limit(config: RunConfig) -> tuple[int, int | None]:

@@ -21,7 +21,7 @@ from sft_play.facts.installed import remembered
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.candidates import Candidate
 from sft_play.planner.gradients import adapter_dtype, gradients_of
-from sft_play.planner.kernels import liger_in_memory, planned_experts
+from sft_play.planner.kernels import planned_experts, planned_kernels
 from sft_play.planner.memory.step_memory import Step, is_padded
 from sft_play.planner.memory.structure import repeats_kv, stacked_adapter
 from sft_play.planner.plan import Traced
@@ -107,7 +107,7 @@ def settings_of(
         mask=_mask(config, padded=step.padded, masks=step.masks, varlen=step.varlen),
         optimizer=OPTIMIZERS[config.train.optim],
         experts=_experts(config, shape, precision),
-        kernels="liger" if liger_in_memory(config, shape, layout, on_gpu=step.on_gpu) else "plain",
+        kernels=planned_kernels(config, shape, layout, on_gpu=step.on_gpu).counted.memory,
         delta_rule="fla" if step.fla else "plain",
         clip=config.train.max_grad_norm > 0,
         eval_batch=step.eval_batch or None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -11,13 +11,11 @@ from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None when named, or
-    where the driver does not tell it.
-
-    `total_bytes` is what the driver reports of a GPU that was found, and what torch could use of one that is named.
-    `bandwidth` is bytes per second; rates are dense operations per second with 32-bit accumulation; None: not known,
-    or that the GPU has no such units. `mig` is the profile of an instance (`1g.10gb`), None for a whole GPU.
-    """
+    """One GPU: `index` as `CUDA_VISIBLE_DEVICES` counts it, memory in bytes; `free_bytes` is None when named, or where
+    the driver does not tell it. `total_bytes` is what the driver reports of a GPU that was found, and what torch could
+    use of one that is named. `bandwidth` is bytes per second; rates are dense operations per second with 32-bit
+    accumulation; None: not known, or that the GPU has no such units. `mig` is the profile of an instance (`1g.10gb`),
+    None for a whole GPU."""
 
     index: int
     name: str
@@ -46,11 +44,6 @@ class Gpu:
         """Dense operations per second of matrix products in `bfloat16`, `float16`, `float8` or `float32`."""
         rates = {"bfloat16": self.bf16_flops, "float16": self.fp16_flops, "float8": self.fp8_flops}
         return rates.get(dtype, self.fp32_flops)
-
-
-def capability_pair(value: Any) -> tuple[int, int] | None:
-    """A compute capability from JSON or from `8.9` split at its dot; None where there is none."""
-    return (int(value[0]), int(value[1])) if value else None
 
 
 @dataclass(frozen=True)
@@ -83,19 +76,14 @@ class Instance:
     used_bytes: int | None
     free_bytes: int | None
     processes: tuple[GpuProcess, ...] | None = None
-    place: str | None = None
-    """`7/0`: the numbers of its GPU instance and compute instance."""
     card: str | None = None
-    """The name of its GPU."""
 
 
 @dataclass(frozen=True)
 class SeenGpu:
     """A GPU, sizes in bytes. `reserved_bytes` is what the driver keeps for itself, counted as neither used nor free.
-
     `unified`: it has no memory of its own and shares the host's. `processes` is None where the driver does not list
-    them. `trouble` is what the driver says of a GPU that does not answer.
-    """
+    them. `trouble` is what the driver says of a GPU that does not answer."""
 
     index: int
     name: str | None
@@ -111,12 +99,9 @@ class SeenGpu:
     bf16: bool | None = None
     fp8: bool | None = None
     power_cap_watts: float | None = None
-    power_watts: float | None = None
     temperature_celsius: int | None = None
     pcie: Pcie = Pcie()
     mig_enabled: bool | None = None
-    mig_pending: bool | None = None
-    """The MIG mode after the next reset."""
     instances: tuple[Instance, ...] = ()
     processes: tuple[GpuProcess, ...] | None = None
     trouble: str | None = None
@@ -158,28 +143,7 @@ class Seen:
         return asdict(self)
 
     def only(self, indices: Sequence[int]) -> Seen:
-        """The same with only these GPUs, in this order."""
+        """The same with only these GPUs, in this order; the topology is the machine's, where there are several."""
         by_index = {gpu.index: gpu for gpu in self.gpus}
         kept = tuple(by_index[index] for index in indices if index in by_index)
-        whole, left = self.topology, tuple(gpu.index for gpu in kept)
-        # one GPU has no links; one that did not answer is not in the matrix
-        if whole is None or len(left) < 2 or not set(left) <= set(whole.indices):
-            return replace(self, gpus=kept, topology=None)
-        place = {index: whole.indices.index(index) for index in left}
-        part = matrix(
-            left,
-            lambda one, other: whole.links[place[one]][place[other]],
-            lambda one, other: whole.peer[place[one]][place[other]],
-        )
-        return replace(self, gpus=kept, topology=part)
-
-
-def matrix(
-    indices: tuple[int, ...], link: Callable[[int, int], str], peer: Callable[[int, int], bool | None]
-) -> Topology:
-    """The topology of these GPUs, asked pair by pair."""
-    return Topology(
-        indices,
-        tuple(tuple(link(one, other) for other in indices) for one in indices),
-        tuple(tuple(peer(one, other) for other in indices) for one in indices),
-    )
+        return replace(self, gpus=kept, topology=self.topology if len(kept) > 1 else None)

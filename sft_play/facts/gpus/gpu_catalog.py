@@ -1,22 +1,17 @@
 """GPUs by name: usable memory, bandwidth, dense matrix rates, links, compute capability, power; each with its source.
 
-At the end what clouds ask for an hour of them.
+At the end what clouds ask for an hour of them. Memory: `driver_bytes` is what `nvidia-smi` prints as total,
+`memory_bytes` what torch reports (`torch.cuda.get_device_properties(0).total_memory`): the driver keeps the difference.
+Where no torch figure was seen, it is `driver_bytes` less `reserve_bytes`, and `memory_kind` says so; where no
+`nvidia-smi` figure was seen either, `driver_bytes` is the size on the box.
 
-Memory. `driver_bytes` is what `nvidia-smi` prints as total; `memory_bytes` is what torch reports
-(`torch.cuda.get_device_properties(0).total_memory`, the "total capacity" of its out-of-memory message): the driver
-keeps the difference. Where no torch figure was seen, `memory_bytes` is `driver_bytes` less `reserve_bytes`, and
-`memory_kind` says so; where no `nvidia-smi` figure was seen either, `driver_bytes` is the size on the box.
+Rates are peaks without structured sparsity, of the matrix units with 32-bit accumulation, which is what training uses:
+a data sheet's, or multiprocessors x boost clock x operations per clock of the family (`FAMILIES`), which gives the
+published figures to within 1% wherever there are both. Links are bytes per second and GPU in one direction; `nvlink` is
+what joins all GPUs of a machine as it is sold, bridges between two cards are an extra that a user has to name
+(`link=`); `pcie` is lanes x rate before encoding.
 
-Rates are peaks without structured sparsity (data sheets of Ada and Hopper quote twice as much), of the matrix units
-with 32-bit accumulation, which is what training uses: on GeForce cards since Turing half of what the units do with
-16-bit accumulation. A rate is a data sheet's figure, or multiprocessors x boost clock x operations per clock of the
-family (`FAMILIES`), which gives the published figures to within 1% wherever there are both.
-
-Links are bytes per second and GPU in one direction (data sheets of NVLink quote both directions together). `nvlink`
-is what joins all GPUs of a machine as it is sold (SXM and OAM boards); bridges between two cards are an extra that a
-user has to name (`link=`). `pcie` is lanes x rate before encoding.
-
-The figures are in `gpu_catalog.json`, a line for each GPU. One of which no source was seen is not there:
+The figures are in `gpu_catalog.json`. One of which no source was seen is not there:
 `HARDWARE="2xMyGPU,mem=24GiB,bandwidth=1000GBs,bf16=165TFLOPS"`.
 """
 
@@ -41,11 +36,9 @@ arithmetic by compute capability)."""
 
 @dataclass(frozen=True)
 class Family:
-    """A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation.
-
-    `fp16` is 0 where half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where
-    the units have it. `fp32` counts the ordinary units (no TF32).
-    """
+    """A generation's matrix units: dense operations per multiprocessor and clock, 32-bit accumulation. `fp16` is 0
+    where half precision is not faster than nothing (Pascal's consumer chips); `fp8` is twice `fp16` where the units
+    have it. `fp32` counts the ordinary units (no TF32)."""
 
     capability: tuple[int, int]
     fp16: int
@@ -86,12 +79,10 @@ class CatalogEntry:
 
 
 def reserve_bytes(driver_bytes: int) -> int:
-    """What the driver keeps for itself where no figure of the card was seen: 350 MiB and 0.5% of the memory.
-
-    Pairs seen of nvidia-smi's total and torch's (MiB): 8188/7806, 16303/15840, 16376/15944, 23034/22563, 24564/24081,
-    46068/45495, 49140/48539: 382, 463, 432, 471, 483, 573, 601 against 391, 432, 432, 465, 473, 580, 596 by this rule.
-    Data-centre cards keep less (H200 615, B200 729 against 1069, 1267), A100 with 80 GB more (882 against 760).
-    """
+    """What the driver keeps for itself where no figure of the card was seen: 350 MiB and 0.5% of the memory. Pairs seen
+    of nvidia-smi's total and torch's (MiB): 8188/7806, 16303/15840, 16376/15944, 23034/22563, 24564/24081, 46068/45495,
+    49140/48539: 382, 463, 432, 471, 483, 573, 601 against 391, 432, 432, 465, 473, 580, 596 by this rule. Data-centre
+    cards keep less (H200 615, B200 729 against 1069, 1267), A100 with 80 GB more (882 against 760)."""
     return 350 * MIB + driver_bytes // 200
 
 
@@ -131,7 +122,6 @@ def _entry_of(row: Mapping[str, Any], sources: Mapping[str, str]) -> CatalogEntr
 
 
 def _source(text: str, sources: Mapping[str, str]) -> str:
-    """A source that is spelled out, or the name of one, with a file of it."""
     name, slash, file = text.partition("/")
     return f"{sources[name]}{slash}{file}" if name in sources else text
 
@@ -161,7 +151,6 @@ CATALOG: dict[str, CatalogEntry] = {key_of(entry.name): entry for entry in ENTRI
 
 
 def _short(key: str) -> str:
-    """`4090` for `rtx4090`: how people write it."""
     return re.sub(r"^(laptop)?[rg]tx", r"\1", key)
 
 
@@ -173,11 +162,8 @@ _SUGGESTED = ("L4", "A100-40GB", "L40S", "H100", "H200", "B200", "B300")
 
 
 def find(name: str, driver_bytes: int | None = None) -> tuple[CatalogEntry, ...]:
-    """The entries that a name can mean, the most likely first; empty if none.
-
-    A trailing size chooses among them (`RTX 3060 12GB`, `H100-80GB`); so does `driver_bytes`, the total of a GPU that
-    was found, which leaves at most one. A laptop's GPU is never the desktop's of the same number.
-    """
+    """The entries that a name can mean, the most likely first; a trailing size chooses among them (`H100-80GB`), and so
+    does `driver_bytes`, the total of a GPU that was found. A laptop's GPU is never the desktop's of the same number."""
     key = key_of(name)
     entries = _BY_KEY.get(key) or (_BY_KEY.get(f"laptop{key[:-1]}", []) if key.endswith("m") else [])  # 3060m
     if not entries:  # a key that ends with the size on the box: `h10080gb`, `h10080g`, `h10080`
@@ -216,7 +202,6 @@ def nearest(name: str) -> list[str]:
 
 
 def _steps(wanted: str, form: str) -> int:
-    """How far apart the characters are: H200 is nearer to H300 than H100 is."""
     return sum(abs(ord(one) - ord(other)) for one, other in zip(wanted, form, strict=False))
 
 
@@ -243,11 +228,8 @@ class Price:
 
 @functools.cache
 def all_prices() -> tuple[Price, ...]:
-    """`gpu_prices.json`: on-demand prices in US dollars by public lists, no spot prices and no community hosts.
-
-    They change every week, and none is an offer: every answer that uses one shows its date. Hyperstack sells the SXM
-    boards whole; Lambda's price depends on how many GPUs the machine has.
-    """
+    """`gpu_prices.json`: on-demand prices in US dollars by public lists. They change every week, and none is an offer:
+    every answer that uses one shows its date."""
     table = json.loads(Path(__file__).with_name("gpu_prices.json").read_text(encoding="utf-8"))
     lists = {
         name: PriceList(**{**one, "read": date.fromisoformat(one["read"])}) for name, one in table["lists"].items()

@@ -13,7 +13,8 @@ from typing import Any
 
 import psutil
 
-from sft_play.facts.gpus.gpu import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology, matrix
+from sft_play.facts import host
+from sft_play.facts.gpus.gpu import GpuProcess, Instance, Pcie, Seen, SeenGpu, Topology
 from sft_play.facts.gpus.gpu_catalog import BF16_CAPABILITY, find
 from sft_play.log import one_line
 
@@ -42,11 +43,7 @@ class NvmlUnavailable(Exception):
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """pynvml, initialised, and shut down at the end.
-
-    Raises:
-        NvmlUnavailable: it does not start.
-    """
+    """pynvml, initialised, and shut down at the end. Raises NvmlUnavailable where it does not start."""
     try:
         import pynvml
 
@@ -74,7 +71,6 @@ def _tried(nvml: Any, name: str, *arguments: Any, **named: Any) -> tuple[Any, Ex
 
 
 def _is(nvml: Any, error: Exception | None, *kinds: str) -> bool:
-    """Whether an error is one of NVML's own, such as `NotSupported`."""
     classes = tuple(getattr(nvml, f"NVMLError_{kind}", ()) for kind in kinds)
     return isinstance(error, classes) or type(error).__name__.removeprefix("NVMLError_") in kinds
 
@@ -83,27 +79,16 @@ def _is_gone(nvml: Any, error: Exception) -> bool:
     return _is(nvml, error, "GpuIsLost", "ResetRequired") or "lost" in str(error)
 
 
-def text(value: str | bytes | None) -> str | None:
-    """An answer as text: old versions of the package answer in bytes."""
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
 def driver(nvml: Any) -> tuple[str | None, tuple[int, int] | None]:
     """The driver's version and the newest CUDA that it runs; None where it does not say."""
     newest = int(ask(nvml, "nvmlSystemGetCudaDriverVersion_v2") or 0)
-    version = text(ask(nvml, "nvmlSystemGetDriverVersion"))
+    version = ask(nvml, "nvmlSystemGetDriverVersion")
     return version, (newest // 1000, newest % 1000 // 10) if newest else None  # 13020 is CUDA 13.2
 
 
 def see(*, details: bool = True, topology: bool = True) -> Seen | None:
-    """Every GPU of the machine; None where NVML is missing.
-
-    A field that a driver or a GPU does not report is None; `trouble` says why a GPU does not answer at all.
-
-    Args:
-        details: include power, temperature, PCIe and processes.
-        topology: include how the GPUs are connected.
-    """
+    """Every GPU of the machine; None where NVML is missing. A field that a driver or a GPU does not report is None.
+    `details`: power, temperature, PCIe and processes; `topology`: how the GPUs are connected."""
     try:
         with opened() as nvml:
             return see_through(nvml, details=details, topology=topology)
@@ -112,11 +97,8 @@ def see(*, details: bool = True, topology: bool = True) -> Seen | None:
 
 
 def see_through(nvml: Any, *, details: bool, topology: bool) -> Seen:
-    """The same through an opened library.
-
-    Raises:
-        NvmlUnavailable: it shows no GPU, and does not say that there is none.
-    """
+    """The same through an opened library. Raises NvmlUnavailable where it shows no GPU, and does not say that there is
+    none."""
     handles: dict[int, Any] = {}
     gpus: list[SeenGpu] = []
     links: dict[int, Counter[str]] = {}
@@ -152,13 +134,12 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
              "compute capability": "nvmlDeviceGetCudaComputeCapability"}  # fmt: skip
     answers = {what: _tried(nvml, name, handle) for what, name in names.items()}
     errors = {what: error for what, (answer, error) in answers.items() if answer is None}
-    name, uuid = text(answers["name"][0]), text(answers["UUID"][0])
+    name, uuid = answers["name"][0], answers["UUID"][0]
     memory = _memory(nvml, handle)
     no_memory = _is(nvml, errors.get("memory"), "NotSupported") and len(errors) < len(names)
     # a GPU that the catalogue has with a memory of its own does not share the host's, whatever its driver says
     if not memory and no_memory and all(entry.unified for entry in find(name or "")):
-        host = psutil.virtual_memory()
-        total, free = int(host.total), int(host.available)
+        total, free = host.memory()
         memory = {"total_bytes": total, "used_bytes": total - free, "free_bytes": free, "unified": True}
     if memory:
         errors.pop("memory", None)
@@ -176,10 +157,9 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
         name=name,
         vendor=VENDOR,
         uuid=uuid,
-        bus_id=text(getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None)),
+        bus_id=getattr(ask(nvml, "nvmlDeviceGetPciInfo", handle), "busId", None),
         nvlinks=links.total() if links is not None else None,
         mig_enabled=bool(mode[0]) if mode else True if instances else None,
-        mig_pending=bool(mode[1]) if mode else None,
         instances=instances,
         trouble=_words(gone[0]) if gone else None,
         withheld={what: _words(error) for what, error in errors.items()},
@@ -192,7 +172,7 @@ def _gpu(nvml: Any, index: int, handle: Any, links: Counter[str] | None, *, deta
 
 
 def _details(nvml: Any, handle: Any) -> dict[str, Any]:
-    cap, draw = (ask(nvml, f"nvmlDeviceGetPower{what}", handle) for what in ("ManagementLimit", "Usage"))
+    cap = ask(nvml, "nvmlDeviceGetPowerManagementLimit", handle)
     link = [ask(nvml, f"nvmlDeviceGet{which}PcieLink{what}", handle)
             for what in ("Generation", "Width") for which in ("Curr", "Max")]  # fmt: skip
     # newer packages have a second function and will drop the first with CUDA 14
@@ -200,7 +180,6 @@ def _details(nvml: Any, handle: Any) -> dict[str, Any]:
     degrees = (ask(nvml, question, handle, _SENSOR_GPU) for question in questions)
     return {
         "power_cap_watts": None if cap is None else cap / 1000,  # NVML has milliwatts
-        "power_watts": None if draw is None else draw / 1000,
         "temperature_celsius": next((int(value) for value in degrees if value is not None), None),
         "pcie": Pcie(*link),
         "processes": _processes(nvml, handle),
@@ -221,7 +200,6 @@ def _memory(nvml: Any, handle: Any) -> dict[str, Any]:
 
 
 def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
-    """Processes with compute or graphics on it, each once; None where the driver lists none to this user."""
     lists = [ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) for kind in ("Compute", "Graphics")]
     if all(listed is None for listed in lists):
         return None
@@ -233,7 +211,7 @@ def _processes(nvml: Any, handle: Any) -> tuple[GpuProcess, ...] | None:
     keeps_accounts = ask(nvml, "nvmlDeviceGetAccountingMode", handle)  # an administrator may switch it on
     processes = []
     for pid, held in sorted(used.items()):
-        name = _process_name(pid, text(ask(nvml, "nvmlSystemGetProcessName", pid)))
+        name = _process_name(pid, ask(nvml, "nvmlSystemGetProcessName", pid))
         stats = ask(nvml, "nvmlDeviceGetAccountingStats", handle, pid) if keeps_accounts else None
         processes.append(
             GpuProcess(pid, name, held, (int(stats.maxMemoryUsage) or None) if stats is not None else None)
@@ -252,7 +230,6 @@ def _process_name(pid: int, by_driver: str | None = None) -> str | None:
 
 
 def _instances(nvml: Any, handle: Any) -> tuple[tuple[Instance, ...], Exception | None]:
-    """The instances of a GPU, and why others may be missing; a container sees those that it was given."""
     instances = []
     count, withheld = _tried(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle)
     for place in range(_MOST_INSTANCES if count is None else count):
@@ -265,24 +242,17 @@ def _instances(nvml: Any, handle: Any) -> tuple[tuple[Instance, ...], Exception 
 
 
 def _instance(nvml: Any, instance: Any) -> Instance:
-    card, _, profile = (text(ask(nvml, "nvmlDeviceGetName", instance)) or "").partition(" MIG ")
+    card, _, profile = (ask(nvml, "nvmlDeviceGetName", instance) or "").partition(" MIG ")
     memory = _memory(nvml, instance)
     return Instance(
-        uuid=text(ask(nvml, "nvmlDeviceGetUUID", instance)) or "",
+        uuid=ask(nvml, "nvmlDeviceGetUUID", instance) or "",
         profile=profile,
         total_bytes=memory.get("total_bytes"),
         used_bytes=memory.get("used_bytes"),
         free_bytes=memory.get("free_bytes"),
         processes=_processes(nvml, instance),
-        place=_place(nvml, instance),
         card=card or None,
     )
-
-
-def _place(nvml: Any, instance: Any) -> str | None:
-    """`7/0`: GPU instance and compute instance; an old library cannot say."""
-    numbers = [ask(nvml, f"nvmlDeviceGet{kind}InstanceId", instance) for kind in ("Gpu", "Compute")]
-    return None if None in numbers else f"{numbers[0]}/{numbers[1]}"
 
 
 def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]]) -> Topology:
@@ -306,7 +276,11 @@ def _topology(nvml: Any, handles: dict[int, Any], joined: dict[int, Counter[str]
         status = ask(nvml, "nvmlDeviceGetP2PStatus", handles[one], handles[other], _P2P_READ)
         return None if status is None else status == _P2P_OK
 
-    return matrix(indices, link, peer)
+    return Topology(
+        indices,
+        tuple(tuple(link(one, other) for other in indices) for one in indices),
+        tuple(tuple(peer(one, other) for other in indices) for one in indices),
+    )
 
 
 def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
@@ -331,4 +305,4 @@ def _nvlinks(nvml: Any, handle: Any) -> Counter[str] | None:
 
 def _bus(info: Any) -> str:
     """Bus, device and function in one spelling: some drivers write eight digits of the domain, some four."""
-    return (text(getattr(info, "busId", None)) or "").lower()[-12:]
+    return (getattr(info, "busId", None) or "").lower()[-12:]

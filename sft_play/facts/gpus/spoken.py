@@ -23,11 +23,8 @@ _OTHERS = re.compile(
 
 
 def grammatical(text: str) -> tuple[str, str]:
-    """The text in the grammar of `machine_spec`, and a note where it was read as another; what is not known as it is.
-
-    Raises:
-        HardwareError: it is a size of memory, or a device that no run uses.
-    """
+    """The text in the grammar of `machine_spec`, and a note where it was read as another. Raises HardwareError for a
+    size of memory, or a device that no run uses."""
     head, comma, options = text.partition(",")
     match = re.fullmatch(_COUNTS + r"(.+)", head.strip())
     is_name = match is not None and not re.search(r"[*×:]", match[2]) and (find(match[2].strip()) or find(head))

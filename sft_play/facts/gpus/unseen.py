@@ -1,22 +1,21 @@
 """Accelerators that a machine has but a run would not use: by device files, the PCI bus, the driver, torch's build.
 
 Called where no GPU was found. torch is not imported and only NVML is started; everything is read below a root folder,
-which tests make up. Runs are planned for NVIDIA's GPUs; AMD's, Intel's and Apple's are found for a message alone. A GPU
-that only drives a screen does not count: Intel's on the CPU's own bus, AMD's with less memory than `LEAST_VRAM`.
+which tests make up. Runs are planned for NVIDIA's GPUs; AMD's and Intel's are found for a message alone (Apple's by
+torch, `training.prepare.device_checks`). A GPU that only drives a screen does not count: Intel's on the CPU's own bus,
+AMD's with less memory than `LEAST_VRAM`.
 """
 
 from __future__ import annotations
 
-import platform
 import re
-import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from sft_play.facts.gpus.nvml import driver, opened, see_through
+from sft_play.facts.gpus.nvml import opened, see_through
 from sft_play.facts.gpus.visible_gpus import obstacle
-from sft_play.facts.host import answer_of, text_of
+from sft_play.facts.host import text_of
 from sft_play.facts.installed import torch_cuda, torch_hip, version_of
 from sft_play.log import one_line
 
@@ -29,7 +28,6 @@ LEAST_VRAM = 4 * 2**30
 """Bytes from which an AMD GPU that drives a screen counts: firmware usually sets aside less for a processor's own."""
 HIDING = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 """NVIDIA's variable, which AMD's libraries read too, and AMD's own."""
-_NONE_WANTED = ("", "-1")
 ON_CPU = "train.device=cpu trains on the CPU"
 
 
@@ -46,49 +44,26 @@ class PciDevice:
 
 @dataclass(frozen=True)
 class Nvml:
-    """What NVML answers: how many GPUs, or why it does not start."""
+    """What NVML answers: how many GPUs, or why it does not start; `obstacles` say why GPUs cannot be used, one sentence
+    for each that cannot."""
 
     gpus: int = 0
-    error: str | None = None
-    driver: str | None = None
-    cuda: tuple[int, int] | None = None
-    """The newest CUDA that the driver runs."""
+    error: str = "it lists none"
     obstacles: tuple[str, ...] = ()
-    """Why GPUs cannot be used, one sentence for each that cannot."""
-
-
-@dataclass(frozen=True)
-class TorchBuild:
-    """What torch is built for, None: not for that; `version` None: not installed."""
-
-    version: str | None = None
-    cuda: str | None = None
-    hip: str | None = None
-
-    @property
-    def words(self) -> str:
-        """`torch 2.13.0 is built for CUDA 13.0`."""
-        if self.version is None:
-            return "torch is not installed"
-        kind = f"CUDA {self.cuda}" if self.cuda else f"ROCm {self.hip}" if self.hip else "CPU only"
-        return f"torch {self.version} is built for {kind}"
 
 
 @dataclass(frozen=True)
 class Devices:
-    """What the machine shows of accelerators. `driver` is the NVIDIA driver that the kernel has loaded."""
+    """What the machine shows of accelerators. `driver` is the NVIDIA driver that the kernel has loaded, `nodes` are
+    /dev/nvidia0 and so on, `wsl`: this is WSL with an NVIDIA driver on the Windows side."""
 
     nodes: tuple[str, ...] = ()
-    """/dev/nvidia0 and so on."""
     driver: str | None = None
     pci: tuple[PciDevice, ...] = ()
-    chip: str | None = None
-    """The name of Apple's chip, whose GPU is a part of it."""
     wsl: bool = False
-    """Whether this is WSL with an NVIDIA driver on the Windows side."""
     container: bool = False
     nvml: Nvml = Nvml()
-    torch: TorchBuild = TorchBuild()
+    torch: str = "torch is not installed"
     environment: Mapping[str, str] | None = None
 
 
@@ -108,77 +83,59 @@ class Unseen:
 def read_devices(environment: Mapping[str, str], *, root: Path = Path("/"), nvml: Nvml | None = None) -> Devices:
     """This machine, or the one below `root`; `nvml`: its answer, where it is not to be asked."""
     dev = root / "dev"
+    version = text_of(root / "proc/driver/nvidia/version")  # the host's, even in a container
+    match = re.search(r"\s([0-9]{2,}(?:\.[0-9]+)+)\s", version)
     return Devices(
         nodes=tuple(sorted(f"/dev/{node.name}" for node in dev.glob("nvidia[0-9]*"))),
-        driver=_driver(root),
+        driver=match[1] if match else "of unknown version" if version else None,
         pci=_pci(root / "sys/bus/pci/devices"),
-        chip=_apple_chip(),
         wsl=(dev / "dxg").exists() and (root / "usr/lib/wsl/lib/libcuda.so.1").exists(),
         container=any((root / name).exists() for name in (".dockerenv", "run/.containerenv"))
         or "KUBERNETES_SERVICE_HOST" in environment,
         nvml=nvml if nvml is not None else _ask_nvml(),
-        torch=torch_build(),
+        torch=torch_words(),
         environment={name: environment[name] for name in HIDING if name in environment},
     )
 
 
-def torch_build() -> TorchBuild:
-    """What the installed torch is built for, from its files."""
-    return TorchBuild(version_of("torch"), torch_cuda(), torch_hip())
+def torch_words() -> str:
+    """`torch 2.13.0 is built for CUDA 13.0`, from its files."""
+    version, cuda, hip = version_of("torch"), torch_cuda(), torch_hip()
+    if version is None:
+        return "torch is not installed"
+    return f"torch {version} is built for {f'CUDA {cuda}' if cuda else f'ROCm {hip}' if hip else 'CPU only'}"
 
 
 def unseen(devices: Devices) -> Unseen | None:
     """The accelerator that a run on this machine would silently leave unused; None if there is none.
-
-    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too.
-    """
+    `CUDA_VISIBLE_DEVICES=`, or -1, asks for the CPU; beside AMD's GPUs, `HIP_VISIBLE_DEVICES` does too."""
     hiding = devices.environment or {}
-    # a wish for the CPU is no accident
-    hidden = {name for name, text in hiding.items() if text.strip() in _NONE_WANTED}
+    hidden = {name for name, text in hiding.items() if text.strip() in ("", "-1")}  # a wish for the CPU is no accident
     if HIDING[0] in hidden:
         return None
-    unused = _nvidia(devices, hiding) or (None if hidden else _of_other_makers(devices))
-    return replace(unused, found=f"{unused.found} ({devices.torch.words})") if unused else None
+    found = _nvidia(devices, hiding) or (None if hidden else _of_other_makers(devices))
+    return Unseen(f"{found[0]} ({devices.torch})", found[1]) if found else None
 
 
-# --- NVIDIA -----------------------------------------------------------------------------------------------------------
-
-
-def _nvidia(devices: Devices, hiding: Mapping[str, str]) -> Unseen | None:
+def _nvidia(devices: Devices, hiding: Mapping[str, str]) -> tuple[str, str] | None:
     cards = [item for item in devices.pci if item.vendor == NVIDIA and item.kind >> 8 == _DISPLAY]
-    if not (devices.nodes or devices.driver or cards or devices.wsl or devices.nvml.gpus):
-        return None
-    what = _nvidia_words(devices, cards)
-    obstacles = devices.nvml.obstacles
-    if devices.nvml.gpus > len(obstacles) and "CUDA_VISIBLE_DEVICES" in hiding:
-        return Unseen(f"{what}, and CUDA_VISIBLE_DEVICES={one_line(hiding['CUDA_VISIBLE_DEVICES'])} names none of them",
-                      "unset it, or name GPUs that nvidia-smi -L shows")  # fmt: skip
-    if devices.nvml.gpus:
-        why = "; ".join(obstacles) or "in MIG mode without an instance, or it does not answer"
-        return Unseen(
-            f"{what}, and none that can be used: {one_line(why, limit=400)}",
-            "nvidia-smi -L shows what there is; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off; "
-            "a container is given an instance by its UUID (NVIDIA_VISIBLE_DEVICES=MIG-...)",
-        )
-    why, remedy = _nvidia_cause(devices)
-    if devices.torch.version and devices.torch.cuda is None:
-        remedy += "; then a torch for CUDA: make setup"
-    return Unseen(f"{what}, and {why}", remedy)
-
-
-def _nvidia_words(devices: Devices, cards: list[PciDevice]) -> str:
-    if devices.nvml.gpus:
-        count = devices.nvml.gpus
-        return f"there are {count} NVIDIA GPUs" if count > 1 else "there is an NVIDIA GPU"
     signs = [", ".join(devices.nodes)] if devices.nodes else []
     signs += [f"the NVIDIA driver {devices.driver}"] if devices.driver else []
     signs += [_on_the_bus("NVIDIA", cards)] if cards else []
     signs += ["WSL's /dev/dxg with libcuda.so.1"] if devices.wsl else []
-    return f"this machine shows {' and '.join(signs)}"
-
-
-def _on_the_bus(vendor: str, cards: list[PciDevice]) -> str:
-    return f"{len(cards)} {vendor} GPU{'s' if len(cards) > 1 else ''} on the PCI bus ({cards[0].slot})"
+    if not devices.nvml.gpus:
+        return _without_nvml(devices, f"this machine shows {' and '.join(signs)}") if signs else None
+    count, obstacles = devices.nvml.gpus, devices.nvml.obstacles
+    what = f"there are {count} NVIDIA GPUs" if count > 1 else "there is an NVIDIA GPU"
+    if count > len(obstacles) and HIDING[0] in hiding:
+        named = f"{what}, and {HIDING[0]}={one_line(hiding[HIDING[0]])} names none of them"
+        return named, "unset it, or name GPUs that nvidia-smi -L shows"
+    why = "; ".join(obstacles) or "in MIG mode without an instance, or it does not answer"
+    return (
+        f"{what}, and none that can be used: {one_line(why, limit=400)}",
+        "nvidia-smi -L shows what there is; nvidia-smi mig -cgi ... -C makes an instance, -mig 0 switches MIG off; "
+        "a container is given an instance by its UUID (NVIDIA_VISIBLE_DEVICES=MIG-...)",
+    )
 
 
 _DOCKER = (
@@ -187,45 +144,40 @@ _DOCKER = (
 )
 
 
-def _nvidia_cause(devices: Devices) -> tuple[str, str]:
-    error = devices.nvml.error or "it lists none"
-    words = f"NVML says: {error}"
+def _without_nvml(devices: Devices, what: str) -> tuple[str, str]:
+    """Why the driver does not answer; each cause is only looked for where those above it are ruled out."""
+    error = devices.nvml.error
+    why = f"NVML says: {error}"
     if devices.wsl:
-        return words, "update the NVIDIA driver of Windows, then wsl --update and wsl --shutdown"
-    # the order matters: each cause is only looked for where those above it are ruled out
-    if not devices.nodes and devices.container:
-        return "this container was given none of them (no /dev/nvidia0)", _DOCKER
-    if not devices.nodes and devices.driver:
-        return "there is no /dev/nvidia0", "sudo nvidia-modprobe -u -c=0 creates it"
-    if not devices.nodes:
-        return "no NVIDIA driver is loaded", "install it (580 or newer for CUDA 13) and restart the machine"
-    if "mismatch" in error.lower():
-        return words, "the driver's libraries were updated and the loaded driver was not: restart the machine"
-    if "not found" in error.lower() and devices.container:
-        return "the driver's libraries are missing (libnvidia-ml.so.1)", _DOCKER
-    if "not found" in error.lower():
-        return "the driver's libraries are missing (libnvidia-ml.so.1)", "reinstall the driver, with its libraries"
-    if "pynvml" in error:
-        return words, "make setup, or into your own environment: pip install nvidia-ml-py"
-    if devices.container:
-        return words, "restart the container: it lost its devices (systemctl daemon-reload does that)"
-    return words, "nvidia-smi and dmesg | grep NVRM say more; a user must be allowed to open /dev/nvidia*"
+        remedy = "update the NVIDIA driver of Windows, then wsl --update and wsl --shutdown"
+    elif devices.container and not devices.nodes:
+        why, remedy = "this container was given none of them (no /dev/nvidia0)", _DOCKER
+    elif devices.container:
+        remedy = f"{_DOCKER}, or restart it, where it lost its devices"
+    elif not devices.driver and not devices.nodes:
+        why, remedy = "no NVIDIA driver is loaded", "install it (580 or newer for CUDA 13) and restart the machine"
+    else:
+        remedy = (
+            "after an update of the driver restart the machine; nvidia-modprobe -u -c=0 makes /dev/nvidia0; the "
+            "driver has libnvidia-ml.so.1, pip install nvidia-ml-py pynvml; nvidia-smi and dmesg | grep NVRM say more"
+        )
+    return f"{what}, and {why}", remedy
 
 
-# --- AMD, Intel, Apple ------------------------------------------------------------------------------------------------
+def _on_the_bus(vendor: str, cards: list[PciDevice]) -> str:
+    return f"{len(cards)} {vendor} GPU{'s' if len(cards) > 1 else ''} on the PCI bus ({cards[0].slot})"
 
 
-def _of_other_makers(devices: Devices) -> Unseen | None:
+def _of_other_makers(devices: Devices) -> tuple[str, str] | None:
     """GPUs that no run uses: no such machine has trained anything yet."""
     amd = [card for card in devices.pci if card.vendor == AMD and _computes(card)]
     # a processor's own GPU is on bus 0
     intel = [card for card in devices.pci if card.vendor == INTEL and card.kind >> 8 == _DISPLAY
              and not re.match(r"[0-9a-f]+:00:", card.slot)]  # fmt: skip
     found = [_on_the_bus(name, cards) for name, cards in (("AMD", amd), ("Intel", intel)) if cards]
-    found += [f"the GPU of {devices.chip}"] if devices.chip else []
     if not found:
         return None
-    return Unseen(
+    return (
         f"this machine shows {' and '.join(found)}",
         "runs are planned for NVIDIA's GPUs and for CPUs, and nothing is known of how they do on this one",
     )
@@ -233,47 +185,16 @@ def _of_other_makers(devices: Devices) -> Unseen | None:
 
 def _computes(card: PciDevice) -> bool:
     """Counts even where its driver, which would report its memory, is not loaded: unless it drives a screen."""
-    if card.kind >> 8 not in (_DISPLAY, _PROCESSING):
-        return False
-    if card.vram_bytes is None:
-        return card.kind != _VGA
-    return card.vram_bytes >= LEAST_VRAM
+    is_gpu = card.kind >> 8 in (_DISPLAY, _PROCESSING)
+    return is_gpu and (card.kind != _VGA if card.vram_bytes is None else card.vram_bytes >= LEAST_VRAM)
 
 
-def _apple_chip() -> str | None:
-    """`Apple M3 Max`; None on another machine than a Mac with Apple's own chip."""
-    if sys.platform != "darwin" or platform.machine() != "arm64":
-        return None
-    return answer_of("sysctl", "-n", "machdep.cpu.brand_string").strip() or "Apple's chip"
-
-
-# --- a GPU that its driver shows and torch does not -------------------------------------------------------------------
-
-
-def torch_is_blind(gpu: str, torch_error: str, *, build: TorchBuild | None = None, nvml: Nvml | None = None) -> str:
-    """Why this torch cannot use a GPU that its driver shows, and what to do; `torch_error`: torch's own message."""
-    build = build or torch_build()
-    head = f"the driver shows {gpu}, but {build.words} and cannot use it"
-    if build.cuda is None:
-        return f"{head}: install its CUDA build (make setup; with VENV=: pip install torch from PyPI); or {ON_CPU}"
-    nvml = nvml or _ask_nvml()
-    if nvml.cuda and nvml.cuda[0] < int(build.cuda.split(".")[0]):
-        return (
-            f"{head}: the driver {nvml.driver} runs CUDA {'.'.join(map(str, nvml.cuda))} at most; install driver 580 "
-            f"or newer for CUDA 13, 525 or newer for CUDA 12, or a torch built for CUDA {nvml.cuda[0]} "
-            f"(pip install torch --index-url https://download.pytorch.org/whl/cu{nvml.cuda[0]}*); or {ON_CPU}"
-        )
-    return f"{head}; torch says: {one_line(torch_error, limit=300)}; make doctor says more; or {ON_CPU}"
-
-
-# --- what is read -----------------------------------------------------------------------------------------------------
-
-
-def _driver(root: Path) -> str | None:
-    """The version of the loaded NVIDIA kernel module; `/proc/driver` is the host's, even in a container."""
-    text = text_of(root / "proc/driver/nvidia/version")
-    match = re.search(r"\s([0-9]{2,}(?:\.[0-9]+)+)\s", text)
-    return match[1] if match else "of unknown version" if text else None
+def torch_is_blind(gpu: str, torch_error: str, *, torch: str | None = None) -> str:
+    """Why this torch cannot use a GPU that its driver shows, and what to do; `torch_error`: torch's own message, which
+    says where the driver is too old."""
+    words = torch or torch_words()
+    remedy = "a build for CUDA comes with make setup" if "CUDA" not in words else f"torch says: {one_line(torch_error)}"
+    return f"the driver shows {gpu}, but {words} and cannot use it: {remedy}; make doctor says more; or {ON_CPU}"
 
 
 def _pci(folder: Path) -> tuple[PciDevice, ...]:
@@ -290,7 +211,7 @@ def _ask_nvml() -> Nvml:
     try:
         with opened() as library:
             gpus = see_through(library, details=False, topology=False).gpus
-            return Nvml(len(gpus), None, *driver(library), tuple(filter(None, map(obstacle, gpus))))
+            return Nvml(len(gpus), obstacles=tuple(filter(None, map(obstacle, gpus))))
     except Exception as error:  # NVML raises its own exceptions, which differ between platforms
         return Nvml(error=one_line(str(error)) or type(error).__name__)
 

@@ -12,9 +12,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from sft_play.facts import host
 from sft_play.facts.gpus import nvml
-from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu, capability_pair
+from sft_play.facts.gpus.gpu import Gpu, Instance, SeenGpu
 from sft_play.facts.gpus.gpu_catalog import find
 from sft_play.facts.host import answer_of
 from sft_play.units import GIB
@@ -30,17 +29,13 @@ UNNAMED = "NVIDIA GPU"
 
 @dataclass(frozen=True)
 class Found:
-    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`.
-
-    `parent` is the UUID of an instance's GPU and `path` its old-style name; `nvlinks` counts active links, None where
-    the driver does not say. `note` is what a person should know of it; one that is not `usable` is listed for its note
-    alone.
-    """
+    """A GPU or an instance of one, as the driver lists it, before `CUDA_VISIBLE_DEVICES`. `parent` is the UUID of an
+    instance's GPU; `nvlinks` counts active links, None where the driver does not say. `note` is what a person should
+    know of it; one that is not `usable` is listed for its note alone."""
 
     uuid: str
     gpu: Gpu
     parent: str = ""
-    path: str = ""
     nvlinks: int | None = None
     note: str = ""
     usable: bool = True
@@ -52,7 +47,6 @@ def visible_gpus(environment: Mapping[str, str]) -> tuple[tuple[Found, ...], tup
 
 
 def _probe_gpus() -> tuple[Found, ...]:
-    """Every GPU or instance that NVML lists; instances that it withholds are those that nvidia-smi names."""
     seen = nvml.see(details=False, topology=False)
     if seen is None:
         return ()
@@ -91,7 +85,8 @@ def _memory_refusal(gpu: SeenGpu) -> str:
 
 def _of_nvml(gpu: SeenGpu) -> list[Found]:
     uuid = gpu.uuid or ""
-    capability = capability_pair((gpu.compute_capability or "").split(".")) if gpu.compute_capability else None
+    major, _, minor = (gpu.compute_capability or "").partition(".")
+    capability = (int(major), int(minor)) if major else None
     name = gpu.name or next((item.card for item in gpu.instances if item.card), None) or UNNAMED
     card = Gpu(gpu.index, name, gpu.total_bytes or 0, gpu.free_bytes, capability)
     why = obstacle(gpu)
@@ -99,10 +94,7 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         return [Found(uuid, card, note="" if gpu.trouble else why, usable=False)]
     if not gpu.mig_enabled:
         total, note = card.total_bytes, ""
-        if gpu.unified:  # one without memory of its own (Grace-Blackwell desktops, Jetson) has the host's
-            total, free = host.memory()
-            card = replace(card, free_bytes=free)
-        elif not total:
+        if not total:
             total = _catalogue_bytes(name)
             note = f"GPU {gpu.index}: NVML does not tell its memory ({_memory_refusal(gpu)}); "
             note += f"planned with the catalogue's {total / GIB:.1f} GiB, as if no other process held any"
@@ -114,14 +106,11 @@ def _of_nvml(gpu: SeenGpu) -> list[Found]:
         instance = replace(
             card, name=f"{name} MIG {profile}", total_bytes=total, free_bytes=item.free_bytes, mig=profile
         )
-        # before driver R470 an instance was named MIG-GPU-<uuid>/<GPU instance>/<compute instance>
-        path = f"MIG-{uuid}/{item.place}" if item.place and uuid else ""
-        instances += [Found(item.uuid, instance, uuid, path)] if total else []
+        instances += [Found(item.uuid, instance, uuid)] if total else []
     return instances
 
 
 def _instance_bytes(item: Instance) -> int:
-    """An instance's memory, by its profile's name where the driver does not tell it; 0: not known."""
     return item.total_bytes or _profile_bytes(item.profile)
 
 
@@ -176,7 +165,7 @@ def _matches(item: Found, entry: str) -> bool:
     if re.fullmatch(r"[0-9]{1,9}", entry):
         return item.gpu.index == int(entry)
     if entry.startswith("MIG-"):
-        return item.uuid.startswith(entry) or (item.path != "" and item.path == entry)
+        return item.uuid.startswith(entry)
     return entry != "" and (item.parent or item.uuid).startswith(entry)
 
 

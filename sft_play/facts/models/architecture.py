@@ -48,11 +48,8 @@ _PUBLISHED_TIMEOUT_S = 3.0
 
 
 def shape_of(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of a model, by its hub id or folder.
-
-    Raises:
-        ModelError: the folder or hub id has no usable config.json, or brings code that was not allowed.
-    """
+    """The shapes of a model, by its hub id or folder. Raises ModelError without a usable config.json, or for code that
+    was not allowed."""
     config = config_json(name, revision=revision)
     refuse_remote_code(config, name=name, allowed=trust_remote_code)
     return parse_config(config, name=name)
@@ -72,10 +69,8 @@ def positions_of(name: str, *, revision: str | None = None) -> int | None:
 
 
 def refuse_remote_code(config: Config, *, name: str, allowed: bool) -> None:
-    """Raises ModelError where the model needs Python code of its own and the run YAML does not allow it.
-
-    Files of models that transformers has added since still name their old code (`auto_map`): it is not run.
-    """
+    """Raises ModelError where the model needs code of its own and the run YAML does not allow it; models that
+    transformers has added since still name their old code (`auto_map`)."""
     if config.get("auto_map") and not allowed and not _is_native(str(config.get("model_type"))):
         raise ModelError(
             f"model {one_line(name)} has its own Python code (auto_map in its config.json), which runs only if "
@@ -96,10 +91,8 @@ def text_only(config: Mapping[str, Any]) -> str:
 
 
 def refuse_quantised(config: Mapping[str, Any], *, name: str, mode: str) -> None:
-    """Raises ModelError where the stored weights are quantised in a way that is not trained.
-
-    Bitsandbytes' 4 bits are trained as they are stored, by qlora; `DEQUANTISED` ones in 16 bits, or packed anew.
-    """
+    """Raises ModelError where the stored weights are quantised in a way that is not trained: all but bitsandbytes' 4
+    bits in qlora, and `DEQUANTISED` ones."""
     method, fields = stored_by(config)
     if method is None or method in DEQUANTISED:
         return
@@ -133,7 +126,6 @@ def stored_words(config: Mapping[str, Any], mode: str) -> str:
 
 
 def _is_native(model_type: str) -> bool:
-    """Whether the installed transformers has this model type, looked up without importing it."""
     spec = importlib.util.find_spec("transformers")
     if spec is None or spec.origin is None:
         return False
@@ -156,13 +148,8 @@ def config_json(name: str, *, revision: str | None = None) -> Config:
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder that a model name refers to, or None for a hub id; of the starter's base that of this package.
-
-    What starts with `/`, `.` or `~`, or whose first part exists here, is a path, never a hub id.
-
-    Raises:
-        ModelError: it is a path, and no folder.
-    """
+    """The folder that a model name refers to, or None for a hub id; of the starter's base that of this package. Raises
+    ModelError for a path (from `/`, `.` or `~`, or whose first part exists here) that is no folder."""
     if name == BASE_NAME:
         return BASE
     path = Path(name)
@@ -170,18 +157,13 @@ def local_folder(name: str) -> Path | None:
         path = path.expanduser()
     if _is_dir(path):
         return path
-    with contextlib.suppress(OSError):
-        if path.is_file():
-            raise ModelError(f"model path {one_line(name)} is a file; name the model's folder")
     first = Path(path.parts[0]) if path.parts else path
     # a hub id is owner/name or a bare name: anything else can only be a path
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists()):
-        parent = next((up for up in path.absolute().parents if _is_dir(up)), Path("/"))
-        folders: list[str] = []
-        with contextlib.suppress(OSError):
-            folders = sorted(one_line(child.name, limit=60) for child in parent.iterdir() if _is_dir(child))[:12]
-        listed = f"; {parent} has the folders {', '.join(folders)}" if folders else ""
-        raise ModelError(f"model path {one_line(name)} does not exist (looked from {Path.cwd()}){listed}")
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (len(path.parts) > 1 and first.exists())
+    with contextlib.suppress(OSError):
+        is_path |= path.is_file()
+    if is_path:
+        raise ModelError(f"model path {one_line(name)} does not exist or is no folder (looked from {Path.cwd()})")
     return None
 
 
@@ -216,41 +198,26 @@ def _untagged(value: Config) -> Any:
 
 
 def _fetch_config(name: str, revision: str | None) -> Config:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub import errors, hf_hub_download
 
+    shown = one_line(name)
+    reasons: dict[type[Exception], str] = {
+        errors.HFValidationError: "is neither a folder here nor a hub id of the form owner/name",
+        errors.GatedRepoError: "is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN",
+        errors.LocalEntryNotFoundError: f"is not a folder here (looked from {Path.cwd()}), is not in the local cache, "
+        f"and the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}",
+        errors.RepositoryNotFoundError: "is not on the hub (or it is private: `hf auth login`); check the spelling, or "
+        "give a folder",
+        errors.EntryNotFoundError: "has no config.json on the hub: it is not a transformers model",
+    }
     offline = not hub_answers()  # then only the cache is read, at once
     try:
-        with waiting(f"Asking the hub for the config.json of {one_line(name)}"):
+        with waiting(f"Asking the hub for the config.json of {shown}"):
             path = hf_hub_download(name, "config.json", revision=revision, local_files_only=offline)
-    except HFValidationError:
-        raise ModelError(
-            f"model {one_line(name)} is neither a folder here nor a hub id of the form owner/name"
-        ) from None
-    except GatedRepoError:
-        raise ModelError(
-            f"model {name} is gated: accept its licence on its hub page, then `hf auth login` or set HF_TOKEN"
-        ) from None
-    except LocalEntryNotFoundError:
-        raise ModelError(
-            f"model {one_line(name)} is not a folder here (looked from {Path.cwd()}), is not in the local cache, and "
-            f"the hub cannot be reached; {did_you_mean(name, KNOWN_MODELS) or 'connect, or give a local folder'}"
-        ) from None
-    except RepositoryNotFoundError:
-        raise ModelError(
-            f"the hub has no model {name} (or it is private: `hf auth login`); check the spelling, or give a folder"
-        ) from None
-    except EntryNotFoundError:
-        raise ModelError(f"model {name} has no config.json on the hub: it is not a transformers model") from None
-    except (HfHubHTTPError, OSError) as error:
-        raise ModelError(f"model {name}: its config.json cannot be fetched: {one_line(str(error))}") from None
+    except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
+        other = f": its config.json cannot be fetched: {one_line(str(error))}"
+        why = next((words for kind, words in reasons.items() if isinstance(error, kind)), other)
+        raise ModelError(f"model {shown} {why}") from None
     return _read_config(Path(path).parent, name)
 
 
@@ -287,10 +254,7 @@ def check_available(name: str, *, revision: str | None = None) -> None:
 
 
 def hub_answers() -> bool:
-    """Whether the hub can be reached, or the proxy that stands before it.
-
-    The library would retry for half a minute before it reports that there is no network.
-    """
+    """Whether the hub, or the proxy before it, can be reached: the library would retry for half a minute."""
     # as huggingface_hub reads them (constants.py, 1.x): the second only where the first is not set
     offline = os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE") or ""
     if offline.upper() in ("1", "TRUE", "YES", "ON"):

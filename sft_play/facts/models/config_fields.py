@@ -8,6 +8,7 @@ installed transformers; a test compares.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +22,6 @@ Defaults = dict[str, int | float | bool | str | None]
 
 DEFAULTS_FILE = Path(__file__).with_name("class_defaults.json")
 CLASS_DEFAULTS: dict[str, Defaults] = json.loads(DEFAULTS_FILE.read_text(encoding="utf-8"))
-
-
-def defaults_text(table: dict[str, Defaults]) -> str:
-    """`class_defaults.json` of such a table: a line for each model type."""
-    rows = (f"  {json.dumps(kind)}: {json.dumps(table[kind])}" for kind in sorted(table))
-    return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
 LARGEST = {
@@ -100,20 +95,14 @@ def refuse_other_models(config: object, *, name: str) -> None:
     """Raises ModelError for JSON that is not the config.json of a causal language model."""
     shown = one_line(name)
     if not isinstance(config, Mapping):
-        raise ModelError(
-            f"model {shown}: config.json holds a {type(config).__name__}, not a model's fields: it has no model_type"
-        )
+        raise ModelError(f"model {shown}: config.json holds a {type(config).__name__}: it has no model_type")
     if "peft_type" in config:
         base = config.get("base_model_name_or_path")
         hint = f", here {one_line(base)}" if isinstance(base, str) and base else ""
         raise ModelError(f"model {shown}: its config is an adapter's; name the base model{hint}")
-    if "_class_name" in config or "_diffusers_version" in config:
-        raise ModelError(f"model {shown}: its config.json is a diffusion model's, not a language model's")
-    kind = config.get("model_type")
+    kind, names = config.get("model_type"), config.get("architectures")
     if not isinstance(kind, str) or not kind:
-        hint = " (it is a tokenizer's config)" if "tokenizer_class" in config else ""
-        raise ModelError(f"model {shown}: not a model's config.json: it has no model_type{hint}")
-    names = config.get("architectures")
+        raise ModelError(f"model {shown}: not a language model's config.json (a tokenizer's?): it has no model_type")
     heads = [item for item in names if isinstance(item, str)] if isinstance(names, list) else []
     wrong = next((head for head in heads if head.endswith(_TASK_HEADS)), None)
     if wrong is not None:
@@ -124,8 +113,7 @@ def refuse_other_models(config: object, *, name: str) -> None:
 
 
 def refuse_absurd_sizes(config: Mapping[str, Any], *, name: str) -> None:
-    """Raises ModelError for a size with which no class should be built: not a whole number, below 1, or far too
-    large."""
+    """Raises ModelError for a size with which no class should be built."""
     kind = str(config.get("model_type"))
     inner = config.get("text_config")
     fields = Fields(kind, {**config, **inner} if isinstance(inner, Mapping) else config, name)
@@ -147,12 +135,8 @@ class Fields:
 
     @classmethod
     def of_language_model(cls, config: Mapping[str, Any], name: str) -> Fields:
-        """The fields of the language model that a config.json describes or wraps.
-
-        Raises:
-            UnknownArchitecture: its model type is not in the table of families.
-            ModelError: the file does not say how wide the model is.
-        """
+        """The fields of the language model that a config.json describes or wraps. Raises UnknownArchitecture for a type
+        that the table of families does not have, ModelError where the width is missing."""
         inner = config.get("text_config")
         if inner is not None and not isinstance(inner, Mapping):
             raise ModelError(f"model {one_line(name)}: text_config of its config.json is not a mapping")
@@ -172,19 +156,16 @@ class Fields:
         values = usual_names(CLASS_DEFAULTS[kind]) | usual_names(text)
         # defaults are those of one model of the class: a file without sizes is not taken for it
         if not wrapped and not any(key in text for key in ("hidden_size", *ALIASES["hidden_size"])):
-            raise cls(kind, values, name)._no_number("hidden_size", None)
+            cls(kind, {}, name).need("hidden_size")
         return cls(kind, values, name)
 
     def need(self, key: str) -> int:
-        """A whole number of one or more.
-
-        Raises:
-            ModelError: it is missing, not a whole number, or larger than in any model.
-        """
+        """A whole number of one or more. Raises ModelError where it is missing, or larger than in any model."""
         value = self.values.get(key)
         # in Python true is an int
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._no_number(key, value)
+            rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.kind)})"
+            raise self._refusal(key, value, rule)
         # a limit is listed under one of a field's names
         usual = next((usual for usual, others in ALIASES.items() if key in others), key)
         most = LARGEST.get(usual, _LARGEST_OTHER)
@@ -208,28 +189,22 @@ class Fields:
     def real(self, key: str) -> float | None:
         """A positive number that may be absent."""
         value = self.values.get(key)
-        if value is None or value is False:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-            raise self._refusal(key, value, "it must be a number above 0")
-        return float(value)
+        return None if value is None or value is False else self._number(key, value, 1e-30, None)
 
     def share(self, key: str) -> float:
         """A number from 0 to 1; absent and null count as 0."""
         value = self.values.get(key)
-        if value is None:
-            return 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise self._refusal(key, value, "it must be a number from 0 to 1")
-        return float(value)
+        return 0.0 if value is None else self._number(key, value, 0, 1)
+
+    def _number(self, key: str, value: object, least: float, most: float | None) -> float:
+        if isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= (most or math.inf):
+            return float(value)
+        rule = "a number above 0" if most is None else f"a number from {least} to {most}"
+        raise self._refusal(key, value, f"it must be {rule}")
 
     def _refusal(self, key: str, value: object, rule: str) -> ModelError:
         shown = one_line(json.dumps(value, default=str))
         return ModelError(f"model {one_line(self.name)}: config.json has {key}: {shown}; {rule}")
-
-    def _no_number(self, key: str, value: object) -> ModelError:
-        rule = f"the plan needs a whole number there, 1 or more (model_type: {one_line(self.kind)})"
-        return self._refusal(key, value, rule)
 
 
 def usual_names(config: Mapping[str, Any]) -> dict[str, Any]:

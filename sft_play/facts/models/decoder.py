@@ -29,12 +29,8 @@ _KINDS: dict[str, AttentionKind] = {
 
 
 def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
-    """The shapes that a config.json describes; the language model's, where it wraps one.
-
-    Raises:
-        UnknownArchitecture: its model type is not in the table, or it has a part that the table does not describe.
-        ModelError: it is not the config.json of a decoder, or a size is missing or impossible.
-    """
+    """The shapes that a config.json describes, or wraps. Raises UnknownArchitecture for a type or part that the table
+    does not describe, ModelError where it is no decoder's, or a size is missing or impossible."""
     refuse_other_models(config, name=name)
     fields = Fields.of_language_model(config, name)
     family = FAMILIES[fields.kind]
@@ -54,8 +50,6 @@ def parse_config(config: Mapping[str, Any], *, name: str) -> ModelShape:
 
 
 class _Builder:
-    """Lays out the blocks of one decoder."""
-
     def __init__(self, family: Family, fields: Fields) -> None:
         self.family, self.fields = family, fields
         self.hidden = fields.need("hidden_size")
@@ -105,7 +99,6 @@ class _Builder:
             norms_per_layer=family.norms,
             qk_norm=fields.flag(family.qk_norm),
             fused_qkv=len(family.qkv) == 1,
-            fused_gate_up=family.fused_gate,
             rotary_dim=self._rotary_dim(),
             sinks=family.sinks,
             attention_softcap=fields.real("attn_logit_softcapping"),
@@ -118,23 +111,22 @@ class _Builder:
         if self.mla is not None:
             return self.heads
         kv_heads = self.fields.count("num_key_value_heads") or self.heads
-        if self.heads % kv_heads:
-            raise ModelError(
-                f"model {one_line(self.fields.name)}: config.json has num_attention_heads: {self.heads} and "
-                f"num_key_value_heads: {kv_heads}; the first must be a multiple of the second"
-            )
+        self._require_multiple("num_attention_heads", self.heads, "num_key_value_heads", kv_heads)
         return kv_heads
+
+    def _require_multiple(self, name: str, number: int, other: str, unit: int) -> None:
+        if number % unit:
+            raise ModelError(
+                f"model {one_line(self.fields.name)}: config.json has {name}: {number} and {other}: {unit}; the first "
+                "must be a multiple of the second"
+            )
 
     def _head_dim(self) -> int:
         if self.mla is not None:
             return self.mla.nope_dim + self.mla.rope_dim
         own = self.fields.count("head_dim")
-        if own is None and self.hidden % self.heads:
-            raise ModelError(
-                f"model {one_line(self.fields.name)}: config.json has hidden_size: {self.hidden} and "
-                f"num_attention_heads: {self.heads}; the first must be a multiple of the second where there is no "
-                "head_dim"
-            )
+        if own is None:
+            self._require_multiple("hidden_size", self.hidden, "num_attention_heads", self.heads)
         return own or self.hidden // self.heads
 
     def _rotary_dim(self) -> int:
@@ -245,7 +237,6 @@ class _Builder:
         return "sliding" if fields.count("sliding_window") and self._slides(rule, index) else "full"
 
     def _slides(self, rule: str, index: int) -> bool:
-        """Whether a block slides where config.json has a window and no `layer_types`."""
         fields = self.fields
         if "use_sliding_window" in fields.values and not fields.flag("use_sliding_window"):
             return False

@@ -6,7 +6,9 @@ module. A value that is a string names the field of config.json that decides.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from sft_play.facts.models.model_shape import LayerKind, NormKind
@@ -29,7 +31,6 @@ class Experts:
     """The router has one number per expert."""
     expert_bias: bool = False
     clamped: bool = False
-    """The gate is gpt-oss's: `_apply_gate`."""
     fp32_weights: bool = False
     """The router's weights are fp32 under autocast too."""
     shared: str | None = None
@@ -160,39 +161,9 @@ WRAPPERS: dict[str, str] = {
 }
 """Image-text model type: its language model's type, where `text_config` does not give it."""
 
-_ENCODERS = """
-    albert bert bert-generation big_bird camembert convbert data2vec-text deberta deberta-v2 distilbert electra ernie
-    esm eurobert ibert longformer luke megatron-bert mobilebert modernbert mpnet mra nomic_bert nystromformer rembert
-    roberta roberta-prelayernorm roc_bert roformer squeezebert xlm-roberta xlm-roberta-xl xmod yoso
-"""
-_ENCODER_DECODERS = """
-    bart bigbird_pegasus blenderbot blenderbot-small encoder-decoder led longt5 m2m_100 marian mbart mt5 mvp nllb-moe
-    pegasus pegasus_x plbart prophetnet switch_transformers t5 t5gemma t5gemma2 udop umt5
-"""
-_IMAGES_AND_SOUND = """
-    audio-spectrogram-transformer beit clap clip convnext convnextv2 deit depth_anything detr dinov2 dpt hubert
-    mask2former resnet sam segformer siglip siglip2 speecht5 swin swinv2 vit vit_mae wav2vec2 wavlm whisper yolos
-"""
-
-_SEES_AHEAD = "a model whose tokens see those after them, so that training on the next token would teach it to copy"
-_WITHOUT_NEXT_TOKENS = {
-    "blt": "a model of bytes in patches, of four transformers: no plan is made for more than one list of blocks",
-    "cpmant": _SEES_AHEAD,
-    "diffusion_gemma": "a model that writes blocks of text by diffusion, not token by token",
-    "diffusion_gemma_text": "a model that writes blocks of text by diffusion, not token by token",
-    "gemma4_assistant": "a draft model, which reads the states of the model that it helps and is none on its own",
-    "gemma4_unified_assistant": "a draft model, which reads the states of the model that it helps and is none on its "
-    "own",
-    "paligemma": "a model that reads its prompt in both directions, other than training on text here would",
-    "pi0": "a model of a robot's actions, not a language model",
-    "shieldgemma2": "a classifier of images, which does not generate text",
-    "xlnet": _SEES_AHEAD,
-}
-
 OTHER_KINDS: dict[str, str] = {
-    **dict.fromkeys(_ENCODERS.split(), "an encoder, which reads text but does not generate it"),
-    **dict.fromkeys(_ENCODER_DECODERS.split(), "an encoder with a decoder, which this toolkit does not train"),
-    **dict.fromkeys(_IMAGES_AND_SOUND.split(), "a model of images or sound, not a language model"),
-    **_WITHOUT_NEXT_TOKENS,
+    kind: what
+    for what, kinds in json.loads(Path(__file__).with_name("other_kinds.json").read_text(encoding="utf-8")).items()
+    for kind in kinds.split()
 }
 """Model types that are not decoders, and what they are."""

@@ -152,15 +152,11 @@ class LayerKind:
         return tuple(linear.weights for linear in self.linears if linear.packs) + stacks
 
     @cached_property
-    def linear_biases(self) -> int:
-        """Elements of the linear layers' biases."""
-        return sum(linear.outputs for linear in self.linears if linear.bias)
-
-    @cached_property
     def params(self) -> int:
         """All parameters of one block."""
         rest = self.expert_params + self.router_params + self.norm_params + self.other_params
-        return self.linear_weights + self.linear_biases + rest
+        biases = sum(linear.outputs for linear in self.linears if linear.bias)
+        return self.linear_weights + biases + rest
 
 
 @dataclass(frozen=True)
@@ -177,11 +173,9 @@ class Mla:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none.
-
-    `layers` describes the blocks, and every count comes from it; the single fields above it describe the whole model,
-    or its first block of the commonest kind where blocks differ.
-    """
+    """A decoder's shapes: sizes in numbers of elements, `window` in tokens, None where there is none. `layers`
+    describes the blocks, and every count comes from it; the single fields above it describe the whole model, or its
+    first block of the commonest kind where blocks differ."""
 
     name: str
     model_type: str
@@ -215,11 +209,7 @@ class ModelShape:
     """Norms over the hidden width in one block."""
     qk_norm: bool = False
     fused_qkv: bool = False
-    """Query, key and value come from one linear layer."""
-    fused_gate_up: bool = False
-    """Gate and up projection are one linear layer."""
     position_rows: int = 0
-    """Rows of the learned position embedding."""
     alibi: bool = False
     rotary_dim: int = 0
     """How much of a head is rotated; 0 without rotary positions."""
@@ -228,7 +218,6 @@ class ModelShape:
     """Attention scores are capped (Gemma-2): only eager attention does it."""
     mla: Mla | None = None
     attention_dropout: float = 0.0
-    """Dropout of attention probabilities in training."""
     embedding_width: int = 0
     """Width of the token embedding where it is not the hidden size (OPT-350M); else 0."""
     outer_linears: tuple[Linear, ...] = ()
@@ -244,15 +233,12 @@ class ModelShape:
     text_only: str = ""
     """What is to be said where only the language model of a larger class is trained."""
     stored: str = ""
-    """What is to be said where its files hold quantised weights."""
     published: str = ""
     """What its published files say of the parameters, where that is something else."""
     adapters: AdapterPlaces | None = None
     """Where adapters go; None for a type of the table, whose `linears` tell."""
     can_checkpoint: bool = True
-    """The class can compute its blocks a second time (activation checkpointing)."""
     has_fused_attention: bool = True
-    """The class can call PyTorch's fused attention."""
     meter: Callable[..., Any] | None = field(default=None, compare=False, repr=False)
     """Runs blocks of this class to see their bytes (`trace.block_meter`); None where the estimate knows them."""
 
@@ -267,19 +253,6 @@ class ModelShape:
     def common(self) -> LayerKind:
         """The kind of most blocks."""
         return max(self.layers, key=lambda kind: kind.count)
-
-    @cached_property
-    def linear_shapes(self) -> dict[str, tuple[int, int]]:
-        """Input and output width of each linear layer of the commonest block, by the module's name.
-
-        Two that share a name are listed by their paths (GPT-2's `attn.c_proj` and `mlp.c_proj`). Experts are not
-        linear layers.
-        """
-        names = [linear.name for linear in self.common.linears]
-        return {
-            linear.name if names.count(linear.name) == 1 else linear.path: (linear.inputs, linear.outputs)
-            for linear in self.common.linears
-        }
 
     @cached_property
     def linears(self) -> tuple[tuple[Linear, int], ...]:

@@ -68,65 +68,46 @@ class Budget:
         """The fastest within the budget, of equally fast ones the cheaper."""
         return min(self.within, key=lambda offer: (offer.hours, offer.cost), default=None)
 
-    @property
-    def ages_days(self) -> tuple[int, int] | None:
-        """Days since the newest and the oldest price of the machines that fit were read; None without any."""
-        days = [(self.today - date.fromisoformat(offer.read)).days for offer in self.offers if offer.read]
-        return (min(days), max(days)) if days else None
-
     def as_json(self) -> dict[str, Any]:
         """Plain data."""
+        ages = self._ages_days()
         return {
             "usd": self.usd,
             "cheapest": asdict(self.cheapest) if self.cheapest else None,
             "fastest": asdict(self.fastest) if self.fastest else None,
             "machines": [{**asdict(offer), "within": offer.cost <= self.usd} for offer in self.offers],
             "too_small": list(self.too_small),
-            "price_ages_days": list(self.ages_days) if self.ages_days else None,
+            "price_ages_days": [ages[0], ages[-1]] if ages else None,
         }
 
+    def _ages_days(self) -> list[int]:
+        return sorted((self.today - date.fromisoformat(offer.read)).days for offer in self.offers if offer.read)
+
     def lines(self) -> list[str]:
-        """Cheapest and fastest, or what the cheapest costs where none is within the budget; the machines; the age of
-        the prices."""
+        """Cheapest and fastest, the machines by cost, and the age of the prices."""
+        budget = f"Budget {self.usd:,.2f} USD"
         if not self.offers:
-            return [f"Budget {_usd(self.usd)}: the run fits on no machine with a known price"]
+            return [f"{budget}: the run fits on no machine with a known price"]
         if self.cheapest is None or self.fastest is None:
-            least = self.offers[0]
-            heads = [f"Budget {_usd(self.usd)}: NO machine is within it; the cheapest is {_words(least)}"]
+            heads = [f"{budget}: NO machine is within it; the cheapest is {_words(self.offers[0])}"]
         else:
-            heads = [f"Budget {_usd(self.usd)}: the cheapest machine is {_words(self.cheapest)}"]
             same = self.fastest == self.cheapest
-            heads.append(f"Fastest within it: {'the same' if same else _words(self.fastest)}")
+            heads = [
+                f"{budget}: the cheapest machine is {_words(self.cheapest)}",
+                f"Fastest within it: {'the same' if same else _words(self.fastest)}",
+            ]
         shown = [f"  {_words(offer)}{'' if offer.cost <= self.usd else ', above it'}" for offer in self.offers]
         more = [f"  and {len(shown) - MOST_LINES} more (JSON=1 lists them)"] if len(shown) > MOST_LINES else []
-        return [
-            *heads,
-            "Machines on which it fits, by cost, if every row were full length:",
-            *shown[:MOST_LINES],
-            *more,
-            *self._about_prices(),
-        ]
-
-    def _about_prices(self) -> list[str]:
-        if self.ages_days is None:
-            return []
-        newest, oldest = self.ages_days
-        age = f"{newest}" if newest == oldest else f"{newest} to {oldest}"
-        return [
-            f"Prices are public list prices on demand in USD, read {age} days ago: look them up before you rent; they "
-            "leave out storage, traffic, taxes, and the hours until training starts"
-        ]
-
-
-def _usd(amount: float) -> str:
-    return f"{amount:,.2f} USD"
+        about = [f"Public list prices, read {days} days ago or more: look them up" for days in self._ages_days()[:1]]
+        heads.append("Machines on which it fits, by cost, if every row were full length:")
+        return [*heads, *shown[:MOST_LINES], *more, *about]
 
 
 def _words(offer: Offer) -> str:
     read = f", price of {offer.read}" if offer.read else ""
     error = "not compared with published runs" if offer.speed_error is None else f"±{offer.speed_error:.0%}"
     return (
-        f"{offer.where}: {duration_of(3600 * offer.hours)}, {_usd(offer.cost)} "
+        f"{offer.where}: {duration_of(3600 * offer.hours)}, {offer.cost:,.2f} USD "
         f"({offer.usd_per_gpu_hour:g} a GPU-hour{read}; {offer.layout}, about {offer.tokens_per_s:,.0f} tokens/s, "
         f"{error})"
     )
@@ -135,15 +116,8 @@ def _words(offer: Offer) -> str:
 def budget_of(
     usd: float, prices: Iterable[tuple[Price, int]], *, plan: Callable[[Hardware], Plan | None], today: date
 ) -> Budget:
-    """The machines of a price list on which the run fits, the cheapest first.
-
-    Args:
-        prices: a price and how many GPUs the machine has.
-        plan: the plan on a machine; None where it certainly does not fit.
-
-    Raises:
-        ConfigError: the run's length is not known, so it has no cost.
-    """
+    """The machines of a price list (a price, how many GPUs) on which the run fits, the cheapest first; `plan`: the plan
+    on a machine, None where it certainly does not fit. Raises ConfigError where the run's length is not known."""
     offers, too_small = [], []
     for price, count in prices:
         name = f"{count}x{price.gpu}"
@@ -152,9 +126,7 @@ def budget_of(
             made = plan(machine)
         except SftPlayError:  # the batch does not split over that many GPUs, or the model is beyond fp16
             made = None
-        # too small, or not certain: RAM or speed that nobody knows
-        offer = None if made is None else offer_of(name, made)
-        if offer is None:
+        if made is None or (offer := offer_of(name, made)) is None:
             too_small.append(name)
             continue
         of = price.of
@@ -164,28 +136,17 @@ def budget_of(
 
 
 def offer_of(machine: str, plan: Plan) -> Offer | None:
-    """What a plan's run costs at its machine's price; None where it does not certainly fit, or its speed or price is
-    not known.
-
-    Raises:
-        ConfigError: the run's length is not known.
-    """
+    """What a plan's run costs at its machine's price; None where it does not certainly fit, or speed or price are not
+    known. Raises ConfigError where the run's length is not."""
     price = plan.hardware.price_per_gpu_hour
     if not plan.fits or plan.choice.needs_unknown_ram or not plan.speed_known or price is None:
         return None
     hours = plan.hours
     if hours is None:
-        raise NoLength
-    cost = hours * len(plan.hardware.gpus) * price
-    error = plan.speed_error.share if plan.speed_error else None
-    return Offer(machine, price, hours, cost, plan.speed.tokens_per_s, error, plan.layout)
-
-
-class NoLength(ConfigError):
-    """The run's length is not known, so nothing can be said of its cost."""
-
-    def __init__(self) -> None:
-        super().__init__(
+        raise ConfigError(
             "BUDGET needs the length of the run, which is not known: set train.max_steps "
             "(SET='train.max_steps=1000'), or data.train_path to one file whose rows can be counted"
         )
+    cost = hours * len(plan.hardware.gpus) * price
+    error = plan.speed_error.share if plan.speed_error else None
+    return Offer(machine, price, hours, cost, plan.speed.tokens_per_s, error, plan.layout)

@@ -44,10 +44,7 @@ class Largest:
 
 def grid(words: Sequence[str], *, of: str = "WHATIF") -> list[tuple[str, ...]]:
     """The overrides of each cell of `key=v1,v2 other=a,b`: every combination; `of` is the variable that has them.
-
-    Raises:
-        ConfigError: a word is not `key=value,value`, or there are too many combinations.
-    """
+    Raises ConfigError for another form, or too many."""
     axes: list[list[str]] = []
     for word in words:
         key, equals, text = word.partition("=")
@@ -89,8 +86,8 @@ def question(text: str) -> Question:
 
 
 def largest(fits: Callable[[int], bool], *, step: int, most: int) -> int | None:
-    """The largest multiple of `step` up to `most` for which `fits`, assuming that smaller ones fit too; None if the
-    smallest does not. `most` itself is tried first."""
+    """The largest multiple of `step` up to `most` for which `fits`, as all smaller ones do; None if the smallest does
+    not."""
     if fits(most):
         return most
     # double until one does not fit, then halve between: a question costs a plan
@@ -113,11 +110,8 @@ LEFT_OUT = "; layouts that offload are left out, because the RAM was not given (
 
 def largest_that_fits(question: Question, request: PlanRequest) -> Largest:
     """The largest that fits in any layout of `request.only` with the thriftiest settings that the config leaves open:
-    checkpointing of every layer and one row per pass, unless it says otherwise.
-
-    Raises:
-        ConfigError: none of the layouts can run the job.
-    """
+    every layer checkpointed, one row a pass, unless it says otherwise. Raises ConfigError where no layout can run
+    it."""
     if question == "model":
         return _model(request)
     # masters=False: weights that train in full may be bf16 where fp32 does not fit, as a plan would take them
@@ -137,7 +131,6 @@ def largest_that_fits(question: Question, request: PlanRequest) -> Largest:
 
 
 def _layouts(request: PlanRequest) -> tuple[Layout, ...]:
-    """The layouts that certainly count: those that need RAM only where it is known."""
     config, shape, hardware = request.config, request.shape, request.hardware
     possible, _ = layouts_for(config, shape, hardware, named=request.named)
     if config.model.mesh_shape is None:
@@ -175,14 +168,11 @@ def _nearest(job: Job, layouts: tuple[Layout, ...], rows: int, length: int) -> C
 
 
 def _how(candidate: Candidate) -> str:
-    """The layout in which it fits or is closest to fitting, with the numbers of the GPU and, where they matter, of the
-    host."""
     left_out = LEFT_OUT if candidate.step.on_gpu and candidate.room.host is None and not candidate.fits else ""
     return f"{candidate.layout.name} {candidate.verdict}{left_out}"
 
 
 def _model(request: PlanRequest) -> Largest:
-    """The largest model of the table that allows sequences of that length and fits, searched from the top."""
     config, shapes = request.config, dict[int, ModelShape]()
     for name in KNOWN_MODELS:
         try:

@@ -39,8 +39,7 @@ RAM_STEP = 16 * GIB
 
 
 def make_advised_plan(request: PlanRequest, **planned: Any) -> Plan:
-    """The plan of `make_plan` with its further arguments; if it does not fit, with the changes that would make it
-    fit."""
+    """The plan of `make_plan`; if it does not fit, with the changes that would make it fit."""
     plan = make_plan(request, **planned)
     if plan.fits:
         return plan
@@ -51,8 +50,7 @@ def make_advised_plan(request: PlanRequest, **planned: Any) -> Plan:
 
 
 def suggestions(request: PlanRequest) -> Iterator[Suggestion]:
-    """Changes that need less memory or provide more, including those that are not enough; the last one adds up changes
-    until they fit."""
+    """Changes that need less memory or provide more, and those that are not enough; then a smaller model."""
     fitted = False
     for way in itertools.chain(_by_settings(request), _by_layout(request), _by_machine(request)):
         fitted = fitted or way.fits
@@ -62,16 +60,14 @@ def suggestions(request: PlanRequest) -> Iterator[Suggestion]:
 
 
 def _on(request: PlanRequest, machine: Hardware) -> PlanRequest:
-    """The request for another machine, in any layout: runs of the present machine are no evidence for it, and the
-    user's mesh was not meant for another number of GPUs."""
+    """The request for another machine, in any layout: neither runs nor the mesh of this one are meant for it."""
     same_ranks = machine.ranks == request.hardware.ranks
     config = request.config if same_ranks else _apply(request.config, WITHOUT_MESH)
     return replace(request, config=config, hardware=machine, only=LAYOUT_NAMES, earlier=())
 
 
 def look(request: PlanRequest) -> Candidate | None:
-    """The thriftiest candidate: far fewer are evaluated than for a plan. None where the machine or the settings are
-    refused: the batch does not split over the GPUs, the user's mesh cannot run them, no layout can."""
+    """The thriftiest candidate: far fewer are evaluated than for a plan. None where a plan would be refused."""
     with contextlib.suppress(ConfigError):
         possible, _ = layouts_for(request.config, request.shape, request.hardware)
         layouts = [layout for layout in possible if layout.name in request.only] or list(possible[:1])
@@ -119,7 +115,6 @@ def _by_settings(request: PlanRequest) -> Iterator[Suggestion]:
 
 
 def _by_layout(request: PlanRequest) -> Iterator[Suggestion]:
-    """The best of all layouts, where a mesh or STRATEGY= excluded some."""
     if request.config.model.mesh_shape is not None:
         candidate = _choice(replace(request, config=_apply(request.config, WITHOUT_MESH)))
         if candidate is not None and candidate.fits:
@@ -202,8 +197,6 @@ def _smaller_batches(train: TrainConfig) -> list[str]:
 
 
 def _longest(request: PlanRequest) -> int:
-    """The longest shorter sequence that fits, in steps of 256 tokens; the shortest one if none does."""
-
     def fits(length: int) -> bool:
         candidate = look(replace(request, config=_apply(request.config, f"model.max_seq_len={length}")))
         return candidate is not None and candidate.fits
@@ -213,7 +206,6 @@ def _longest(request: PlanRequest) -> int:
 
 
 def _apply(config: RunConfig, setting: str) -> RunConfig:
-    """The config with settings of the form `section.key=value`, of the kinds suggested here."""
     changed: RunConfig = config
     for word in setting.split():
         path, _, text = word.partition("=")
@@ -229,8 +221,7 @@ def _with(section: Any, path: Sequence[str], value: Any) -> Any:
 
 
 def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
-    """More RAM, more GPUs of the same kind, then the smallest larger GPU on which the unchanged job fits, and their
-    names."""
+    """More RAM, more GPUs of the same kind, then the smallest larger GPU on which the unchanged job fits."""
     hardware = request.hardware
     count = len(hardware.gpus)
     yield from _with_more_ram(request)
@@ -262,7 +253,6 @@ def _machines(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
 
 
 def _with_more_ram(request: PlanRequest) -> Iterator[tuple[Hardware, str]]:
-    """The same GPUs in a host with as much RAM as the job would need, where RAM is all that it lacks."""
     hardware = request.hardware
     if not hardware.gpus or not hardware.ram_given:
         return
@@ -285,10 +275,7 @@ def _fits(candidate: Candidate | None) -> bool:
 
 
 def _with_gpus(hardware: Hardware, gpu: Gpu, count: int) -> Hardware:
-    """The same machine with that many GPUs of one kind, on more nodes where its own have no room for eight or more.
-
-    The RAM of a machine without GPUs says nothing about another machine.
-    """
+    """The same machine with that many GPUs of one kind, on more nodes where its own have no room for eight or more."""
     # free_bytes None: what other processes hold on the present GPUs is not held there
     gpus = tuple(replace(gpu, index=index, free_bytes=None) for index in range(count))
     nodes = hardware.nodes if count == len(hardware.gpus) else -(-count // max(NODE_GPUS, hardware.gpus_per_node))

@@ -65,7 +65,6 @@ class BlockBytes:
 
 
 def _block(run: Pass, x: Ref) -> Ref:
-    """The whole block: attention, then the MLP, each behind a norm."""
     spec = run.spec
     for part in (attention, mlp):
         residual = x
@@ -167,12 +166,9 @@ def head_bytes(
 
 
 def _chunked(run: Pass, x: Ref, words: Vocabulary, scored: int) -> Ref:
-    """TRL's chunked head on the N scored tokens: a tile of logits and seven numbers per token.
-
-    Forward: the gathered rows N*h*e, 28N, the tile. Backward: fp32 gradients of the rows (4*N*h) and, where the head
-    trains, of the whole weight (4*V*h), each cast at the end (N*h*e, V*h*w)
-    unless that is fp32. Rows of fp32 weights are cast by tile.
-    """
+    """TRL's chunked head on the N scored tokens: a tile of logits and seven numbers per token. Forward: the gathered
+    rows N*h*e, 28N, the tile. Backward: fp32 gradients of the rows (4*N*h) and, where the head trains, of the whole
+    weight (4*V*h), each cast at the end (N*h*e, V*h*w) unless that is fp32. Rows of fp32 weights are cast by tile."""
     tape, hidden = run.tape, run.spec.hidden
     low = run.spec.numbers.autocast or x.width
     trains = words.trains or words.rows

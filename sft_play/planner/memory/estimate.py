@@ -9,26 +9,74 @@ the largest is the peak. What stays between steps comes from `model_states`, wha
 from __future__ import annotations
 
 import bisect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
+from sft_play.planner.layout import Layout
 from sft_play.planner.memory.loading_and_saving import Form, Saving, loading_terms, read_in_ram, saving_of
-from sft_play.planner.memory.margins import (
-    DESKTOP_BYTES,
-    MARGIN_BYTES,
-    MARGINS,
-    margin_of,
-    reserved_bytes,
-    reserved_over,
-    stays,
-)
 from sft_play.planner.memory.measured_walk import walk_of
 from sft_play.planner.memory.model_states import paged_bytes
 from sft_play.planner.memory.step_memory import Step, Walk, is_padded, largest
 from sft_play.planner.precision import BYTES, Precision
 from sft_play.units import GIB, MIB
+
+# --- how much more than the tensors must be free, by a setting's class ----------------------------------------------
+STAYS = ("weights", "adapters", "master_weights", "optimizer", "gradient_buckets", "workspaces")
+"""Terms that are allocated once: the allocator packs them, and loses only rounding."""
+PASSING_SLACK = {"fused": 0.25, "eager": 0.50, "several_gpus": 0.50}
+"""What the allocator keeps beyond a step's temporary tensors, as a fraction of their bytes: remainders of blocks that
+were split for one size and requested for another (forward, backward, evaluation, the next batch's length). More for
+attention's S x S matrices and gathered units, the largest of all. From replays, not from measured rows:
+benchmarks/reserved.json (rows of one length and of changing ones) and closed_form.json; docs/memory-model.md scores it
+on measured ones."""
+EVALUATION_SLACK = 0.6
+"""The same for an evaluation's batch, whose tensors are few and large: each splits another block. In replays of 9
+settings on a GPU without limit 0.28 to 0.55 (docs/memory-model.md)."""
+GRADIENT_SLACK = 0.125
+"""The same for gradients: they have the weights' own sizes in every step."""
+MARGIN_BYTES = int(0.3 * GIB)
+"""Kept free in every class, in addition to the fraction."""
+
+DESKTOP_BYTES = GIB
+"""Kept free in addition under WSL: the desktop takes and returns GPU memory during a run, and what is missing is then
+moved to the host's memory. Not measured: what a browser and a few more windows may take."""
+
+MarginClass = Literal[
+    "measured", "quantised", "autocast", "padded", "eager", "several_gpus", "shared_rows", "foreach", "unseen",
+    "measured_blocks", "own_kernels",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Margin:
+    """A fraction of the predicted reserved bytes that is kept free, and the evidence for its size."""
+
+    share: float
+    reason: str
+
+
+MARGINS: dict[MarginClass, Margin] = {
+    "measured": Margin(0.03, "LoRA and full on one GPU with flash or efficient attention: measured within 1%"),
+    "quantised": Margin(0.06, "QLoRA: 2 of 48 measured rows reserved more than 6% above their trace"),
+    "autocast": Margin(
+        0.06, "fp32 weights that train under autocast: their casts come and go; simulated up to 5% above"
+    ),
+    "padded": Margin(0.06, "rows of different lengths share batches: sizes change from batch to batch"),
+    "eager": Margin(0.10, "eager attention: reserved memory of measured rows was up to 9% above the prediction"),
+    "foreach": Margin(0.10, "AdamW one list at a time: reserved memory jumps with the row length (simulated)"),
+    "several_gpus": Margin(0.10, "DDP and FSDP2: buckets and gathered weights are computed, not yet measured"),
+    "shared_rows": Margin(0.10, "context parallelism: FSDP2 with a part of each row; a published run is within 1%"),
+    "measured_blocks": Margin(0.06, "blocks that were measured: 1% below their trace at most, small models 4%"),
+    "own_kernels": Margin(
+        0.15, "a class with kernels of its own: its reference code was measured, and packages may need other buffers"
+    ),
+    "unseen": Margin(0.15, "ZeRO, tensor parallel, offload, experts by code of their class: not measured"),
+}
+"""One row per class; a setting in several classes takes the largest fraction."""
+
 
 CUDA_CONTEXT_BYTES = GIB // 2
 """CUDA context and kernels, outside the allocator: 141 MiB seen on a T4, 0.4 to 0.6 GiB reported for H100s."""
@@ -64,7 +112,6 @@ class MemoryEstimate:
     moment: str = ""
     """The moment of the step with the peak: forward, head, backward, optimizer, evaluation, saving."""
     moments: dict[str, int] = field(default_factory=dict)
-    """Allocated bytes at each moment of a step."""
     load_bytes: int = 0
     """Allocated bytes while the model is loaded, before the first step: more than a step's where a rank creates all NF4
     weights and keeps a shard of them."""
@@ -77,7 +124,6 @@ class MemoryEstimate:
     host_gather_bytes: int = 0
     """RAM that the first rank would take to write a checkpoint whole."""
     checkpoint: Form = "whole"
-    """How a checkpoint is written: whole by the first rank, sharded by all, or by DeepSpeed."""
     checkpoint_bytes: int = 0
     """Weights and optimizer states of one checkpoint."""
     host_load_bytes: int = 0
@@ -99,8 +145,7 @@ class MemoryEstimate:
 
     @property
     def required_to_load(self) -> int:
-        """Bytes that must be free for loading: tensors of known sizes, with a margin for what quantising them one by
-        one leaves in the allocator."""
+        """Bytes that must be free for loading, with a margin for what quantising leaves in the allocator."""
         return int(self.load_bytes * (1 + LOAD_MARGIN)) + self.kept_free + self.outside_allocator
 
     @property
@@ -110,8 +155,7 @@ class MemoryEstimate:
 
     @property
     def required(self) -> int:
-        """Bytes that must be free on the device before the run starts: for the steps, or for loading if it needs
-        more."""
+        """Bytes that must be free on the device before the run starts, for steps and loading."""
         return max(self.reserved + self.margin + self.outside_allocator, self.required_to_load)
 
 
@@ -122,31 +166,21 @@ def estimate(config: RunConfig, shape: ModelShape, precision: Precision, step: S
 
 def estimate_of(walk: Walk) -> MemoryEstimate:
     """The same for a walk that was already set up."""
-    config, shape, precision, step = walk.config, walk.shape, walk.precision, walk.step
+    step, layout = walk.step, walk.step.layout
     moments = largest(walk.moments())
     sums = {str(name): sum(terms.values()) for name, terms in moments.items()}
     peak = max(moments, key=lambda name: sums[name])
-    terms, mode, layout = moments[peak], config.tuning.mode, step.layout
+    terms = moments[peak]
     # the moment with the most live bytes need not be the one with the most reserved: slack differs between terms
     reserved = max(_held(name, one, step) for name, one in moments.items() if step.on_gpu or name == peak)
     if step.on_gpu:  # an evaluation starts with an empty cache
         steps = [one for name, one in moments.items() if name != "evaluation"]
         reserved = max(reserved, reserved_over(steps, attention=step.attention, layout=layout))
-    margin = margin_of(
-        mode=mode,
-        padded=step.padded or step.varlen or is_padded(config, layout, rows=step.micro_batch),
-        attention=step.attention,
-        optim=config.train.optim,
-        layout=layout,
-        own_experts=shape.own_experts or any(kind.num_experts and not kind.stacked for kind in shape.layers),
-        measured=shape.meter is not None,
-        own_kernels=bool(shape.kernel_packages),
-        autocast=precision.load != precision.compute,
-    )
+    margin = margin_of(walk)
     # not a share: what other processes take does not grow with the run
     free = MARGIN_BYTES + (DESKTOP_BYTES if step.pages else 0)
     desktop = f"; {DESKTOP_BYTES / GIB:.1f} GiB of it for the desktop beside WSL" if step.pages else ""
-    paged = paged_bytes(config.train.optim, walk.shape, walk.trained)
+    paged = paged_bytes(walk.config.train.optim, walk.shape, walk.trained)
     # layouts of two dimensions have a communicator for each
     communicators = 0 if layout.ranks == 1 else 2 if layout.name in ("fsdp_hybrid", "fsdp_tp") else 1
     saving = saving_of(walk) if step.saves else Saving("whole", 0, 0, 0, 0)
@@ -171,8 +205,7 @@ def estimate_of(walk: Walk) -> MemoryEstimate:
 
 
 def evaluation_rows(walk: Walk) -> int:
-    """Rows of the largest evaluation batch of one rank that is never the run's peak: it reserves at most what the
-    training step's own tensors take. At least one row, at most MOST_EVALUATION_ROWS."""
+    """Rows of the largest evaluation batch of one rank that is never the run's peak, at most MOST_EVALUATION_ROWS."""
     step, training = walk.step, walk.training
     if step.on_gpu:
         room = max(sum(terms.values()) for terms in training.values())
@@ -206,11 +239,66 @@ def cache_bytes(shape: ModelShape, width: int) -> int:
 
 
 def answer_tokens(shape: ModelShape, precision: Precision, step: Step, memory: MemoryEstimate) -> int:
-    """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees.
-
-    A token's share of a forward pass is taken from the evaluation's moment, or from the step's where none is planned.
-    """
+    """Tokens, rows x (prompt + answer), whose caches and forward pass hold no more than a step holds and frees."""
     moment, rows = ("evaluation", step.eval_batch) if "evaluation" in memory.moments else ("forward", step.micro_batch)
     # what a moment holds beyond what stays between steps, for each of its tokens
     passing = max(0, memory.moments.get(moment, 0) - memory.stays) // max(1, rows * step.length)
     return max(1, (memory.allocated - memory.stays) // (cache_bytes(shape, BYTES[precision.compute]) + passing))
+
+
+def stays(terms: Mapping[str, int]) -> int:
+    """Bytes of a moment's terms that stay between steps."""
+    return sum(terms.get(name, 0) for name in STAYS)
+
+
+def reserved_bytes(terms: Mapping[str, int], *, attention: str, layout: Layout, evaluates: bool = False) -> int:
+    """Bytes that the allocator has reserved when a moment's terms are live: a bound, where no trace says more;
+    `evaluates`: the moment is an evaluation's."""
+    gradients = terms.get("gradients", 0)
+    # what comes and goes within a step: activations, the head, gathered units
+    passing = sum(terms.values()) - stays(terms) - gradients
+    is_spread = layout.ranks > 1 and layout.context_parallel == 1  # beside shared rows, units are small
+    slack = PASSING_SLACK["several_gpus" if is_spread else "eager" if attention == "eager" else "fused"]
+    slack = max(slack, EVALUATION_SLACK) if evaluates else slack
+    return int(sum(terms.values()) + slack * passing + GRADIENT_SLACK * gradients)
+
+
+ON_OTHER_STREAMS = ("gradients", "gather_buffers")
+"""Terms that FSDP allocates on its own streams: reduced gradients and gathered units."""
+
+
+def reserved_over(moments: Iterable[Mapping[str, int]], *, attention: str, layout: Layout) -> int:
+    """Bytes that the allocator has reserved after a step with these moments' terms: the largest of their bounds. Under
+    FSDP what is freed on one stream is not given to another, so that each stream keeps its own highest bytes, whenever
+    they were: the sum of those counts where it is more. A stream's units are whole and of few sizes, and leave no holes
+    in its own pools (replays in benchmarks/closed_form.json)."""
+    steps = list(moments)  # read several times
+    bound = max(reserved_bytes(one, attention=attention, layout=layout) for one in steps)
+    if not layout.is_fsdp:
+        return bound
+    # a freed block is only reused on the stream that it was allocated on (CUDACachingAllocator)
+    own = [{name: size for name, size in one.items() if name not in ON_OTHER_STREAMS} for one in steps]
+    apart = max(reserved_bytes(one, attention=attention, layout=layout) for one in own)
+    # the highest of each stream, although they are not at the same moment
+    apart += int((1 + GRADIENT_SLACK) * max(one.get("gradients", 0) for one in steps))
+    return max(bound, apart + max(one.get("gather_buffers", 0) for one in steps))
+
+
+def margin_of(walk: Walk) -> Margin:
+    """The margin of a setting: the largest of its classes."""
+    config, shape, step, layout = walk.config, walk.shape, walk.step, walk.step.layout
+    own_experts = shape.own_experts or any(kind.num_experts and not kind.stacked for kind in shape.layers)
+    applies: dict[MarginClass, bool] = {
+        "measured": True,
+        "quantised": walk.nf4,
+        "autocast": walk.full and walk.precision.load != walk.precision.compute,
+        "padded": step.padded or step.varlen or is_padded(config, layout, rows=step.micro_batch),
+        "eager": step.attention == "eager",
+        "foreach": walk.full and config.train.optim == "adamw_torch",
+        "several_gpus": layout.ranks > 1,
+        "measured_blocks": shape.meter is not None,
+        "own_kernels": bool(shape.kernel_packages),
+        "shared_rows": layout.context_parallel > 1,
+        "unseen": own_experts or layout.is_zero or layout.offloads_states or layout.tensor_parallel > 1,
+    }
+    return max((MARGINS[name] for name, it_does in applies.items() if it_does), key=lambda margin: margin.share)

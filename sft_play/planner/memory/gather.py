@@ -85,11 +85,8 @@ class Gathering:
 def gathering(
     shape: ModelShape, *, width: int, nf4: bool, lora: LoraConfig | None, parts: int, **more: Any
 ) -> Gathering:
-    """The units of a model, `width` bytes for what is gathered unpacked, the adapters of `lora` included (None: there
-    are none), and the other fields of `Gathering`.
-
-    Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's.
-    """
+    """The units of a model, `width` bytes for what is gathered unpacked, with the adapters of `lora`, and the other
+    fields. Of blocks that `parts` tensor-parallel ranks share, the gathered part is one rank's."""
     kinds = [_block(kind, width=width, nf4=nf4, lora=lora) // parts for kind in shape.layers]
     table = width * shape.table_params
     return Gathering(tuple(kinds[place] for place in shape.layer_order), 0 if shape.tied else table, table, **more)
@@ -107,12 +104,9 @@ def zero_buckets(
     layout: Layout, trained_params: int, params: int, hidden: int, *, packed: int = 0, wider: bool = False
 ) -> int:
     """DeepSpeed's flat buffers in half precision: two of gradients being sent in stages 1 and 2, and in stage 3 one
-    beside the parameters that it keeps gathered.
-
-    A bucket has the hidden size squared elements, as transformers fills `reduce_bucket_size: auto`
-    (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which DeepSpeed sees as one
-    element of one byte. `wider`: gradients made in half precision travel in fp32.
-    """
+    beside the parameters that it keeps gathered. A bucket has the hidden size squared elements, as transformers fills
+    `reduce_bucket_size: auto` (integrations/deepspeed.py). `packed`: how many of the parameters are NF4's, two of which
+    DeepSpeed sees as one element of one byte. `wider`: gradients made in half precision travel in fp32."""
     bucket = 2 * min(hidden * hidden, trained_params)  # two bytes an element
     if wider:  # a copy being sent, beside the bucket
         bucket += 4 * min(hidden * hidden, trained_params)

@@ -125,11 +125,8 @@ def _lora(run: Pass, x: Ref, role: str, spec: LinearSpec) -> Ref:
 
 
 def _dora(run: Pass, x: Ref, role: str, spec: LinearSpec, result: Ref) -> Ref:
-    """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the end.
-
-    Without dropout the base's result is reused; with it the base runs again on what dropout left. The magnitude is
-    fp32, and so is what it multiplies.
-    """
+    """peft/tuners/lora/dora.py: BA, taken as B(A(identity)), and the plain weight live until the end. With dropout the
+    base runs again on what that left. The magnitude is fp32, and so is what it multiplies."""
     base = None if run.spec.lora_dropout else result
     x = run.drop(x, run.spec.lora_dropout)
     whole = _dora_weights(run, x, spec)

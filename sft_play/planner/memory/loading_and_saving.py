@@ -22,14 +22,10 @@ from sft_play.units import MIB
 
 
 def loading_terms(walk: Walk) -> Terms:
-    """The most that a rank holds on its device until the model is there and wrapped, by what it is for.
-
-    Under FSDP2 a rank has its shards, one full unit, and the tensor that arrived last (training/model/fsdp_loading.py).
-    Under ZeRO-3 NF4 weights are created on each rank's own device, all of them: transformers reads and quantises
-    one layer after the other (core_model_loading.py; ZeRO-3's partitioned reading is only for plain weights), PEFT
-    adds adapters in fp32, and only then does DeepSpeed partition, tensor by tensor. Plain weights are partitioned
-    as they arrive.
-    """
+    """The most that a rank holds on its device until the model is there and wrapped, by what it is for. Under FSDP2 a
+    rank has its shards, one full unit, and the tensor that arrived last (training/model/fsdp_loading.py). Under ZeRO-3
+    each rank creates all NF4 weights (core_model_loading.py), PEFT adds adapters in fp32, and only then does DeepSpeed
+    partition; plain weights are partitioned as they arrive."""
     parts, layout = walk.resident, walk.step.layout
     if loads_by_unit(walk.config, layout):
         # on a CPU the copies that the first rank reads are in the same memory
@@ -144,16 +140,13 @@ class Saving:
     first: int
     """RAM that the first rank needs beyond what every rank needs, for a checkpoint or the final weights."""
     each: int
-    """RAM that each rank needs to write its shard."""
     gathered: int
-    """RAM that the first rank would need to write it whole."""
     staged: int = 0
     """Of `each`: the copy that a rank holds while its part is written beside the training."""
 
 
 def saving_of(walk: Walk) -> Saving:
-    """How a run's checkpoints are written: sharded where FSDP divides full states that are too large for one
-    process."""
+    """How checkpoints are written: sharded where FSDP divides full states that are too large for one process."""
     layout, parameters = walk.step.layout, walk.trained
     alone = min(parameters.params * parameters.width, SAVE_SHARD_BYTES)
     paged = paged_bytes(walk.config.train.optim, walk.shape, parameters)

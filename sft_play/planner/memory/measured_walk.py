@@ -44,11 +44,8 @@ class MeasuredPass:
 
 
 def between(low: MeasuredPass, high: MeasuredPass, batch: int) -> MeasuredPass:
-    """The pass of a batch between two that were measured, or on their line beyond them.
-
-    A peak is the largest of moments that grow with the batch at different rates, so that the line between two of them
-    is not below it.
-    """
+    """The pass of a batch between two that were measured, or on their line beyond them. A peak is the largest of
+    moments that grow with the batch at different rates, so that the line between two of them is not below it."""
     share = (batch - low.batch) / (high.batch - low.batch)
 
     def mixed(one: int, other: int) -> int:

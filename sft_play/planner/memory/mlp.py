@@ -19,12 +19,9 @@ def mlp(run: Pass, x: Ref) -> Ref:
 
 
 def _experts(run: Pass, x: Ref) -> Ref:
-    """Routed experts, line by line as `grouped_mm_experts_forward` (transformers, integrations/moe.py): each
-    token's row once per expert, gate and up in one product, weighted and summed.
-
-    Which expert gets a token does not change these bytes: the rows of all experts are in one tensor. One expert
-    after another holds no more, except for gradients of the weights.
-    """
+    """Routed experts, line by line as `grouped_mm_experts_forward` (transformers, integrations/moe.py). Which expert
+    gets a token does not change these bytes; one expert after another holds no more, except for gradients of the
+    weights."""
     spec, rows = run.spec, run.tokens * run.spec.experts_per_token
     wide = rows * spec.expert_width
     routing = _routing(run, x, rows)  # (T * k,)
@@ -116,15 +113,13 @@ def _grouped(run: Pass, x: Ref, place: int, inputs: int, outputs: int, read: lis
 
 
 def _plain_gate(run: Pass, parts: list[Ref]) -> Ref:
-    """act(gate) * up."""
     gate, up = parts
     parts.clear()  # the caller's list would keep both alive through the product
     return run.product(_activated(run, gate), up)
 
 
 def _clamped_gate(run: Pass, parts: list[Ref]) -> Ref:
-    """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py,
-    `_apply_gate`)."""
+    """gpt-oss: (clamp(up) + 1) * clamp(gate) * sigmoid(alpha * clamp(gate)) (modeling_gpt_oss.py, `_apply_gate`)."""
     gate, up = (run.tape.op((part,), part.elements, part.width, saved=(part,)) for part in parts)
     parts.clear()
     share = run.scaled(gate)
@@ -149,7 +144,6 @@ def _weighted_rows(run: Pass, out: Ref, routing: Ref) -> Ref:
 
 
 def _dense_mlp(run: Pass, x: Ref) -> Ref:
-    """Gate, up and down (`gate_up`: the first two as halves of one product)."""
     liger = run.spec.liger is not None and run.spec.liger.gate
     if "gate_up" in run.linears:
         both = linear(run, x, "gate_up")
@@ -164,5 +158,4 @@ def _dense_mlp(run: Pass, x: Ref) -> Ref:
 
 
 def _activated(run: Pass, x: Ref) -> Ref:
-    """The activation: one kernel that holds its input."""
     return run.tape.op((x,), x.elements, x.width, saved=(x,))

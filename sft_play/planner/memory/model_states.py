@@ -23,19 +23,15 @@ PAGED_FROM = 100_000
 
 
 def loads_by_unit(config: RunConfig, layout: Layout) -> bool:
-    """Whether a layout's ranks get the weights from the first one, a unit at a time, and keep only their shards.
-
-    DoRA's magnitudes are computed from full weights before sharding; tensor parallelism divides differently.
-    """
+    """Whether ranks get the weights from the first one, a unit at a time, and keep their shards. DoRA's magnitudes are
+    computed from full weights; tensor parallelism divides differently."""
     dora = config.tuning.mode != "full" and config.tuning.lora.use_dora
     return layout.is_fsdp and layout.tensor_parallel == 1 and not dora
 
 
 def nf4_bytes(elements: int) -> int:
-    """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own absmax, codes.
-
-    n/2 + n/64 + 4 * n/64/256, a table of 256 and one of 16 in fp32, an offset (bitsandbytes, functional.py).
-    """
+    """Bytes of a matrix in NF4 with double quantisation: packed weights, 8-bit absmax, their own absmax, codes. n/2 +
+    n/64 + 4 * n/64/256, a table of 256 and one of 16 in fp32, an offset (bitsandbytes, functional.py)."""
     blocks = math.ceil(elements / NF4_BLOCK)
     return math.ceil(elements / 2) + blocks + 4 * math.ceil(blocks / ABSMAX_BLOCK) + 1024 + 4 + 64
 
@@ -61,8 +57,7 @@ def largest_tensor(shape: ModelShape) -> int:
 
 
 def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
-    """The weights as loaded: `width` bytes each; in NF4 the linear layers and experts, never embedding, head, norms or
-    biases."""
+    """The weights as loaded, `width` bytes each; in NF4 the linear layers and experts."""
     packed = sum(count * nf4_bytes(elements) for elements, count in shape.packable)
     rests = sum(
         count * rest_of_segment(elements // 2 if nf4 and packs else width * elements)
@@ -72,8 +67,8 @@ def weight_bytes(shape: ModelShape, *, width: int, nf4: bool) -> int:
 
 
 def adapter_params(shape: ModelShape, lora: LoraConfig) -> int:
-    """LoRA parameters: r * (inputs + outputs) on each targeted linear layer, and on each expert of a targeted stack;
-    DoRA adds one number per output of a layer."""
+    """LoRA parameters: r * (inputs + outputs) on each target, an expert too; DoRA adds one number per output of a
+    layer."""
     return sum(rows * columns * count for rows, columns, count in _factors(shape, lora))
 
 
@@ -83,7 +78,6 @@ def adapters_of(kind: LayerKind, lora: LoraConfig) -> int:
 
 
 def _factors(shape: ModelShape, lora: LoraConfig) -> Iterator[tuple[int, int, int]]:
-    """Rows, columns and number of the tensors of LoRA's adapters."""
     for linears, stacks, count in (
         (shape.outer_linears, (), 1),
         *((k.linears, k.stacked, k.count) for k in shape.layers),
@@ -108,9 +102,7 @@ HEAD_NAMES = frozenset({"lm_head", "embed_out", "output"})
 @dataclass(frozen=True)
 class Trained:
     """What trains: parameters, bytes of one, whether embedding and head are among them, and bytes of a state's element.
-
-    States wider than the parameters are those of stochastic rounding, which steps one tensor at a time in fp32.
-    """
+    States wider than the parameters are those of stochastic rounding, which steps one tensor at a time in fp32."""
 
     params: int
     width: int
@@ -122,7 +114,6 @@ class Trained:
     small: int = 0
     """Of the parameters: those in tensors below `PAGED_FROM`."""
     largest: int = 0
-    """Parameters of the largest tensor."""
     sides: int = 0
     """Rows and columns of all tensors; for a vector its elements."""
 
@@ -187,7 +178,6 @@ def paged_bytes(optim: str, shape: ModelShape, parameters: Trained) -> int:
 
 
 def _wide(optim: str, shape: ModelShape, parameters: Trained) -> int:
-    """Parameters with states in fp32."""
     return parameters.params if "32bit" in optim else shape.embedding_params if parameters.embedding else 0
 
 
@@ -316,11 +306,9 @@ def _nf4_constants(shape: ModelShape) -> int:
 def _zero(whole: Trained, frozen: int, kept: int, layout: Layout, optim: str, *, full: bool) -> Resident:
     """ZeRO in half precision (deepspeed/runtime/zero; bytes counted on real ranks): weights 2P, fp32 masters 4P/W,
     states 8P/W, gradients 2P in stage 1 and 2P/W from stage 2 on, weights 2P/W in stage 3. Frozen weights are cut in
-    stage 3 too, NF4's packed bytes like others, but for the `kept` bytes.
-
-    Offload: masters, states and fp32 gradients are page-locked in the host's RAM, in stage 3 the weights too; a
-    gradient leaves the GPU with its bucket (stage3.py `grad_partitions_flat_buffer`, stage_1_and_2.py).
-    """
+    stage 3 too, NF4's packed bytes like others, but for the `kept` bytes. Offload: masters, states and fp32 gradients
+    are page-locked in the host's RAM, in stage 3 the weights too; a gradient leaves the GPU with its bucket (stage3.py
+    `grad_partitions_flat_buffer`, stage_1_and_2.py)."""
     own = -(-whole.params // layout.shard)
     half = 2 * (own if layout.shards_params else whole.params)
     gradients = 0 if layout.offloads_states else 2 * (own if layout.shards_grads else whole.params)

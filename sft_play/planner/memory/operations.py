@@ -16,11 +16,8 @@ from sft_play.planner.memory.tape import Backward, Grads, Ref, Tape, fresh, one_
 
 
 class Pass:
-    """A forward pass of one block on a tape: its batch, its layers by role, and what it leaves behind.
-
-    `gradients` are those of parameters that stay after the backward pass; `cast` autocast's half-precision copies of
-    trained fp32 weights, by the name of the layer.
-    """
+    """A forward pass of one block on a tape; `gradients` are those of parameters that stay after the backward pass,
+    `cast` autocast's copies of trained fp32 weights, by the name of the layer."""
 
     def __init__(
         self, tape: Tape, spec: BlockSpec, batch: int, length: int, *, accumulating: bool, training: bool = True
@@ -142,11 +139,9 @@ def round_up(size: int, step: int) -> int:
 # After liger-kernel 0.8.5, liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py: autograd functions of their own, which
 # need contiguous inputs and copy others.
 def liger_norm(tape: Tape, x: Ref, rows: int, *, in_place: bool, trains: bool) -> Ref:
-    """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's dtype.
-
-    Backward the gradient of the input replaces that of the output where `in_place`; a trained weight's is summed from
-    an fp32 row of each multiprocessor.
-    """
+    """A norm over each of `rows`: holds its input and one fp32 number a row, and gives its input's dtype. Backward the
+    gradient of the input replaces that of the output where `in_place`; a trained weight's is summed from an fp32 row of
+    each multiprocessor."""
     size, e, wanted = x.elements, x.width, x.node is not None
     statistics = tape.new(rows, 4)
 

@@ -61,7 +61,6 @@ def _masked_cudnn(spec: BlockSpec) -> bool:
 
 
 def _latent(run: Pass, x: Ref) -> tuple[Ref, Ref, Ref]:
-    """Multi-head latent attention: compressed queries and keys, widened to all heads (deepseek_v3)."""
     spec, heads = run.spec, run.tokens * run.spec.heads
     is_compressed = "q_a" in run.linears
     q = linear(run, norm(run, linear(run, x, "q_a")), "q_b") if is_compressed else linear(run, x, "q")

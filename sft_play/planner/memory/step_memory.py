@@ -12,7 +12,7 @@ from sft_play.config.schema import RunConfig
 from sft_play.facts.models.model_shape import ModelShape
 from sft_play.planner.attention import AttentionName
 from sft_play.planner.gradients import gradients_of
-from sft_play.planner.kernels import GROUPED_SINCE, liger_in_memory, planned_experts
+from sft_play.planner.kernels import GROUPED_SINCE, planned_experts, planned_kernels
 from sft_play.planner.layout import SINGLE, Layout
 from sft_play.planner.memory.block import (
     WORD_TILE,
@@ -59,7 +59,6 @@ class Step:
     checkpointed_layers: int | None = None
     """Blocks, counted from the first, whose activations are recomputed; None: all of them."""
     loss: Literal["chunked", "logits"] = "chunked"
-    """TRL's chunked head, or full logits."""
     attention: AttentionName = "sdpa"
     padded: bool = False
     """Rows come with a mask of S x S per sequence: they are packed, or padded where `masks` says so."""
@@ -107,11 +106,8 @@ class Step:
 
 
 def cublas_workspace(capability: tuple[int, int] | None) -> int:
-    """Bytes of a thread's cuBLAS workspace, from the caching allocator; cuBLASLt shares it.
-
-    aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`: 32 MiB on compute capability 9, 10 and 12, else
-    `:4096:2:16:8` in KiB.
-    """
+    """Bytes of a thread's cuBLAS workspace, from the caching allocator: 32 MiB on compute capability 9, 10 and 12, else
+    `:4096:2:16:8` in KiB (aten/src/ATen/cuda/CublasHandlePool.cpp, `parseChosenWorkspaceSize`)."""
     return 32 * MIB if capability and capability[0] in (9, 10, 12) else (4096 * 2 + 16 * 8) * 1024
 
 
@@ -152,7 +148,6 @@ class Walk:
 
     # --- what the step is made of -------------------------------------------------------------------------------------
     def _specs(self, *, padded: bool, packed: bool = False) -> tuple[BlockSpec, ...]:
-        """The kinds of blocks, for batches whose rows are padded or packed as given."""
         if (padded, packed) in self._known_specs:
             return self._known_specs[padded, packed]
         step, tuning = self.step, self.config.tuning
@@ -162,7 +157,7 @@ class Walk:
             "lora_dropout": lora.dropout, "dora": lora.use_dora, "casts_inputs": step.casts_inputs,
             "one_by_one": step.one_by_one, "experts_in_turn": in_turn, "numbers": self.numbers,
             "experts_by_loop": step.on_gpu and (step.capability or GROUPED_SINCE) < GROUPED_SINCE and not in_turn,
-            "liger": liger_in_memory(self.config, self.shape, step.layout, on_gpu=step.on_gpu),
+            "liger": planned_kernels(self.config, self.shape, step.layout, on_gpu=step.on_gpu).memory,
         }  # fmt: skip
         specs = []
         for kind in self.shape.layers:
@@ -202,8 +197,7 @@ class Walk:
         )
 
     def _blocks(self) -> tuple[list[BlockBytes], list[int]]:
-        """Every block's bytes as the estimate has them, and the width of each one's input and of the last one's
-        output."""
+        """Every block's bytes, and the width of each one's input and of the last one's output."""
         blocks: list[BlockBytes] = []
         copied = self.trained.embedding and not self.full  # modules_to_save: PEFT's copy has the adapters' dtype
         widths = [self.numbers.adapters if copied else self.width]
@@ -247,7 +241,6 @@ class Walk:
         return LayerBytes(forward, cast=self.blocks[layer].layer.cast)
 
     def _rows(self, end: Literal["inputs", "head"]) -> bool:
-        """Whether only rows of the embedding, or of the head, train."""
         return self.trained.rows > 0 and not (self.trained.embedding if end == "inputs" else self.trained.head)
 
     def _table(self) -> int:
@@ -297,13 +290,11 @@ class Walk:
 
     # --- moments -----------------------------------------------------------------------------------------------------
     def _at(self, name: Moment, gradients: int, activations: int, **more: int) -> tuple[Moment, Terms]:
-        """A moment: what is always live, gradients, activations, and the other terms."""
         terms = self._lasting | {"gradients": gradients, "activations": activations} | more
         return name, {term: size for term, size in terms.items() if size or term in _ALWAYS_NAMED}
 
     @cached_property
     def _lasting(self) -> Terms:
-        """What is live at every moment of a step, with the terms that a moment sets, in order."""
         parts = self.resident
         workspaces = WORKSPACE_THREADS * cublas_workspace(self.step.capability) if self.step.on_gpu else 0
         return {
@@ -357,7 +348,6 @@ class Walk:
         return largest(itertools.chain(self._forward(held), self._backward(held), [update]))
 
     def _hidden(self, batch: int, layer: int) -> int:
-        """Hidden states before a block, or after the last."""
         return batch * self.step.length * self.shape.hidden_size * self.widths[layer]
 
     def _embedded(self, batch: int) -> int:
@@ -372,11 +362,9 @@ class Walk:
         return max(self.resident.gradients, self.whole_gradients) if self.adds_up else 0
 
     def _forward(self, held: list[int]) -> Iterator[tuple[Moment, Terms]]:
-        """Through the blocks to the loss. `held` collects what is held before each block, and at the head.
-
-        A checkpointed block keeps its input, and autocast the half-precision copies of its fp32 adapters until the
-        pass ends; the model's own forward keeps the embedding's output until it returns.
-        """
+        """Through the blocks to the loss; `held` collects what is held before each block, and at the head: inputs of
+        checkpointed blocks, autocast's copies of fp32 adapters, the embedding's output until the model's forward
+        returns."""
         gathering, batch = self.gathering, self.step.micro_batch
         older, cast = self._older_gradients(), 0
         if self._table():
@@ -441,12 +429,8 @@ class Walk:
         yield self._at("backward", done, live + dense * ((2 if twice else 1) if beside else 0))
 
     def evaluation(self, rows: int) -> Iterator[tuple[Moment, Terms]]:
-        """A batch of the evaluation: the last block of each kind, then the head; nothing is held for a backward pass
-        except, as in training, the embedding's output until the model's forward returns, and autocast's half-precision
-        copies of fp32 parameters until the pass ends.
-
-        Rows are not packed there, so their mask is not the training's.
-        """
+        """A batch of the evaluation: the last block of each kind, then the head. Nothing is held for a backward pass
+        but the embedding's output and autocast's copies; rows are not packed, so their mask is not the training's."""
         specs = self._specs(padded=is_padded(self.config, self.step.layout, rows=rows, masks=self.step.masks))
         batch, gathering, there = self._batch(rows, specs, trains=False), self.gathering, self._between()
         # blocks of one kind need the same, and the last of them comes with the most casts held

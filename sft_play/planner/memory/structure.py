@@ -110,10 +110,7 @@ ROW_ROLES = ("o", "down")
 
 
 def numbers(config: RunConfig, precision: Precision, layout: Layout = SINGLE) -> Numbers:
-    """Bytes of weights, of autocast's dtype, of adapters and of optimizer states.
-
-    DeepSpeed casts what trains to the dtype of the computation, and keeps fp32 copies beside it.
-    """
+    """Bytes of weights, autocast's dtype, adapters and states; DeepSpeed casts what trains to the compute dtype."""
     load, compute = BYTES[precision.load], None if precision.compute == "float32" else 2
     adapters = BYTES[adapter_dtype(config, precision)]
     if layout.is_zero and compute is not None:
@@ -143,10 +140,8 @@ def stacked_adapter(stacked: Stacked, lora: LoraConfig) -> int:
 
 
 def sees_mask(kind: LayerKind, shape: ModelShape, *, length: int, padded: bool) -> bool:
-    """Whether attention of these blocks gets a mask of S x S: real padding, or a window shorter than the rows.
-
-    transformers omits the mask where causality alone expresses it (masking_utils.py, `_ignore_causal_mask_sdpa`).
-    """
+    """Whether attention gets a mask of S x S: real padding, or a window shorter than the rows (transformers omits it
+    where causality alone expresses it: masking_utils.py, `_ignore_causal_mask_sdpa`)."""
     windowed = kind.attention in ("sliding", "chunked") and shape.window is not None and length >= shape.window
     return kind.attention != "none" and (padded or windowed)
 
@@ -163,11 +158,8 @@ def kernel_of(
     repeats: bool = True,
     cudnn: bool = False,
 ) -> AttentionKernel:
-    """The kernel that runs: torch's choice for sdpa (`planner.attention`), or the one that was asked for.
-
-    `gathers`: rows are padded, which flash-attn 2 takes without their padding; `repeats`: keys and values are repeated
-    where `repeats_kv` says so, as training does and other scripts do not; `cudnn`: cuDNN's kernel is preferred and on.
-    """
+    """The kernel that runs: torch's choice for sdpa, or the one that was asked for. `gathers`: rows are padded, which
+    flash-attn 2 takes without their padding; `repeats`: keys and values are repeated where `repeats_kv` says so."""
     if attention == "eager":
         return "eager"
     if attention == "flash_attention_2" or not on_gpu:
@@ -190,11 +182,8 @@ def sdpa_call(shape: ModelShape, *, masked: bool, half: bool) -> SdpaCall:
 
 
 def repeats_kv(shape: ModelShape, *, attention: str, half: bool, capability: tuple[int, int] | None) -> bool:
-    """Whether a run on GPUs of this capability (None: unknown) repeats keys and values for all heads for sdpa.
-
-    transformers leaves grouped heads to PyTorch where there is no mask, whatever the GPU. Only flash attention supports
-    them; where it does not run, PyTorch would use its math kernel, with S x S scores in fp32.
-    """
+    """Whether a run on GPUs of this capability repeats keys and values for sdpa: grouped ones only flash attention
+    takes, and where it does not run, PyTorch would use its math kernel, with S x S scores in fp32."""
     call = sdpa_call(shape, masked=False, half=half)
     return attention == "sdpa" and call.grouped and sdpa_kernel(call, capability, cudnn=False) == "math"
 
@@ -247,8 +236,7 @@ _MLP = {3: ("gate", "up", "down"), 2: ("gate_up", "down"), 0: ()}
 
 
 def roles(kind: LayerKind, shape: ModelShape) -> dict[str, Linear]:
-    """The linear layers of a block of the table by role: q, k, v, o or qkv; gate, up, down or gate_up; latent
-    attention's own. None of a class that is measured."""
+    """The linear layers of a block of the table by role; none of a class that is measured."""
     if shape.adapters is not None:
         return {}
     attention = [linear for linear in kind.linears if linear.is_attention]
@@ -286,29 +274,19 @@ OUTPUT_HEADS = ("lm_head", "embed_out")
 
 
 def check_targets(config: RunConfig, shape: ModelShape) -> None:
-    """Raises ConfigError for names in tuning.lora.target_modules that match no linear layer, as training does, and for
-    what is asked of experts that are not there."""
+    """Raises ConfigError for adapter targets that match no linear layer, and for what is asked of experts that are not
+    there."""
     _check_experts(config, shape)
     targets = config.tuning.lora.target_modules
     if config.tuning.mode == "full" or targets == "auto":
         return
     layers = [linear for linear, _ in shape.linears if linear.adaptable]
     names = sorted({linear.name for linear in layers})
-    problems = []
-    for target in targets:
-        if target in OUTPUT_HEADS:
-            problems.append(f"{target} is the output head, which takes no adapter (the loss reads its weight)")
-        elif any(linear.matches(target) for linear in layers):
-            continue
-        elif why := _why_none(target, shape):
-            problems.append(f"{one_line(target)}: {why}")
-        else:
-            near = did_you_mean(target, names)
-            hint = f" ({near})" if near else ""
-            problems.append(f"{one_line(target)} matches nothing{hint}")
-    if problems:
+    lost = [one for one in targets if one in OUTPUT_HEADS or not any(linear.matches(one) for linear in layers)]
+    if lost:
+        said = "; ".join(f"{one_line(target)}{_why_none(target, shape, names)}" for target in lost)
         listed = f"The linear layers are: {', '.join(names)}; auto takes these"
-        raise ConfigError(f"tuning.lora.target_modules: {'; '.join(problems)}. {listed}")
+        raise ConfigError(f"tuning.lora.target_modules: {said}. {listed}")
 
 
 def _check_experts(config: RunConfig, shape: ModelShape) -> None:
@@ -316,20 +294,23 @@ def _check_experts(config: RunConfig, shape: ModelShape) -> None:
     stacked = [one for kind in shape.layers for one in kind.stacked]
     wanted = () if tuning.mode == "full" else lora.adapted_parameters
     key = "tuning.lora.experts" if lora.experts else "tuning.lora.target_parameters"
-    asked = ["tuning.quantize_experts=true"] if tuning.quantize_experts is True else []
-    asked += [key] if wanted else []
+    asked = ["tuning.quantize_experts=true"] * (tuning.quantize_experts is True) + [key] * bool(wanted)
     if asked and not stacked:
         model = one_line(config.model.name)
         raise ConfigError(f"{' and '.join(asked)}: {model} has no experts in one tensor; leave it out")
     named = wanted if isinstance(wanted, tuple) else ()
-    lost = [name for name in named if not any(one.matches(name) for one in stacked)]
-    if lost:
+    if lost := [name for name in named if not any(one.matches(name) for one in stacked)]:
         names = ", ".join(sorted({one.path.rpartition(".")[2] for one in stacked}))
         raise ConfigError(f"{key}: {one_line(', '.join(lost))} matches nothing; the stacked experts are: {names}")
 
 
-def _why_none(target: str, shape: ModelShape) -> str | None:
+def _why_none(target: str, shape: ModelShape, names: list[str]) -> str:
+    why = None
+    if target in OUTPUT_HEADS:
+        return " is the output head, which takes no adapter (the loss reads its weight)"
     if shape.adapters is not None:
-        return next((why for path, why in shape.adapters.left_out if f".{path}".endswith(f".{target}")), None)
-    has_one = any(linear.matches(target) for linear, _ in shape.linears)
-    return why_no_adapter(shape.model_type, target.rpartition(".")[2]) if has_one else None
+        why = next((why for path, why in shape.adapters.left_out if f".{path}".endswith(f".{target}")), None)
+    elif any(linear.matches(target) for linear, _ in shape.linears):
+        why = why_no_adapter(shape.model_type, target.rpartition(".")[2])
+    near = did_you_mean(target, names)
+    return f": {why}" if why else f" matches nothing{f' ({near})' if near else ''}"

@@ -153,10 +153,8 @@ class Tape:
         trains: bool = False,
     ) -> Ref:
         """The output of an operation: fresh storage, and a node where an input has a gradient or a weight `trains`.
-
         Without a `backward` each input's gradient is a fresh tensor of its size. `holds_weight`: a parameter is held
-        too, which takes no bytes here.
-        """
+        too, which takes no bytes here."""
         with_node = self.grad and (trains or any(ref.node is not None for ref in inputs))
         # inputs are saved before an operation runs: recomputation can stop there, without this one's output
         if with_node and (saved or holds_weight):

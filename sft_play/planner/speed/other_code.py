@@ -36,20 +36,16 @@ PROOF_S = 20.0
 
 def refuse_beside_compiling(config: RunConfig) -> None:
     """Raises ConfigError for settings beside which blocks are not compiled."""
-    if not config.train.compile:
-        return
-    others = {
-        f"train.kernels={config.train.kernels}": (
-            config.train.kernels != "none", "the compiler writes such kernels itself: train.kernels=none",
-        ),
-        "train.gradient_checkpointing=offload": (
-            config.train.gradient_checkpointing == "offload",
-            "a compiled block recomputes by itself, and moves nothing to RAM: train.gradient_checkpointing=true",
-        ),
-    }  # fmt: skip
-    for name, (is_set, why) in others.items():
-        if is_set:
-            raise ConfigError(f"train.compile: true and {name} do not go together: {why}, or train.compile=false")
+    train = config.train
+    wrong = (
+        [f"train.kernels={train.kernels} (none: the compiler writes such kernels)"] if train.kernels != "none" else []
+    )
+    if train.gradient_checkpointing == "offload":
+        wrong.append("train.gradient_checkpointing=offload (true: a compiled block moves nothing to RAM)")
+    if train.compile and wrong:
+        raise ConfigError(
+            f"train.compile: true does not go together with {' and '.join(wrong)}; or train.compile=false"
+        )
 
 
 def compile_s(config: RunConfig, shape: ModelShape) -> float:

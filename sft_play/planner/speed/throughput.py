@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import NormalDist
 
 from sft_play.config.schema import RunConfig
@@ -113,7 +114,6 @@ class Rates:
     attention_share: float = OTHER_ATTENTION_SHARE
     """Fraction of the rate of matrix products that attention reaches."""
     without: frozenset[str] = frozenset()
-    """Packages with kernels that are not installed."""
 
 
 @dataclass(frozen=True)
@@ -180,123 +180,215 @@ def predict_speed(
     *,
     passes: Passes | None = None,
 ) -> Speed:
-    """The predicted duration of one optimizer step of one rank, all its micro-steps.
-
-    Args:
-        passes: what an average step of the run's own rows takes; None for rows of full length.
-    """
-    tp, again = step.layout.tensor_parallel, _again(shape, step)
-    passes = passes or _full_rows(step)
-    count = passes.count
-    usual = _of_pass(config, shape, precision, step, rates, passes)
-    slow = slow_code(config, shape, precision, step, rates, places=passes.places)
-    micro_s = sum(usual.values()) + sum(slow.values())
-    optimizer_s, host_s = _optimizer(config, shape, precision, step, rates)
-    moved, exposed = _communication(config, shape, precision, step, rates, micro_s, passes)
-    if step.offloads:  # each block's input to the host and back, in the stream that computes
-        inputs = passes.places * shape.hidden_size * BYTES[precision.compute] * shape.num_layers * again
-        host_s += 2 * inputs * count / NOMINAL_LINK
-    # every part of a pass, times the passes; then what a step has once
-    parts = {
-        **{name: seconds * count for name, seconds in (usual | slow).items()},
-        "optimizer": optimizer_s,
-        "host": host_s,
-        "communication": exposed,
-        "waiting": micro_s * count * slowest(step.layout.ranks),
-    }
-    ranks = step.layout.data_parallel * step.layout.context_parallel
-    shown = passes.tokens / (count * passes.places * ranks)  # what is not padding
-    useful = sum(_flops(config, shape, step, 0.0, passes).values()) * shown * count / tp
-    collectives = traffic_of(config, shape, precision, step).by_kind(max(1, round(count)))
-    return Speed(sum(parts.values()), round(passes.tokens), parts, moved, collectives, useful)
+    """The predicted duration of one optimizer step of one rank; `passes`: what an average step of the run's own rows
+    takes, None for rows of full length."""
+    roofline = _Roofline(config, shape, precision, step, rates)
+    return roofline.speed(passes or roofline.full_rows)
 
 
 def pass_overhead(config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates) -> int:
     """What one more pass over the same tokens costs, in tokens: starting kernels, reading and dequantising weights."""
     # a pass over half the tokens takes more than half the time: what two of them take beyond one is what a pass costs
-    full = _full_rows(step)
+    roofline = _Roofline(config, shape, precision, step, rates)
+    full = roofline.full_rows
     half = dataclasses.replace(full, places=full.places / 2, rows=full.rows / 2)
-    whole_s, half_s = (sum(_of_pass(config, shape, precision, step, rates, one).values()) for one in (full, half))
+    whole_s, half_s = (sum(roofline.of_pass(one).values()) for one in (full, half))
     more = max(0.0, 2 * half_s - whole_s)
     return round(more / max(1e-12, whole_s - more) * full.places)
 
 
-def _again(shape: ModelShape, step: Step) -> float:
-    """Share of the layers that are computed a second time."""
-    return step.recomputed(shape.num_layers) / shape.num_layers
+@dataclass(frozen=True)
+class _Roofline:
+    config: RunConfig
+    shape: ModelShape
+    precision: Precision
+    step: Step
+    rates: Rates
 
+    @cached_property
+    def again(self) -> float:
+        """Share of the layers that are computed a second time."""
+        return self.step.recomputed(self.shape.num_layers) / self.shape.num_layers
 
-def _full_rows(step: Step) -> Passes:
-    tokens = step.tokens * step.grad_accum * step.layout.data_parallel * step.layout.context_parallel
-    return Passes(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
+    @property
+    def full_rows(self) -> Passes:
+        """Rows of full length."""
+        step, layout = self.step, self.step.layout
+        tokens = step.tokens * step.grad_accum * layout.data_parallel * layout.context_parallel
+        return Passes(step.grad_accum, step.tokens, step.seq_len, tokens, step.micro_batch)
 
+    @property
+    def _width(self) -> int:
+        return BYTES[self.precision.compute]
 
-def _of_pass(
-    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, passes: Passes
-) -> dict[str, float]:
-    """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
-    mode, tp, again = config.tuning.mode, step.layout.tensor_parallel, _again(shape, step)
-    flops = _flops(config, shape, step, again, passes)
-    products = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
-    matrix = products / tp / (rates.matrix * rates.share)
-    reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
-    times = 2.0 + again  # forward, backward, and what checkpointing computes again
-    kernels, saved = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without), 0.0
-    if kernels is not None and kernels.speed is not None:
-        saved = saved_bytes(shape, kernels.speed, e=BYTES[precision.compute], again=again) / (times * shape.num_layers)
-    traffic = _traffic(config, shape, precision, step, passes.places, saved=saved) * times / tp
-    traffic = traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times
-    moving = traffic / (rates.bandwidth * BANDWIDTH_SHARE)
-    dequantise = 0.0
-    if mode == "qlora":
+    def _moving(self, size: float) -> float:
+        return size / (self.rates.bandwidth * BANDWIDTH_SHARE)
+
+    def speed(self, passes: Passes) -> Speed:
+        """The step, whose rows take these passes."""
+        step, layout, count = self.step, self.step.layout, passes.count
+        of_pass = self.of_pass(passes)
+        slow = self._slow_code(passes.places)
+        micro_s = sum(of_pass.values()) + sum(slow.values())
+        optimizer_s, host_s = self._optimizer()
+        moved, exposed = self._communication(micro_s, passes)
+        if step.offloads:  # each block's input to the host and back, in the stream that computes
+            inputs = passes.places * self.shape.hidden_size * self._width * self.shape.num_layers * self.again
+            host_s += 2 * inputs * count / NOMINAL_LINK
+        # every part of a pass, times the passes; then what a step has once
+        parts = {
+            **{name: seconds * count for name, seconds in (of_pass | slow).items()},
+            "optimizer": optimizer_s,
+            "host": host_s,
+            "communication": exposed,
+            "waiting": micro_s * count * slowest(layout.ranks),
+        }
+        ranks = layout.data_parallel * layout.context_parallel
+        shown = passes.tokens / (count * passes.places * ranks)  # what is not padding
+        useful = sum(self._flops(passes, 0.0).values()) * shown * count / layout.tensor_parallel
+        traffic = traffic_of(self.config, self.shape, self.precision, step).by_kind(max(1, round(count)))
+        return Speed(sum(parts.values()), round(passes.tokens), parts, moved, traffic, useful)
+
+    def of_pass(self, passes: Passes) -> dict[str, float]:
+        """Seconds of one pass: matrix products, moving memory, dequantising weights, starting kernels."""
+        config, shape, step, rates, again = self.config, self.shape, self.step, self.rates, self.again
+        mode, tp = config.tuning.mode, step.layout.tensor_parallel
+        flops = self._flops(passes, again)
+        products = sum(flops.values()) + flops["attention"] * (1 / rates.attention_share - 1)
+        matrix = products / tp / (rates.matrix * rates.share)
+        reads = 2 * active_params(shape) / tp  # each pass reads the weights once, whatever the number of tokens
+        times = 2.0 + again  # forward, backward, and what checkpointing computes again
+        liger = planned_kernels(config, shape, step.layout, on_gpu=step.on_gpu, without=rates.without).speed
+        saved = 0.0
+        if liger is not None:
+            saved = saved_bytes(shape, liger, e=self._width, again=again) / (times * shape.num_layers)
+        traffic = self._traffic(passes.places, saved) * times / tp
+        moving = self._moving(traffic * (TRAFFIC if config.train.compile else 1.0) + reads * times)
         # half a byte read and two written per weight
-        dequantise = 2.5 * active_params(shape) * times / (rates.bandwidth * BANDWIDTH_SHARE)
-    starts_of_layer = 1.0 if mode == "full" else 1.5
-    starts_of_layer *= STARTS if config.train.compile else 1.0
-    starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
-    starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
-    if kernels is not None and kernels.speed is not None:
-        starting = max(0.0, starting - saved_starts_s(shape, kernels.speed, again=again))
-    busy = matrix + moving + dequantise
-    # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
-    starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
-    return {"matrix": matrix, "memory": moving, "dequantise": dequantise, "kernel_starts": starts}
+        dequantise = self._moving(2.5 * active_params(shape) * times) if mode == "qlora" else 0.0
+        starts_of_layer = 1.0 if mode == "full" else 1.5
+        starts_of_layer *= STARTS if config.train.compile else 1.0
+        starts_of_layer += CHAT_STARTS * passes.rows if step.one_by_one else 0.0
+        starting = PASS_OVERHEAD_S * shape.num_layers * (times + 1) * starts_of_layer
+        if liger is not None:
+            starting = max(0.0, starting - saved_starts_s(shape, liger, again=again))
+        busy = matrix + moving + dequantise
+        # launches run ahead of a busy GPU, so a pass takes the longer of the two, and some of the shorter
+        starts = max(0.0, starting - busy) + STARTS_SHOWN * min(starting, busy)
+        return {"matrix": matrix, "memory": moving, "dequantise": dequantise, "kernel_starts": starts}
 
+    def _slow_code(self, places: float) -> dict[str, float]:
+        """Seconds of a pass that faster code would save: experts that run one after another, and linear attention
+        without its package. Only what is slow is in it; a CPU runs linear attention in one way only."""
+        shape, passes, seconds = self.shape, 2.0 + self.again, {}
+        chosen = planned_experts(self.config, shape, self.precision)
+        if chosen is not None and chosen.name == "eager" and not shape.own_experts:
+            starts = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_S * passes
+            whole = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
+            gradients = self._moving(EXPERT_GRADIENT_PASSES * BYTES[self.precision.load] * whole)
+            seconds[EXPERTS_PART] = starts + (gradients if self.config.tuning.mode == "full" else 0.0)
+        lacks = LINEAR_ATTENTION in self.rates.without and LINEAR_ATTENTION in shape.kernel_packages
+        if lacks and self.step.capability is not None:
+            channels = sum(kind.count * kind.linear_width for kind in shape.layers)
+            seconds[LINEAR_PART] = self._moving(LINEAR_ATTENTION_BYTES * channels * places * passes)
+        return seconds
 
-def slow_code(
-    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, *, places: float
-) -> dict[str, float]:
-    """Seconds of a pass over `places` that faster code would save: experts that run one after another, and linear
-    attention without its package. Only what is slow is in it; a CPU runs linear attention in one way only."""
-    passes = 2.0 + _again(shape, step)  # forward, backward, and what checkpointing computes again
-    bandwidth = rates.bandwidth * BANDWIDTH_SHARE
-    seconds = {}
-    chosen = planned_experts(config, shape, precision)
-    if chosen is not None and chosen.name == "eager" and not shape.own_experts:
-        starts = sum(kind.count * kind.num_experts for kind in shape.layers) * EXPERT_S * passes
-        whole = sum(kind.count * kind.num_experts * kind.expert_params for kind in shape.layers)
-        gradients = EXPERT_GRADIENT_PASSES * BYTES[precision.load] * whole / bandwidth
-        seconds[EXPERTS_PART] = starts + (gradients if config.tuning.mode == "full" else 0.0)
-    if LINEAR_ATTENTION in rates.without and LINEAR_ATTENTION in shape.kernel_packages and step.capability is not None:
-        channels = sum(kind.count * kind.linear_width for kind in shape.layers)
-        seconds[LINEAR_PART] = LINEAR_ATTENTION_BYTES * channels * places * passes / bandwidth
-    return seconds
+    def _flops(self, passes: Passes, again: float) -> dict[str, float]:
+        """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed. A
+        product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
+        and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times
+        as much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice."""
+        shape, tokens, full = self.shape, passes.places, self.config.tuning.mode == "full"
+        weight_gradients = 1.0 if full else 0.0
+        adapted = 0.0 if full else 2.0 * adapter_params(shape, self.config.tuning.lora)
+        return {
+            "blocks": 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients),
+            "adapters": adapted * tokens * (3.0 + again),
+            "attention": 4.0 * self._attended(passes.length) * shape.q_width * tokens * (3.5 + again),
+            "head": 2.0 * shape.vocab_size * shape.hidden_size * tokens * (3.0 + weight_gradients),
+        }
 
+    def _attended(self, length: float) -> float:
+        """Keys that a query of a row sees on average, summed over the layers; eager attention computes all of them."""
+        total = 0.0
+        for kind in self.shape.layers:
+            windowed = kind.attention in ("sliding", "chunked")
+            window = min(length, self.shape.window or length) if windowed else length
+            # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
+            seen = length if self.step.attention == "eager" else window - window * window / (2 * length)
+            total += 0.0 if kind.attention == "none" else kind.count * seen
+        return total
 
-def _flops(config: RunConfig, shape: ModelShape, step: Step, again: float, passes: Passes) -> dict[str, float]:
-    """Operations of one micro-step: matrix products of the blocks, attention, head; `again`: share recomputed.
+    def _traffic(self, tokens: float, saved: float) -> float:
+        """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
+        written once and read about twice. `saved`: bytes per token and layer that fused kernels move less."""
+        shape, e, lora = self.shape, self._width, self.config.tuning.lora
+        width = shape.intermediate_size * max(1, shape.rows_per_token)
+        # two norms with their residual sums, the rotation of queries and keys, a gated activation (other_code.TRAFFIC)
+        per_token: float = 14 * e * shape.hidden_size + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
+        per_token = max(STILL_MOVED * per_token, per_token - saved)
+        if self.config.tuning.mode != "full":
+            inputs = sum(linear.inputs + linear.outputs for linear in shape.common.linears)
+            shared = not (self.step.casts_inputs or lora.use_dora or lora.dropout or e == 4)
+            # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapter_inputs.py)
+            per_token += inputs * (8 if self.config.tuning.mode == "lora" and not shared else 4)
+        return float(per_token * tokens * shape.num_layers)
 
-    A product of T x k by k x n is 2Tkn; the gradient of its input costs the same, that of its weight the same again
-    and only where the weight trains. Attention costs 4q per token and seen key forward (two products) and 2.5 times as
-    much backward (FlashAttention-2, https://arxiv.org/abs/2307.08691). TRL's head computes its logits twice.
-    """
-    tokens, mode = passes.places, config.tuning.mode  # padding is computed like text
-    weight_gradients = 1.0 if mode == "full" else 0.0
-    blocks = 2.0 * active_params(shape) * tokens * (2.0 + again + weight_gradients)
-    adapters = 0.0 if mode == "full" else 2.0 * adapter_params(shape, config.tuning.lora) * tokens * (3.0 + again)
-    attention = 4.0 * _attended(shape, step, passes.length) * shape.q_width * tokens * (3.5 + again)
-    head = 2.0 * shape.vocab_size * shape.hidden_size * tokens * (3.0 + weight_gradients)
-    return {"blocks": blocks, "adapters": adapters, "attention": attention, "head": head}
+    def _optimizer(self) -> tuple[float, float]:
+        shape, layout, full = self.shape, self.step.layout, self.config.tuning.mode == "full"
+        params = shape.params if full else adapter_params(shape, self.config.tuning.lora)
+        trained = params / (layout.shard if layout.shards_states else 1)
+        trained /= layout.tensor_parallel
+        if layout.offloads_states:
+            # the same seven in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
+            return 0.0, 28.0 * trained / HOST_BANDWIDTH + 4.0 * trained / NOMINAL_LINK
+        as_loaded = full and not layout.shards_states and self.precision.updates != "stochastic"
+        width = BYTES[self.precision.load] if as_loaded else 4
+        # AdamW reads weight, gradient and two states, and writes all but the gradient
+        return self._moving(7.0 * width * trained), 0.0
+
+    def _communication(self, micro_s: float, passes: Passes) -> tuple[int, float]:
+        """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
+        backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""
+        shape, rates, layout, accum = self.shape, self.rates, self.step.layout, max(1, round(passes.count))
+        hidden_s = HIDDEN_SHARE * micro_s * 2 / 3  # the backward pass takes two thirds of a micro-step
+        traffic = traffic_of(self.config, shape, self.precision, self.step)
+        moved, exposed = traffic.sent(accum), 0.0
+        if layout.gradient_ranks > 1:
+            each, reduced, after = (sum(_seconds(one, rates) for one in part)
+                                    for part in (traffic.each, traffic.reduced, traffic.after))  # fmt: skip
+            # a micro-batch hides its own collectives and those that are put off until then, as DDP's in the last one
+            times = traffic.times(accum)
+            exposed = (accum - times) * _exposed(each, hidden_s) + times * _exposed(each + reduced, hidden_s) + after
+            if not layout.shards_states:  # DDP
+                whole = sum(one.bytes * count for one, count in traffic.in_step(accum))
+                exposed += self._moving(BUCKET_COPIES * whole)
+        if layout.offloads_params:
+            # weights come from RAM for the forward and for the backward pass
+            read = 2 * base_weights(self.config, shape, self._width) / layout.tensor_parallel
+            exposed += accum * max(0.0, read / NOMINAL_LINK - hidden_s)
+        for sent, seconds in (self._tensor_parallel(passes, accum), self._context_parallel(passes, accum)):
+            moved += sent
+            exposed += seconds
+        return int(moved), exposed
+
+    def _tensor_parallel(self, passes: Passes, accum: int) -> tuple[float, float]:
+        """Bytes and seconds of all-reduces in every block; the next product needs their result, so nothing hides
+        them."""
+        ranks, again = self.step.layout.tensor_parallel, 2 if self.step.checkpointed_layers != 0 else 0
+        calls = self.shape.num_layers * (4 + again) * accum  # two a block forward, and two backward
+        sent = 2 * (ranks - 1) / ranks * passes.places * self.shape.hidden_size * self._width * calls
+        return sent, sent / _link(ranks, self.rates) + COLLECTIVE_START_S * math.log2(ranks) * calls
+
+    def _context_parallel(self, passes: Passes, accum: int) -> tuple[float, float]:
+        """The same of ranks that share rows: query, key, value and output are exchanged in every block, and back."""
+        shape, ranks, again = self.shape, self.step.layout.context_parallel, int(self.step.checkpointed_layers != 0)
+        keys = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
+        calls = shape.num_layers * (2 + again) * accum
+        sent = (ranks - 1) / ranks * passes.places * (2 * shape.q_width + 2 * keys) * self._width * calls
+        # each with each: no ring, so over nodes a GPU has its share of the network
+        link = _link(ranks, self.rates, per_node=1)
+        return sent, sent / link + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
 
 
 def active_params(shape: ModelShape) -> float:
@@ -306,94 +398,6 @@ def active_params(shape: ModelShape) -> float:
         chosen = shape.rows_per_token / kind.num_experts if kind.num_experts else 0.0
         total += kind.count * (kind.linear_weights + chosen * kind.expert_params)
     return total
-
-
-def _attended(shape: ModelShape, step: Step, length: float) -> float:
-    """Keys that a query of a row sees on average, summed over the layers; eager attention computes all of them."""
-    total = 0.0
-    for kind in shape.layers:
-        window = min(length, shape.window or length) if kind.attention in ("sliding", "chunked") else length
-        # causal: position i sees min(i, window) keys; the mean over a row, from the triangle and the band below it
-        seen = window - window * window / (2 * length)
-        total += 0.0 if kind.attention == "none" else kind.count * (length if step.attention == "eager" else seen)
-    return total
-
-
-def _traffic(
-    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, tokens: float, *, saved: float = 0.0
-) -> float:
-    """Bytes that norms, activations, rotations and adapters move in one pass over all layers: each intermediate is
-    written once and read about twice. `saved`: bytes per token and layer that fused kernels move less than plain
-    ones."""
-    e, h, f = BYTES[precision.compute], shape.hidden_size, shape.intermediate_size
-    width = f * max(1, shape.rows_per_token)
-    # two norms with their residual sums, the rotation of queries and keys, a gated activation (other_code.TRAFFIC)
-    per_token: float = 14 * e * h + 4 * e * (shape.q_width + shape.kv_width) + 7 * e * width
-    per_token = max(STILL_MOVED * per_token, per_token - saved)
-    if config.tuning.mode != "full":
-        inputs, lora = sum(i + o for i, o in shape.linear_shapes.values()), config.tuning.lora
-        shared = not (step.casts_inputs or lora.use_dora or lora.dropout or precision.compute == "float32")
-        # twice as much where PEFT casts the input of each adapter to fp32 (training/model/adapter_inputs.py)
-        per_token += inputs * (8 if config.tuning.mode == "lora" and not shared else 4)
-    return float(per_token * tokens * shape.num_layers)
-
-
-def _optimizer(
-    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates
-) -> tuple[float, float]:
-    params = shape.params if config.tuning.mode == "full" else adapter_params(shape, config.tuning.lora)
-    trained = params / (step.layout.shard if step.layout.shards_states else 1)
-    trained /= step.layout.tensor_parallel
-    as_loaded = config.tuning.mode == "full" and not step.layout.shards_states and precision.updates != "stochastic"
-    width = BYTES[precision.load] if as_loaded else 4
-    if step.layout.offloads_states:
-        # the same seven in fp32 on the host; 16-bit gradients go there, and 16-bit weights come back
-        return 0.0, 28.0 * trained / HOST_BANDWIDTH + 4.0 * trained / NOMINAL_LINK
-    # AdamW reads weight, gradient and two states, and writes all but the gradient
-    return 7.0 * width * trained / (rates.bandwidth * BANDWIDTH_SHARE), 0.0
-
-
-def _communication(
-    config: RunConfig, shape: ModelShape, precision: Precision, step: Step, rates: Rates, micro_s: float, passes: Passes
-) -> tuple[int, float]:
-    """Bytes that one rank sends in a step, and the seconds of it that nothing hides: a collective hides behind the
-    backward pass of its micro-batch, those after the optimizer's update hide behind nothing."""
-    layout, accum = step.layout, max(1, round(passes.count))
-    width = BYTES[precision.compute]
-    hidden_s = HIDDEN_SHARE * micro_s * 2 / 3  # the backward pass takes two thirds of a micro-step
-    traffic = traffic_of(config, shape, precision, step)
-    moved, exposed = traffic.sent(accum), 0.0
-    if layout.gradient_ranks > 1:
-        each, reduced, after = (sum(_seconds(one, rates) for one in part)
-                                for part in (traffic.each, traffic.reduced, traffic.after))  # fmt: skip
-        # a micro-batch hides its own collectives and those that are put off until then, such as DDP's in the last one
-        times = traffic.times(accum)
-        exposed = (accum - times) * _exposed(each, hidden_s) + times * _exposed(each + reduced, hidden_s) + after
-        if not layout.shards_states:  # DDP
-            whole = sum(one.bytes * count for one, count in traffic.in_step(accum))
-            exposed += BUCKET_COPIES * whole / (rates.bandwidth * BANDWIDTH_SHARE)
-    if layout.offloads_params:
-        # weights come from RAM for the forward and for the backward pass
-        read = 2 * base_weights(config, shape, width) / layout.tensor_parallel
-        exposed += accum * max(0.0, read / NOMINAL_LINK - hidden_s)
-    if layout.tensor_parallel > 1:
-        # nothing hides these: the next product needs their result
-        inner = _link(layout.tensor_parallel, rates)
-        again = 2 if step.checkpointed_layers != 0 else 0
-        part = 2 * (layout.tensor_parallel - 1) / layout.tensor_parallel
-        calls = shape.num_layers * (4 + again) * accum  # all-reduces: two a block forward, and two backward
-        sent = part * passes.places * shape.hidden_size * width * calls
-        moved += sent
-        exposed += sent / inner + COLLECTIVE_START_S * math.log2(layout.tensor_parallel) * calls
-    if layout.context_parallel > 1:
-        ranks, again = layout.context_parallel, 1 if step.checkpointed_layers != 0 else 0
-        keys = max(shape.kv_width, ranks * shape.head_dim)  # repeated where there are fewer heads than ranks
-        calls = shape.num_layers * (2 + again) * accum  # query, key, value and output are exchanged, and back
-        sent = (ranks - 1) / ranks * passes.places * (2 * shape.q_width + 2 * keys) * width * calls
-        moved += sent
-        # each with each: no ring, so over nodes a GPU has its share of the network
-        exposed += sent / _link(ranks, rates, per_node=1) + 4 * COLLECTIVE_START_S * math.log2(ranks) * calls
-    return int(moved), exposed
 
 
 def _seconds(one: Collective, rates: Rates) -> float:
@@ -429,3 +433,58 @@ def _link(ranks: int, rates: Rates, *, per_node: int | None = None) -> float:
 def utilisation(speed: Speed, rates: Rates) -> float | None:
     """Model FLOP utilisation: the model's own operations per second over the peak; None where no peak is known."""
     return speed.model_flops / speed.step_s / rates.matrix if rates.known else None
+
+
+# --- how far it may be off: published speeds that nothing was fitted to (benchmarks/speed.json) ----------------------
+DATA_CENTRE = {(8, 0), (9, 0)}
+"""Compute capabilities of A100 and H100 with their kin, on which most published runs were made."""
+OTHER_CARDS = {(8, 6), (8, 9), (12, 0)}
+"""Those of workstation and gaming cards."""
+SMALL_PARAMS = 5e9
+LONG_ROW = 8192
+
+
+@dataclass(frozen=True)
+class SpeedError:
+    """The share of a predicted speed within which four of five comparable published runs lie; None where none of its
+    kind was compared."""
+
+    share: float | None
+    of: str
+
+    @property
+    def words(self) -> str:
+        """`±15%, bf16 on data-centre cards`."""
+        return self.of if self.share is None else f"±{self.share:.0%}, {self.of}"
+
+    def is_within(self, ratio: float) -> bool:
+        """Whether two speeds of this quotient cannot be told apart by the prediction."""
+        return self.share is not None and abs(ratio - 1) <= self.share
+
+
+PLAIN = SpeedError(0.15, "bf16 on data-centre cards")
+LONG = SpeedError(0.40, "rows above 8,192 tokens")
+WORKSTATION = SpeedError(0.25, "bf16 on workstation and gaming cards")
+SMALL = SpeedError(0.60, "models below 5B, or cards without bf16")
+CLASSES = (PLAIN, LONG, WORKSTATION, SMALL)
+"""Largest shares and smallest are those of `benchmarks/speed.json`, rounded up to 5%."""
+
+
+def speed_error(shape: ModelShape, precision: Precision, hardware: Hardware, step: Step) -> SpeedError:
+    """The class of a run's predicted speed."""
+    kinds = {gpu.capability for gpu in hardware.gpus}
+    without = {
+        "on a CPU": not hardware.gpus,
+        "on AMD cards": any(gpu.is_amd for gpu in hardware.gpus),
+        "that offloads": step.layout.offloads_states or step.offloads,
+        "of mixtures of experts": any(kind.num_experts for kind in shape.layers),
+        # V100 and T4 have no bf16, and fall into SMALL below
+        "on these cards": not kinds <= DATA_CENTRE | OTHER_CARDS | {(7, 0), (7, 5)},
+    }
+    if (kind := next((words for words, applies in without.items() if applies), None)) is not None:
+        return SpeedError(None, f"no published run {kind} was compared")
+    if shape.params < SMALL_PARAMS or precision.compute != "bfloat16":
+        return SMALL
+    if not kinds <= DATA_CENTRE:
+        return WORKSTATION
+    return LONG if step.seq_len > LONG_ROW else PLAIN

@@ -82,13 +82,11 @@ class Traffic:
 
 
 def traffic_of(config: RunConfig, shape: ModelShape, precision: Precision, step: Step) -> Traffic:
-    """The communication of data-parallel ranks, and among those that share rows.
-
-    DDP and ZeRO-1 reduce gradients once per step, unless the run says otherwise, and ZeRO-2 in each micro-batch: both
-    stages with all-reduces of full buckets (`use_multi_rank_bucket_allreduce`), of which a rank keeps its shard, and an
-    all-gather of the updated weights. FSDP2 gathers every unit for the forward and for the backward pass, the last one
-    once; ZeRO-3 keeps what it needs again soon.
-    """
+    """The communication of data-parallel ranks, and among those that share rows. DDP and ZeRO-1 reduce gradients once
+    per step, unless the run says otherwise, and ZeRO-2 in each micro-batch: both stages with all-reduces of full
+    buckets (`use_multi_rank_bucket_allreduce`), of which a rank keeps its shard, and an all-gather of the updated
+    weights. FSDP2 gathers every unit for the forward and for the backward pass, the last one once; ZeRO-3 keeps what it
+    needs again soon."""
     layout, chosen = step.layout, gradients_of(config, precision, step.layout.name)
     ranks, reach = layout.gradient_ranks, layout.tensor_parallel  # neighbours are of one tensor-parallel group
     if ranks == 1:

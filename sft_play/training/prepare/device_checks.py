@@ -16,7 +16,7 @@ from sft_play.errors import DoesNotFit, HardwareError, OutOfMemory, SftPlayError
 from sft_play.facts.gpus.unseen import ON_CPU, torch_is_blind
 from sft_play.log import one_line
 from sft_play.planner.batching import BatchPlan
-from sft_play.planner.memory.margins import DESKTOP_BYTES
+from sft_play.planner.memory.estimate import DESKTOP_BYTES
 from sft_play.planner.plan import Plan
 from sft_play.process.environment import allocator_words
 from sft_play.units import GIB
