@@ -105,10 +105,7 @@ def _drop_launcher_settings(wanted: CheckedSettings) -> None:
 
 
 def _forget_earlier() -> None:
-    """Reset accelerate if it was started before in this process; the process group stays.
-
-    Its state rejects another precision and a second DeepSpeed plugin, so a notebook cell could not run twice.
-    """
+    """Its state rejects another precision and a second DeepSpeed plugin: a notebook cell could not run twice."""
     from accelerate.state import AcceleratorState, GradientState
 
     if AcceleratorState._shared_state:
@@ -146,7 +143,6 @@ def _new_accelerator(wanted: CheckedSettings, *, on_cpu: bool) -> Any:
 
 
 def _plugin(config: dict[str, Any]) -> Any:
-    """DeepSpeed's plugin, with torch's optimizer on the CPU where DeepSpeed's own cannot be built."""
     from accelerate.utils import DeepSpeedPlugin
 
     zero = config["zero_optimization"]
@@ -162,7 +158,6 @@ def _plugin(config: dict[str, Any]) -> Any:
 
 
 def _require_same_settings(wanted: CheckedSettings) -> None:
-    """Raises ConfigError on every rank if ranks were given different settings: they would wait for each other."""
     own = {**wanted.settings.model_dump(), "mixed_precision": wanted.mixed_precision, "DeepSpeed": wanted.deepspeed}
     first, *others = of_all(own)
     for rank, other in enumerate(others, start=1):

@@ -84,11 +84,9 @@ class _Reading:
     notes: list[str] = field(default_factory=list)
 
     def add(self, key: str, message: str) -> None:
-        """Add a problem with a key."""
         self.problems.append(str(Problem(one_line(key), self.document.where((key,)), message)))
 
     def get(self, key: str) -> Any:
-        """The value of a key, or its default; None where the given value is wrong."""
         return self.values.get(key)
 
 
@@ -121,7 +119,6 @@ def asked(
 
 
 def _read(config: Any) -> _Reading:
-    """The plain data of a file or a mapping, with the folder that its paths may be relative to."""
     if isinstance(config, DistConfig):
         config = config.model_dump()
     if isinstance(config, Mapping):
@@ -217,7 +214,6 @@ def _deepspeed(reading: _Reading, *, has_deepspeed: bool) -> tuple[dict[str, Any
 
 
 def _filled(config: dict[str, Any], reading: _Reading, name: str) -> dict[str, Any]:
-    """The configuration with the settings filled in; each contradiction becomes a problem."""
     reading.problems += [f"{name}: {text}" for text in _contradictions(config, reading)]
     zero = config.get("zero_optimization") or {}
     config["zero_optimization"] = zero

@@ -83,7 +83,6 @@ class _Look:
         self._first_key: int | None = None
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -104,7 +103,6 @@ class _Look:
         return is_kept
 
     def passed(self, rows: int, length: int, places: Sequence[int]) -> MeasuredPass:
-        """What a pass takes."""
         is_kept = self.step(rows, length)
         if not all(self._start):
             raise TraceUnavailable("the model does not call each of its first blocks")

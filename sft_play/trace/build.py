@@ -234,10 +234,7 @@ _ADDED = ("lora_", "modules_to_save", "trainable_tokens_")
 
 
 def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *, adapters: bool) -> None:
-    """Storages for what is on the meta device: one per tensor, in module order, ties kept (`replaced`: by old tensor).
-
-    The base model's, or those that PEFT added; a PEFT layer's own tensors are the ones outside its `base_layer`.
-    """
+    """Storages for what is on the meta device, in module order, ties kept: the base's, or those that PEFT added."""
     for path, module in model.named_modules():
         is_adapter = any(part.startswith(_ADDED) for part in path.split("."))
         if is_adapter != adapters:
@@ -256,10 +253,7 @@ def _materialise(model: nn.Module, replaced: dict[nn.Parameter, nn.Parameter], *
 
 
 def _upcast_rest(model: Any) -> None:
-    """The casts of PEFT's `prepare_model_for_kbit_training`: every unquantised half parameter to fp32, all frozen.
-
-    Not called itself: it recognises packed weights by their class, which fakes do not have.
-    """
+    """As PEFT's `prepare_model_for_kbit_training`, which recognises packed weights by a class that fakes lack."""
     for parameter in model.parameters():
         if parameter.is_meta:
             continue  # an adapter: PEFT makes it later
@@ -350,8 +344,6 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
 
 
 def _checkpoint(base: Any, settings: StepSettings) -> None:
-    """Gradient checkpointing on, with the keywords of the installed transformers; of the first layers only, if
-    asked."""
     word = "activation" if hasattr(base, "activation_checkpointing_enable") else "gradient"
     options = {f"{word}_checkpointing_kwargs": {"use_reentrant": settings.reentrant}}
     getattr(base, f"{word}_checkpointing_enable")(**options)

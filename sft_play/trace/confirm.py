@@ -152,7 +152,6 @@ def row_mask(*, padded: bool, masks: bool) -> RowMask:
 
 
 def _adapter(config: RunConfig, shape: ModelShape) -> dict[str, Any]:
-    """PEFT's config of the run's adapters, as training/prepare/lora_config.py makes it."""
     lora = config.tuning.lora
     if shape.adapters is not None:
         targets = shape.adapters.given(lora.target_modules)

@@ -42,7 +42,6 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Those of query, key, value, decay and beta."""
         q, q_norm, k, _, v, decay, beta, _ = ctx.saved_tensors
         grad = grads[0].contiguous()
         dq, dk, dv, dg, db = _gradients(q, k, v, decay, beta, grad, ctx.rows)

@@ -98,7 +98,6 @@ class _Expert(nn.Module):
         self.act_fn = activation
 
     def forward(self, hidden_states: Any) -> Any:
-        """Tokens x hidden in and out."""
         return self.w2(self.act_fn(self.w1(hidden_states)) * self.w3(hidden_states))
 
 

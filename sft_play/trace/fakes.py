@@ -27,13 +27,11 @@ class _NF4Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden: Any, layer: Any, bias: Any) -> Any:
-        """hidden: [..., in]."""
         ctx.layer = layer
         return torch.nn.functional.linear(hidden, layer.dequantised(hidden.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """The gradient of hidden; the weight has none."""
         weight = ctx.layer.dequantised(ctx.layer.quantised_from, is_backward=True)
         return torch.matmul(grads[0], weight.to(grads[0].dtype)), None, None
 
@@ -100,11 +98,9 @@ class _NF4Experts(nf4_experts.PackedWeight):
             module.register_buffer(f"{name}_{one}", torch.empty(sizes, dtype=dtype, device="meta"), persistent=False)
 
     def like(self, packed: torch.Tensor) -> torch.Tensor:
-        """A tensor of the weight's shape and dtype with the memory of one element."""
         return torch.empty((), dtype=self.dtype, device=packed.device).expand(self.shape)
 
     def whole(self, packed: torch.Tensor) -> torch.Tensor:
-        """The weight; double quantisation rebuilds its scales in fp32 first."""
         module, absmax, offset = self._scales
         if getattr(module, absmax).dtype is torch.uint8:
             scales = torch.empty(getattr(module, absmax).shape, dtype=torch.float32)
@@ -122,7 +118,6 @@ def fake_nf4_experts(module: Any, name: str, settings: StepSettings) -> None:
 
 
 def _constants(weights: int, *, double_quant: bool) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what NF4 keeps beside packed weights."""
     blocks = math.ceil(weights / NF4_BLOCK)
     found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
         "absmax": ((blocks,), torch.uint8 if double_quant else torch.float32),
@@ -205,7 +200,7 @@ class ChunkedLogProb(torch.autograd.Function):
 
 
 def _cast_chunks(hidden: Any, weight: Any, bias: Any, dtype: torch.dtype, rows: int, columns: int) -> None:
-    """Casts chunks of hidden, weight and bias to the compute dtype, all live at once as while a tile is computed."""
+    """All live at once, as while a tile is computed."""
     chunks = [hidden[:rows].to(dtype), weight[:columns].to(dtype)]
     if bias is not None:
         chunks.append(bias[:columns].to(dtype))

@@ -32,10 +32,7 @@ def _softmax_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_backward(args: Any) -> tuple[int, ...]:
-    """softmax_d and dq_accum in fp32, dk and dv for all heads (native/transformers/cuda/flash_attn/flash_api.cpp).
-
-    Layout of the arguments: batch, heads, tokens, head size.
-    """
+    """softmax_d and dq_accum in fp32, dk and dv for all heads (native/transformers/cuda/flash_attn/flash_api.cpp)."""
     query, key = args[1], args[2]
     batch, heads, tokens, size = query.shape
     rows, width = round_up(tokens, 128), round_up(size, 32)
@@ -46,10 +43,7 @@ def _flash_backward(args: Any) -> tuple[int, ...]:
 
 
 def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
-    """The same for rows one after the other: 128 more positions per row (flash_api.cpp, mha_varlen_bwd).
-
-    Layout of the arguments: all tokens, heads, head size; the seventh holds the rows' borders.
-    """
+    """The same with 128 more positions a row (mha_varlen_bwd); the seventh argument holds the rows' borders."""
     query, key = args[1], args[2]
     tokens, heads, size = query.shape
     places = tokens + 128 * (args[6].shape[0] - 1)
@@ -60,8 +54,7 @@ def _flash_varlen_backward(args: Any) -> tuple[int, ...]:
 
 
 def _cudnn_backward(args: Any) -> tuple[int, ...]:
-    """Sums of dO * O and dq in fp32, and dk and dv of all heads, in one buffer (cudnn-frontend,
-    node/scaled_dot_product_flash_attention.h); what the engine takes beside them is not known."""
+    """Sums of dO * O and dq in fp32, dk and dv (cudnn-frontend, node/scaled_dot_product_flash_attention.h)."""
     query, key, value = args[1:4]
     batch, heads, tokens, size = query.shape
     total = 4 * batch * heads * tokens * (1 + size)
@@ -151,7 +144,6 @@ def _learns(*tensors: torch.Tensor) -> bool:
 
 
 def _padded(*tensors: Any) -> Any:
-    """The tensors with head sizes padded to a multiple of 8."""
     rest = -tensors[0].shape[-1] % 8
     return [F.pad(tensor, (0, rest)) for tensor in tensors] if rest else tensors
 
@@ -172,8 +164,7 @@ def _masked(
     is_causal: bool,
     scale: float | None,
 ) -> Any:
-    """The memory-efficient kernel, for which a mask becomes an additive one with rows of a multiple of 8; or cuDNN's,
-    whose mask is neither padded nor expanded."""
+    """The memory-efficient kernel, whose mask is additive with rows of a multiple of 8; or cuDNN's, as it is."""
     mask = None if mask is None else _as_bias(mask, query.dtype)
     learns = _learns(query, key, value)
     if kernel == "cudnn":

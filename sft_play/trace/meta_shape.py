@@ -178,7 +178,6 @@ def _measure_blocks(
     packages: Container[str],
     without_adapter: Container[str],
 ) -> list[LayerKind]:
-    """Every block, as its own kind."""
     (path, blocks), unpacked = block_list(model), read_past(model)
     # a class whose file names the package may have linear attention in place of softmax attention
     named = _named_layers(hf_config, "layer_types", len(blocks)) if LINEAR_ATTENTION in packages else None
@@ -203,7 +202,6 @@ def _adapted(kind: LayerKind, at: str, without_adapter: Container[str], unpacked
 
 
 def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Container[str]) -> tuple[Linear, ...]:
-    """The linear layers outside of the blocks, without the head."""
     return tuple(
         replace(_linear(place.rpartition(".")[2], module), adaptable=place not in without_adapter)
         for place, module in model.named_modules()
@@ -217,7 +215,6 @@ def shows_alibi(hf_config: Any) -> bool:
 
 
 def _norms(block: nn.Module, hidden: int) -> int:
-    """How many norms of the hidden width a block has beside its parts."""
     return sum(
         any(tensor.numel() == hidden for tensor in part.parameters(recurse=False))
         for part in block.children()
@@ -239,7 +236,6 @@ def _answer(model: nn.Module, getter: str) -> Any:
 
 
 def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
-    """What each block's attention sees, as far as the config says it."""
     named = _named_layers(hf_config, "layer_types", count) or _named_layers(hf_config, "attention_layers", count)
     window = _window(hf_config, ["sliding"])
     if named is None:
@@ -249,13 +245,11 @@ def _layer_types(hf_config: Any, count: int) -> list[AttentionKind]:
 
 
 def _named_layers(hf_config: Any, name: str, count: int) -> Sequence[Any] | None:
-    """A field with an entry for each block; None where there is no such field."""
     named = _field(hf_config, name)
     return named if isinstance(named, list | tuple) and len(named) == count else None
 
 
 def _kernel_packages(model: nn.Module) -> tuple[str, ...]:
-    """Packages whose kernels the class runs in training where they are installed, by its own file."""
     names = (package for package, _ in replaceable(model))
     return tuple(dict.fromkeys(_DISTRIBUTIONS.get(name, name.replace("_", "-")) for name in names))
 
@@ -342,8 +336,7 @@ def _settings(block: nn.Module) -> str:
 
 
 def _expert_tensors(block: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """The weights and biases of a block's routed experts with their paths, in their order: one tensor per projection
-    holds all experts, and one per bias."""
+    """Weights and biases of routed experts with their paths: one tensor per projection holds all experts."""
     return [
         (f"{path}.{name}", tensor)
         for path, module in block.named_modules()
@@ -366,5 +359,4 @@ def _expert_width(matrices: Sequence[torch.Tensor]) -> int:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether it is a norm itself, not a list or block of norms."""
     return "norm" in type(module).__name__.lower() and bool(list(module.parameters(recurse=False)))

@@ -73,7 +73,6 @@ def _parameters(value: Any) -> set[str]:
 
 
 def _where(needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
-    """The patches, for settings that need them alone."""
     return tuple(replace(patch, needed=needed) for patch in patches)
 
 

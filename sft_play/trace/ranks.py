@@ -164,11 +164,7 @@ def flat_sharded(model: Any, settings: StepSettings) -> Any:
 def _is_flat_unit(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, *, layer_class: type, has_adapters: bool
 ) -> bool:
-    """FSDP's wrap policy: descend everywhere; a decoder layer, or a trained leaf with a weight, is a unit.
-
-    PEFT's `fsdp_auto_wrap_policy` (peft/utils/other.py) adds the leaves, because a flat parameter is trained as a
-    whole.
-    """
+    """A layer, or a trained leaf: PEFT's `fsdp_auto_wrap_policy` adds those, as a flat parameter trains whole."""
     if recurse:
         return True
     weight = getattr(module, "weight", None)

@@ -67,7 +67,6 @@ class _HalfSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: Any) -> Any:
-        """Any shape."""
         out = torch.empty(logits.shape, dtype=torch.float32)
         ctx.save_for_backward(out)
         ctx.dtype = logits.dtype
@@ -75,7 +74,6 @@ class _HalfSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """In fp16 again."""
         (out,) = ctx.saved_tensors
         product = grads[0] * out
         grad = torch.empty(out.shape, dtype=ctx.dtype)

@@ -86,7 +86,6 @@ def replay(
 
 
 def _close(peaks: Peaks, phase: str, allocator: CachingAllocator, counts: bool) -> None:
-    """End a phase: its highest bytes enter the table, and the counters where they are on."""
     old = peaks.phases.get(phase, (0, 0))
     peaks.phases[phase] = (max(old[0], allocator.peak_allocated), max(old[1], allocator.peak_reserved))
     peaks.after.setdefault(phase, allocator.allocated)
@@ -262,7 +261,6 @@ class StorageLog(TorchDispatchMode):
         return out
 
     def _take_over(self, old: torch.Tensor, new: torch.Tensor) -> None:
-        """Record that `new` is stored where `old` was."""
         old_storage, new_storage = old.untyped_storage(), new.untyped_storage()
         entry = self._live.get(old_storage._cdata)
         if entry is None or new_storage._cdata in self._live or entry[1] != new_storage.nbytes():
@@ -316,15 +314,13 @@ def _by_positions(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _selected(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
-    """`masked_select`: a vector of the chosen values."""
     if not isinstance(args[1], FakeTensor):
         return func(*args, **kwargs)
     return torch.empty(log.chosen(args[1]), dtype=args[0].dtype)
 
 
 def _is_unpadded(log: StorageLog, func: Any, args: Any, kwargs: Any) -> Any:
-    """The value of a boolean without one: models ask only whether a mask is all ones (masking_utils.py,
-    `create_recurrent_attention_mask`)."""
+    """Models ask for the value of a boolean only to see a mask of ones (`create_recurrent_attention_mask`)."""
     if log.is_padded is None or not isinstance(args[0], FakeTensor) or args[0].dtype != torch.bool:
         return func(*args, **kwargs)
     return not log.is_padded()

@@ -131,7 +131,6 @@ def _train(
     checkpoint: Path | None,
     metrics: Sequence[str],
 ) -> Trained:
-    """The optimizer steps, with the callbacks that watch them; `metrics` are those that the held-out rows will have."""
     step = checkpoints.step_of(checkpoint) if checkpoint else None
     if distributed.is_first():
         keep_metrics_until(job.folder.metrics_path, -1 if step is None else step, stage=job.folder.stage)
@@ -168,7 +167,6 @@ def _train(
 
 
 def _remember(job: RunJob, event: ran_out.RanOut) -> None:
-    """Keep that memory ran out: for later plans on this machine, and in the run's folder for those who resume it."""
     plan = job.plan
     is_planned = event.micro_batch == plan.batch.micro_batch and job.loaded.config.tuning.backend != "unsloth"
     if is_planned and event.doing in (TRAINING, UPDATING):

@@ -163,7 +163,6 @@ def _named(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The classes of transformers that load the weights as they were trained, and the options of their model."""
     config = facts.config
     is_tower = facts.model_spec.tower is not None
     classes = ["AutoModelForImageTextToText" if is_tower else "AutoModelForCausalLM", "AutoTokenizer"]
@@ -179,7 +178,6 @@ def _loading(facts: CardFacts, base: Base, trust: Sequence[str]) -> tuple[list[s
 
 
 def _results(facts: CardFacts) -> list[list[str]]:
-    """The table of results, its head first; empty where nothing was measured."""
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
     rows = [[f"{count:,} {'validation' if split == 'val' else split} rows" if count else "", "before", "after"]]

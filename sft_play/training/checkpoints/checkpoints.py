@@ -117,8 +117,7 @@ def _text(record: Mapping[str, Any]) -> str:
 
 
 def _record(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """What was written down when the checkpoint was finished: `files` and `digests`. Empty where it never was, or where
-    this is not what was written."""
+    """What was written down when it was finished: `files` and `digests`; empty where that is not what is there."""
     try:
         text = (checkpoint / COMPLETE).read_text(encoding="utf-8")
         record = json.loads(text)

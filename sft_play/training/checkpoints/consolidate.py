@@ -101,7 +101,6 @@ def _consolidated(run: RunFolder, config: RunConfig, checkpoint: Path | None, ou
 
 
 def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
-    """The checkpoint that was asked for, or the last one; raises RunFolderError where it is not as it was written."""
     if checkpoint is not None:
         found = checkpoints.fault(checkpoint)
         if found is not None:
@@ -118,7 +117,6 @@ def _sound(run: RunFolder, checkpoint: Path | None) -> Path:
 
 
 def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a sharded checkpoint, read `_READ_BYTES` at a time."""
     stored = sharded_checkpoints.stored_weights(source)
     names: list[str] = []
     size = 0
@@ -133,7 +131,6 @@ def _one_by_one(source: Path, model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
-    """The names of the tensors to save; raises ModelError where the checkpoint lacks one."""
     wanted = list(adapter_names(model).values() if hasattr(model, "peft_config") else whole_shapes(model))
     missing = sorted(name for name in wanted if name not in stored)
     if missing:
@@ -142,7 +139,6 @@ def _require(source: Path, model: Any, stored: Container[str]) -> list[str]:
 
 
 def _weights(source: Path, model: Any) -> dict[str, torch.Tensor]:
-    """The trained weights of a checkpoint of DeepSpeed, or of one in whole files, by the names to save them under."""
     if (source / "latest").is_file():
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 

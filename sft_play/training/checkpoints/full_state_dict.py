@@ -259,7 +259,6 @@ def whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
 
 
 def _from_masters(model: Any) -> dict[str, Any]:
-    """DeepSpeed's fp32 copies of what trains, gathered tensor by tensor to rank 0, empty on the others."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     copies: dict[str, Any] = {}
@@ -272,7 +271,6 @@ def _from_masters(model: Any) -> dict[str, Any]:
 
 
 def _gathered_adapter(model: Any) -> dict[str, Any]:
-    """What is saved of an adapter, gathered tensor by tensor to rank 0, empty on the others."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # a forward pass may have left the unit whole

@@ -113,8 +113,7 @@ def write_weights(
 
 
 def _name_as_in_whole(model: Any, tower: Tower, folder: Path) -> None:
-    """Give an adapter's files the names of the whole class, in which PEFT and serving engines look for its layers; a
-    name's end alone would match layers for images too."""
+    """PEFT and serving engines look for layers by these; a name's end alone would match layers for images too."""
     file, fields = folder / ADAPTER_FILE, folder / "adapter_config.json"
     save_file({tower.in_whole(name): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     config = json.loads(fields.read_text(encoding="utf-8"))
@@ -166,8 +165,7 @@ def put_into_whole(model: Any, folder: Path, base: Path, *, dtype: torch.dtype |
 def _as_published(
     whole: Any, tensors: Mapping[str, FileTensor], read: Callable[[FileTensor], torch.Tensor]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors by the names, and in the pieces, that their class (on the meta device) saves them in, a block at a time;
-    as they are where it has no way back."""
+    """Tensors in the names and pieces that their class saves them in, a block at a time, where there is a way."""
     blocks: dict[str, dict[str, FileTensor]] = {}
     for name, one in tensors.items():
         blocks.setdefault(name[: match.end()] if (match := re.search(r"\.\d+\.", name)) else "", {})[name] = one
@@ -206,7 +204,6 @@ def renamed(name: str, key_mapping: Mapping[str, str]) -> str:
 
 
 def _part(name: str) -> str:
-    """The part of the model that a tensor is in: `model.layers`, `lm_head.weight`."""
     return ".".join(name.split(".")[:2])
 
 
@@ -298,11 +295,7 @@ def check_saved_weights(
 
 
 def _compare_saved(folder: Path, shapes: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
-    """Raises ModelError where the saved tensors are not those of the model.
-
-    transformers saves some models under the hub's names, with one tensor per expert: there only the total number of
-    values is compared.
-    """
+    """Where transformers saves by the hub's names, one tensor per expert, only the number of values is compared."""
     missing = sorted(set(expected) - set(shapes))
     wrong = [] if missing else [name for name, shape in expected.items() if shapes[name] != shape]
     saved, wanted = (sum(map(math.prod, sizes.values())) for sizes in (shapes, expected))
@@ -380,7 +373,6 @@ def write_one_by_one(
 
 
 def _name_files(folder: Path, parts: list[tuple[Path, list[str]]], *, total: int, params: int) -> None:
-    """Rename the files to what transformers reads, which has the number of files in it."""
     if len(parts) == 1:
         parts[0][0].rename(folder / "model.safetensors")
         return

@@ -223,7 +223,7 @@ class _Counted(io.FileIO):
         self._counter, self._cached = counter, 0
 
     def write(self, data: Any) -> int:
-        """Write at most a piece, as raw files may; the buffer above writes the rest."""
+        """At most a piece, as raw files may; the buffer above writes the rest."""
         count = super().write(memoryview(data).cast("B")[:PIECE_BYTES]) or 0
         self._cached += count
         if self._cached >= PIECE_BYTES:
@@ -233,7 +233,6 @@ class _Counted(io.FileIO):
         return count
 
     def readinto(self, buffer: Any) -> int:
-        """Read as a raw file does."""
         count = super().readinto(buffer) or 0
         self._counter(count)
         return count
@@ -246,7 +245,6 @@ class _Disk(FileSystem):
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """A buffered file that counts what is written or read."""
         raw = _Counted(Path(path), mode, self._counter)
         with io.BufferedWriter(raw) if "w" in mode else io.BufferedReader(raw) as stream:
             yield stream
@@ -261,7 +259,6 @@ class _Writer(dcp.FileSystemWriter):
         self._done = done
 
     def write_data(self, plan: Any, planner: Any) -> Any:
-        """Write this rank's part."""
         written = super().write_data(plan, planner)
         self._done()
         return written
@@ -279,11 +276,7 @@ class _Reader(dcp.FileSystemReader):
         self.fs = _Disk(counter)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
-        """The table of contents, with tensors only: anything else would be unpickled by torch's planner.
-
-        Raises:
-            TrainingError: the table cannot be read, or is something else.
-        """
+        """With tensors only: anything else would be unpickled by torch's planner."""
         path = Path(self.path) / ".metadata"
         try:
             with path.open("rb") as file:
@@ -301,7 +294,6 @@ class _Plain(pickle.Unpickler):
     """Unpickles the objects of torch's table of contents, and none that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The class of a name that such a table may hold."""
         if "." not in name and f"{module}.{name}" in _PLAIN_NAMES:
             return super().find_class(module, name)
         dtype = getattr(torch, name, None) if module == "torch" else None

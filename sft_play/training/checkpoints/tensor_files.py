@@ -155,7 +155,6 @@ def _from_mxfp4(blocks: FileTensor, scales: FileTensor, shape: tuple[int, ...]) 
 
 
 def _in_blocks(opened: Mapping[str, FileTensor], block: Any) -> Iterator[tuple[str, FileTensor]]:
-    """Tensors of FP8 or FP4 with a scale for each block of theirs, or a single one."""
     used, found = set[str](), dict[str, str]()
     for key, one in opened.items():
         if one.dtype in _PACKED:

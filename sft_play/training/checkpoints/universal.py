@@ -93,16 +93,12 @@ def _saved_groups(made: Path) -> list[dict[str, Any]]:
 
 
 def _most_bytes(parts: Sequence[Path]) -> int:
-    """What a conversion takes at most: every state as pieces and whole, those of the first rank and the weights again.
-
-    Weights that are frozen are in no part.
-    """
+    """Every state as pieces and whole, the first rank's again, and the weights: what is frozen is in no part."""
     states = [part.stat().st_size for part in parts]
     return 2 * sum(states) + states[0] + sum(file.stat().st_size for file in parts[0].parent.glob(_WEIGHTS))
 
 
 def _convert(checkpoint: Path, made: Path, parts: Path) -> None:
-    """Write the copy: DeepSpeed's states in universal form, and links to the checkpoint's other files."""
     from deepspeed.checkpoint.ds_to_universal import main
 
     made.mkdir()

@@ -85,7 +85,6 @@ class GradientCheck(TrainerCallback):
 
     @staticmethod
     def _is_early(name: str, named: dict[str, nn.Parameter]) -> bool:
-        """Whether a lora_A waits for its lora_B to leave zero."""
         if not _LORA_A.search(name):
             return False
         partner = named.get(_LORA_A.sub(lambda match: match.group().replace("A", "B"), name))
@@ -93,7 +92,6 @@ class GradientCheck(TrainerCallback):
 
 
 def _has_gradient(parameter: nn.Parameter) -> bool:
-    """Whether any rank's part of the gradient exists and is not zero."""
     grad = parameter.grad
     return any_rank(grad is not None and bool(torch.count_nonzero(local(grad))))
 
@@ -147,7 +145,6 @@ class LossScaleCheck(TrainerCallback):
 
 
 def _scale_of(optimizer: Any) -> float | None:
-    """accelerate's loss scale, as in fp16; None where it has none."""
     scaler = getattr(optimizer, "scaler", None)
     return None if scaler is None else float(scaler.get_scale())
 
@@ -234,7 +231,6 @@ class StopAfter(TrainerCallback):
         self._lap_began = now
 
     def _time_is_up(self) -> bool:
-        """Whether one more step, its evaluation and its checkpoint might end beyond the limit."""
         if self._hours is None:
             return False
         limit_s = self._hours * 3600

@@ -82,12 +82,10 @@ class Stages:
         return self._finish(status)
 
     def _left(self) -> int | None:
-        """Steps that may still be taken under `train.stop_after_steps`; None for any number."""
         most = self._job.loaded.config.train.stop_after_steps
         return None if most is None else max(0, most - self._steps)
 
     def _train(self, stage: RunJob, prepared: Prepared, begins_from: Path | None) -> str:
-        """Train one stage, from its last checkpoint if it has one; returns how it ended."""
         begun = distributed.of_first(stage.folder.has_begun if distributed.is_first() else None)
         last = last_checkpoint(stage.folder.checkpoints, self._watch.beat) if begun else None
         before = checkpoints.step_of(last) if last is not None else 0
@@ -142,11 +140,7 @@ class Stages:
 
 
 def _whole(stages: Sequence[dict[str, Any]], configs: Sequence[RunConfig]) -> dict[str, Any]:
-    """The summary of a run from those of its stages.
-
-    `before` is that of the first stage if the last one is evaluated on the same rows; speed is the mean of the stages,
-    weighted by their time.
-    """
+    """`before` is the first stage's if the last is evaluated on the same rows; speed is weighted by time."""
     last = stages[-1] if stages else {}
     same = _evaluated_on(configs[0]) == _evaluated_on(configs[-1])
     wall = sum(stage["wall_s"] for stage in stages)

@@ -95,8 +95,7 @@ class FiniteSteps(TrainerCallback):
         return {name: value for name, value in logs.items() if name != "loss"}
 
     def _leave_out(self, optimizer: Any, leave_out: bool) -> None:
-        """Let the optimizer's next step do nothing, and say so to whoever asks whether it was skipped (the Trainer,
-        before it moves the learning rate)."""
+        """Said too to whoever asks whether the step was skipped: the Trainer, before it moves the learning rate."""
         if leave_out:
             self._real_step, optimizer.step = optimizer.step, lambda *_, **__: None
         optimizer._is_overflow = leave_out
@@ -156,7 +155,6 @@ def is_finite(tensor: torch.Tensor) -> bool:
 
 
 def _trained(trainer: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """This rank's part of what trains, and of the optimizer's states, each with its name."""
     wrapped = trainer.model_wrapped
     for name, parameter in trainer.model.named_parameters():
         if parameter.requires_grad:

@@ -148,10 +148,7 @@ def trainer_of(
 
 
 def _model(job: RunJob, model_spec: ModelSpec, begins_from: Path | None) -> tuple[Any, fsdp_loading.Source | None]:
-    """The model with its weights; or without them and their source, where it is sharded as they arrive.
-
-    Its weights are the base's, or all those that the stage before has trained.
-    """
+    """With its weights (the base's, or those of the stage before); or without, and their source."""
     config, plan = job.loaded.config, job.plan
     if begins_from is not None and model_spec.peft_config is None:
         config = config.model_copy(

@@ -61,18 +61,13 @@ logger = logging.getLogger(__name__)
 
 
 class _SeedByRank(TrainerCallback):
-    """Gives every rank its own random numbers for dropout; weights and data order are not drawn from them.
-
-    The Trainer seeds all ranks alike, so their dropout masks would be equal. A run that resumes on the ranks it was
-    stopped with has its random states restored after this; on other ranks, each begins a stream of its own.
-    """
+    """Its own dropout for every rank: the Trainer seeds all alike. A resumed run restores its states after this."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Seed by rank and step. The first rank of a new run keeps the random numbers of a run on one process; ranks of
-        a tensor-parallel group compute the same tokens, so they drop the same."""
+        """The first rank of a new run keeps the numbers of one process; ranks of a tensor-parallel group drop alike."""
         rank = distributed.batch_rank(self._layout)
         if rank or state.global_step:  # 100,003: above any number of ranks, so that no two steps share a seed
             set_seed((args.seed + rank + 100_003 * state.global_step) % 2**32)
@@ -276,7 +271,6 @@ class PlannedLoop(CheckpointedLoop):
         return self.step_memory.repeated(compute)
 
     def _train_pass(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """A pass whose tokens are counted on the device, without waiting for it."""
         inputs = send_to_device(inputs, self.args.device)  # a batch that was cut anew is on the host
         self.current_gradient_accumulation_steps = self._passes  # the Trainer's own number counts the empty ones
         self._tokens_seen = self._tokens_seen + tokens_in(inputs)
@@ -305,7 +299,6 @@ class PlannedLoop(CheckpointedLoop):
         return norm
 
     def _scored(self, head: torch.Tensor, sources: torch.Tensor | None) -> None:
-        """Count a pass for the next log: the sums of `head_sums`, and of `source_sums` where sources are reported."""
         if self.model.training:
             self._monitor.scored(head, sources)
             return
@@ -330,7 +323,6 @@ class PlannedLoop(CheckpointedLoop):
         super().log(logs, start_time)
 
     def _eval_figures(self, head: torch.Tensor, *, prefix: str) -> dict[str, float]:
-        """What an evaluation found besides its loss, from the sums of all ranks in one collective."""
         seen = torch.as_tensor(self._tokens_seen, dtype=head.dtype, device=head.device).reshape(1)
         of_sources = [] if self._eval_sources is None else [self._eval_sources.flatten()]
         ranks = distributed.gathered_numbers(torch.cat([head, seen, *of_sources]))
@@ -412,7 +404,6 @@ class PlannedLoop(CheckpointedLoop):
         return metrics
 
     def _validation_line(self, metrics: dict[str, float]) -> str:
-        """The figures of this evaluation, and the best so far by the metric that decides about checkpoints."""
         step, match = self.state.global_step, metrics.get("eval_exact_match")
         line = f"Validation at step {step}: loss {metrics['eval_loss']:.4f}"
         line += "" if match is None else f", exact match {match:.1%}"
@@ -454,7 +445,6 @@ def _ending_with_me(batches: Any) -> Any:
 
 
 def _begin_worker(parent: int, then: Callable[[int], None] | None, worker: int) -> None:
-    """Start of a data loader's process: it will end with the trainer; then the loader's own start."""
     leave_with(parent, signal.SIGKILL)
     if then is not None:
         then(worker)

@@ -162,7 +162,6 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _room(self, step: int, needed: int, *, free: int | None = None) -> Iterator[None]:
-        """Within it a checkpoint is written; what is half written is removed where the disk takes no more."""
         folder = Path(self.args.output_dir)
         try:
             with room(folder, needed, f"{checkpoints.kept(folder)}; that of step {step}", free=free):
@@ -190,8 +189,7 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _saved_at_the_end(self) -> Iterator[None]:
-        """Wait at its end for the checkpoint that is written beside the training; after an error only as long as the
-        other ranks may take to write theirs."""
+        """After an error it waits only as long as the other ranks may take to write theirs."""
         try:
             yield
             self.finish_saving()
@@ -249,14 +247,13 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _put(self, written: Path, folder: Path, best: Path | None, *, moved: Callable[[int], None]) -> None:
-        """Give a checkpoint that was written its name, and remove those that are too many."""
         checkpoints.commit(written, folder, needed=self._needed_files(), moved=moved)
         checkpoints.rotate(folder, keep=self._checkpoint_limit, best=best)
 
     def _write_beside(
         self, part: sharded_checkpoints.Part, put: Callable[..., None], written: Path, group: Any
     ) -> None:
-        """What a thread does while training goes on. Its bytes are this rank's progress only where training waits."""
+        """On the thread; its bytes are this rank's progress only where training waits."""
 
         def moved(count: int) -> None:
             if self._writing is None or self._writing.awaited:
@@ -339,7 +336,6 @@ class CheckpointedLoop(Trainer):
         self.wait_for_disk()
 
     def _save_parts(self, path: Path) -> None:
-        """Write weights and optimizer states, each rank its part; returns once all parts are on disk."""
         step, started = self.state.global_step, time.monotonic()
         with contextlib.ExitStack() as waiting:
 
@@ -426,7 +422,6 @@ class CheckpointedLoop(Trainer):
         self.state.best_model_checkpoint = best
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
-        """Raises TrainingError when a checkpoint's weights did not all find their place."""
         missing = sorted(set(load_result.missing_keys) - full_state_dict.tied_names(self.model))
         if missing or load_result.unexpected_keys:
             names = ", ".join([*missing, *load_result.unexpected_keys][:4])

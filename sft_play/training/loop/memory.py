@@ -174,8 +174,7 @@ class StepMemory(TrainerCallback):
             wait(time.perf_counter() - began)
 
     def _try_longest(self) -> None:
-        """One pass over the micro-batch with the most places of the step with an epoch's longest row, beside as many
-        bytes as the optimizer's states and the gradients of other passes will hold."""
+        """Beside as many bytes as the optimizer's states and the gradients of other passes will hold."""
         trainer = self._trainer
         each, rank = trainer._batches.longest_pass(self.cut), trainer._batches.rank
         device, is_new = trainer.args.device, not getattr(trainer.optimizer, "state", None)
@@ -192,7 +191,6 @@ class StepMemory(TrainerCallback):
 
 
 def _random_states() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
-    """How each random state is read and set."""
     of_gpu = [(torch.cuda.get_rng_state, torch.cuda.set_rng_state)] if torch.cuda.is_available() else []
     of_python = (random.getstate, random.setstate)
     return [of_python, (np.random.get_state, np.random.set_state), (torch.get_rng_state, torch.set_rng_state), *of_gpu]

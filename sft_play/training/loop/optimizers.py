@@ -113,7 +113,6 @@ class _Rounding(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step over all parameters that have a gradient; `closure` is called once, before."""
         loss = closure() if closure is not None else None
         groups, number = self.param_groups, 0
         groups[0][STEPS] = groups[0].get(STEPS, 0) + 1

@@ -55,7 +55,6 @@ def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:
 
 
 def _tables(dataset: Dataset, column: str) -> Iterator[Any]:
-    """A column of the data set as Arrow lists, some rows at a time."""
     for table in dataset.select_columns(column).with_format("arrow").iter(batch_size=_ROWS_AT_ONCE):
         yield table[column]
 
@@ -178,7 +177,6 @@ class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def _masked(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of FILLER_TOKENS tokens of another one, without labels."""
     masked = {name: np.resize(row[name], FILLER_TOKENS) for name in ("input_ids", "sources")}
     masked["labels"] = np.full(FILLER_TOKENS, IGNORED)
     return masked if "chat_lengths" not in row else {**masked, "chat_lengths": np.array([FILLER_TOKENS])}
@@ -263,7 +261,6 @@ class StepBatches(torch.utils.data.Sampler[list[int]]):
                 yield each[self.rank] or [FILLER]
 
     def _passes(self, rows: Sequence[int], cut: MicroBatches) -> list[list[list[int]]]:
-        """The rows of a step by pass and rank."""
         places = cut.cut(self._lengths[rows].tolist(), ranks=self._ranks)
         return [[[rows[place] for place in batch] for batch in each] for each in places]
 

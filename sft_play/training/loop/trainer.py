@@ -130,11 +130,7 @@ PIN_TRIED = 64 * MIB
 
 
 def _pins(plan: Plan) -> bool:
-    """Whether batches are page-locked on their way to a GPU; under WSL only if a small allocation succeeds.
-
-    Windows' driver lets WSL page-lock so little that data loaders have run out of it
-    (https://github.com/microsoft/WSL/issues/8447; 500 MB in a container: /issues/14078).
-    """
+    """WSL page-locks so little that data loaders have run out of it (microsoft/WSL#8447, #14078): it is tried."""
     if plan.hardware.device != "cuda" or not plan.hardware.pages:
         return plan.hardware.device == "cuda"
     try:
@@ -201,7 +197,6 @@ class _CheckpointFirstLayers(TrainerCallback):
         self._count = count
 
     def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
-        """Turn it off again there, now that the Trainer has turned it on."""
         checkpoint_first_layers(model, self._count)
 
 
@@ -292,8 +287,6 @@ def build_trainer(
 
 
 def _optimizer(config: RunConfig, plan: Plan, arguments: SFTConfig, model: Any) -> dict[str, Any]:
-    """Muon, and the optimizer of weights that are updated in bf16 with stochastic rounding; else transformers makes
-    it."""
     is_muon, rounds = config.train.optim == "muon", plan.precision.updates == "stochastic"
     if not is_muon and not rounds:
         return {}
@@ -337,10 +330,7 @@ def plan_callbacks(
 def _packs_of(
     rows: Any, config: RunConfig, plan: Plan, *, sizes: Sequence[int]
 ) -> tuple[Packs | None, tuple[int, ...]]:
-    """Which chats share a row, and how many packs each source has; None and the sources' rows without packing.
-
-    `sizes`: rows of each source, in order; no pack holds rows of two sources.
-    """
+    """Which chats share a row, and packs (or rows) of each source; no pack holds rows of two sources."""
     if not wants_packing(config):
         return None, tuple(sizes)
     lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])

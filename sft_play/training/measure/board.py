@@ -173,7 +173,6 @@ class Board(TrainerCallback):
 
 
 def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[Any, Any, Any]:
-    """torch's summaries of the hparams, with each metric looked for in its own split's folder."""
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
     from torch.utils.tensorboard.summary import hparams as table
 
@@ -222,5 +221,4 @@ def answers_text(answers: Sequence[Answer]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Text as code, so that nothing of it is read as Markdown or HTML."""
     return f"`{json.dumps(redact(text), ensure_ascii=False)[1:-1].replace('`', chr(0x2019))}`"

@@ -139,7 +139,6 @@ def batches(order: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[
 def _generate(
     model: Any, tokenizer: Any, prompts: list[list[int]], stop: Sequence[int], max_new_tokens: int
 ) -> list[tuple[int, ...]]:
-    """Tokens generated from prompts that are padded on the left to one length, up to one that ends an answer."""
     longest = max(map(len, prompts))
     pad = tokenizer.pad_token_id
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -40,7 +40,6 @@ class _Clock:
         self._spans: list[tuple[str, Any, Any]] = []
 
     def now(self) -> Any:
-        """A moment: an event in the device's stream, or seconds."""
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -48,11 +47,10 @@ class _Clock:
         return event
 
     def add(self, name: str, start: Any) -> None:
-        """Count the time from `start` until now for a part."""
         self._spans.append((name, start, self.now()))
 
     def take(self) -> dict[str, float]:
-        """Seconds of each part, then start again from zero; waits for the device."""
+        """Then start again from zero; waits for the device."""
         if self._on_gpu and self._spans:
             self._spans[-1][2].synchronize()  # all are recorded on one stream, so the others are over too
         totals: dict[str, float] = {}

@@ -145,7 +145,6 @@ class ProfileWindow(TrainerCallback):
             self._count(self._plan, steps, seconds=seconds, busy_s=busy_s, exposed_s=exposed_s)
 
     def _count(self, plan: Plan, steps: int, *, seconds: float, busy_s: float, exposed_s: float) -> None:
-        """Gather what each rank counted and write the report; all ranks call this."""
         collectives = communication.collectives_of(self._profile.profiler.kineto_results.experimental_event_tree())
         spans = [(event.name, event.time_range.start, event.time_range.end) for event in self._profile.events()]
         timed = communication.timed_of(spans, collectives)

@@ -152,7 +152,6 @@ def _memory_line(peak: dict[str, int | None]) -> str:
 
 
 def _try_next(job: RunJob) -> list[str]:
-    """After the starter: a model of the hub, on a CPU one that it can train, with the user's data."""
     if Path(job.loaded.path).name != Path(CONFIG).name:
         return []
     model = "" if job.plan.hardware.gpus else "model.name=Qwen/Qwen2.5-0.5B-Instruct "  # at most CPU_PARAMS
@@ -202,7 +201,6 @@ def describe(job: RunJob, prepared: Prepared, summary: dict[str, Any]) -> None:
 
 
 def _save_trained(job: RunJob, prepared: Prepared, trainer: PlannedLoop, *, steps: int) -> None:
-    """Save the adapter or the whole model on the first rank; the others help to gather it, then wait for the disk."""
     path, tokenizer = job.folder.model_path(adapter=prepared.is_adapter), prepared.tokenizer.tokenizer
     dtype = None if prepared.is_adapter else prepared.model_spec.dtype
     model = trainer.accelerator.unwrap_model(trainer.model)

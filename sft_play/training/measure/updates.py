@@ -165,5 +165,4 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def _listed(names: Iterable[str]) -> tuple[str, ...]:
-    """Each name once, the most frequent first."""
     return tuple(name for name, _ in Counter(names).most_common())

@@ -76,7 +76,6 @@ def _layers(model: Any, init: str) -> Iterator[tuple[str, Any]]:
 
 
 def _start(weight: torch.Tensor, name: str, layer: Any, lora: LoraConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """lora_B and lora_A of a layer at the start."""
     if not weight.is_floating_point():
         raise ModelError(f"tuning.lora.init={lora.init}: {name} is stored as {weight.dtype}, and 16 bits are needed")
     target = weight.float() if lora.init == "pissa" else through_nf4(weight).neg_().add_(weight)
@@ -119,7 +118,6 @@ def _without_half(gradient: torch.Tensor, *, dim: Literal[0, 1]) -> torch.Tensor
 
 
 def _frozen(weight: DTensor, dim: Literal[0, 1]) -> torch.Tensor:
-    """Where this rank's part of a weight does not train."""
     half = torch.arange(weight.shape[dim], device=weight.device) >= weight.shape[dim] // 2
     whole = (half[:, None] if dim == 0 else half).expand(weight.shape).contiguous()
     return distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None).to_local()

@@ -77,7 +77,6 @@ def attend(
 
 
 def _exchange(heads: torch.Tensor, mesh: DeviceMesh, divided: int, to_divide: int) -> torch.Tensor:
-    """The tensor divided along the dimension `to_divide`, from one divided along `divided`."""
     # from one Shard to another is one all-to-all, and autograd knows its backward
     whole = DTensor.from_local(heads.contiguous(), mesh, [Shard(divided)], run_check=False)
     return whole.redistribute(placements=[Shard(to_divide)]).to_local()

@@ -93,7 +93,6 @@ def _other_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec, storage: DtypeName | None) -> Any:
-    """The model on the meta device, its linear layers replaced by 4-bit ones where the mode says so."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_spec.hf_config,
@@ -117,8 +116,7 @@ def _empty_model(config: RunConfig, precision: Precision, model_spec: ModelSpec,
 
 
 def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load: torch.dtype) -> None:
-    """Replace parameters on the meta device by CPU ones that take the memory of one element: PEFT creates adapters on
-    the base's device, and an adapter needs real memory."""
+    """With the memory of one element: PEFT creates adapters on the base's device, where they need memory."""
     placeholders: dict[int, nn.Parameter] = {}
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -136,7 +134,6 @@ def _put_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype], load:
 
 
 def _put_other_tensors(model: nn.Module, others: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-    """Set buffers and other tensors of modules; raises ModelError where the first rank's model did not have one."""
     for path, tensors in others.items():
         module = model.get_submodule(path)
         for name, tensor in tensors.items():
@@ -220,7 +217,6 @@ class _Filling:
         self._done: set[int] = set()
 
     def fill(self, unit: nn.Module) -> None:
-        """Fill every parameter of a unit that no earlier unit had."""
         for module in unit.modules():
             for name, parameter in list(module._parameters.items()):
                 is_left = parameter is not None and not isinstance(parameter, DTensor)

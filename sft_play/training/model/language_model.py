@@ -182,7 +182,6 @@ def _decoder_of(kind: type) -> Any:
 
 
 def _beside(kind: type, ending: str) -> list[type]:
-    """Classes of models of a config with names of this ending, in the file beside its own."""
     file = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     models: list[Any] = [
         one for _, one in inspect.getmembers(file, inspect.isclass) if issubclass(one, PreTrainedModel)
@@ -191,7 +190,6 @@ def _beside(kind: type, ending: str) -> list[type]:
 
 
 def _with_head(decoder: Any, kind: type) -> type:
-    """A decoder's class with an output head over its last hidden states."""
     plain: Any = next(base for base in decoder.__mro__[1:] if issubclass(base, PreTrainedModel))
 
     class LanguageModel(plain, GenerationMixin):

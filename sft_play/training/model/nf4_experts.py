@@ -174,8 +174,6 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
 
 
 class _Quantize(Bnb4bitQuantize):
-    """Packs one tensor: of a linear layer as transformers does, of experts with its state beside it."""
-
     def convert(self, input_dict: Any, full_layer_name: str | None = None, model: Any = None, **options: Any) -> Any:
         packed: dict[str, Any] = {}
         for name in list(input_dict):
@@ -207,7 +205,6 @@ def fill(module: nn.Module, name: str, weight: torch.Tensor, storage: torch.dtyp
 
 
 def _names(model: nn.Module, module: nn.Module) -> frozenset[str]:
-    """Names of a module's stacked weights; which modules have some is looked up once for a model."""
     found: dict[int, frozenset[str]] | None = vars(model).get("_sft_stacked")
     if found is None:
         by_module: dict[int, set[str]] = {}

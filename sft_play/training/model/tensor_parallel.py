@@ -61,8 +61,7 @@ def plan_of(model: Any) -> dict[str, Style]:
 
 
 def _beside_divided(model: Any, plan: Mapping[str, str]) -> set[str]:
-    """Modules that a plan has to name: linear layers of the blocks, and modules with parameters beside a divided one,
-    such as a norm of heads."""
+    """What a plan has to name: linear layers of the blocks, and what has parameters beside a divided one."""
     parents = {name.rpartition(".")[0] for name, style in plan.items() if style in ("colwise", "rowwise")}
     names = set()
     for name, module in model.named_modules():
@@ -133,10 +132,7 @@ def _local(tensor: torch.Tensor, placement: Placement, mesh: Any, *, name: str) 
 
 
 class _Entrance:
-    """The input of layers divided by columns: unchanged forward; backward, the gradients of all ranks are added up.
-
-    Layers that share an input (query, key and value; gate and up) share the all-reduce too.
-    """
+    """Backward adds up all ranks' gradients, once for layers that share an input (q, k, v; gate and up)."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
@@ -155,7 +151,6 @@ class _Entrance:
 
 
 def _compute_locally(module: nn.Module, style: Style, entrance: _Entrance) -> None:
-    """Replace the module's forward by one that reads its parameters as local tensors and adds up the ranks' results."""
     whole_forward, mesh = module.forward, entrance.mesh
 
     def forward(*args: Any, **options: Any) -> Any:
@@ -173,8 +168,7 @@ def _compute_locally(module: nn.Module, style: Style, entrance: _Entrance) -> No
 
 @contextlib.contextmanager
 def _local_parameters(module: nn.Module, style: Style) -> Iterator[torch.Tensor | None]:
-    """While open, the module has its parts as plain tensors; yields the bias of a layer divided by rows, which is added
-    once, after the sum."""
+    """Yields the bias of a layer divided by rows, which is added once, after the sum."""
     parts = dict(module._parameters)
     grads = [Partial()] if style == "heads" else None
     local = {

@@ -107,7 +107,6 @@ def attend(
 
 
 def _refuse(module: nn.Module, dropout: float, options: Mapping[str, Any]) -> None:
-    """Raises ValueError for what no fused kernel does."""
     asked = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     asked += ["dropout"] if dropout and module.training else []
     asked += [] if getattr(module, "is_causal", True) and options.get("is_causal") is not False else ["is_causal=False"]

@@ -136,8 +136,6 @@ def unsupported(config: RunConfig) -> list[str]:
 
 
 def _changed(config: RunConfig) -> dict[str, Any]:
-    """The options that are not at their defaults, as plain data."""
-
     def value(path: str) -> Any:
         found: Any = config
         for name in path.split("."):

@@ -81,8 +81,6 @@ def check_gpu(plan: Plan, config: RunConfig) -> None:
 
 
 def _require_kernels(plan: Plan, config: RunConfig) -> None:
-    """Raises HardwareError where torch or bitsandbytes was built without kernels for the planned GPU, which would be
-    found out only after the weights are loaded."""
     name = plan.hardware.gpus[0].name
     try:
         torch.zeros(1, device="cuda").add_(1).item()  # creates the CUDA context too

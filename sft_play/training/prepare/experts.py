@@ -42,8 +42,6 @@ def grouped_mm_in_autocast(
 
 
 class _Cast:
-    """A module of experts whose weights and biases are read in another dtype."""
-
     def __init__(self, experts: Any, dtype: torch.dtype) -> None:
         self._experts, self._dtype = experts, dtype
 
@@ -103,7 +101,6 @@ def balance_coefficient(hf_config: Any) -> float:
 
 
 def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
-    """Whether a model of this config returns a balance loss where it is asked for."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model = small_model(small, "eager", trust_remote_code)
         ids = torch.arange(3, 19)[None]

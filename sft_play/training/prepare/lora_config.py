@@ -72,7 +72,6 @@ def peft_config_of(
 
 
 def _checked_start(lora: LoraConfig, targets: Iterable[str], layers: dict[str, nn.Module]) -> str:
-    """Where adapters start, in words; raises ModelError where a layer has fewer singular directions than the rank."""
     sides = {name: min(layer.weight.shape) for name, layer in layers.items() if _any_matches(targets, name)}
     name = min(sides, key=lambda one: sides[one])
     if sides[name] < lora.r:
@@ -102,7 +101,6 @@ def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> di
 
 
 def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: AdapterPlaces, model: Any) -> None:
-    """Raises ModelError naming every target that matches no linear layer, with the names that exist."""
     head = output_head(model)
     head_names = [name for name, module in model.named_modules() if module is head]
     problems = []
@@ -123,11 +121,6 @@ def _check_targets(wanted: Iterable[str], layers: dict[str, nn.Module], places: 
 
 
 def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
-    """Full names of the stacked weights of experts that get adapters.
-
-    Raises:
-        ModelError: a name matches none, or the class has none.
-    """
     lora = config.tuning.lora
     wanted = lora.adapted_parameters
     if not wanted:
@@ -143,7 +136,6 @@ def _stacked_targets(config: RunConfig, skeleton: Any) -> list[str]:
 
 
 def _check_saved(config: RunConfig, model: nn.Module) -> None:
-    """Raises ModelError for a module of modules_to_save that matches nothing, or holds layers with adapters."""
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for saved in config.tuning.lora.modules_to_save:
         if not any(_matches(saved, name) for name in modules):

@@ -164,11 +164,7 @@ def build_model_spec(
 
 
 def _dequantised(whole: Any, config: RunConfig) -> list[str]:
-    """What is said of a base whose weights are stored quantised, which its config then says no more; of others nothing.
-
-    Raises:
-        ModelError: they are stored in a form that is not read.
-    """
+    """A note on a base whose weights are stored quantised, which its config then says no more."""
     fields = whole.to_dict()
     refuse_quantised(fields, name=config.model.name, mode=config.tuning.mode)
     if quantisation_of(fields)[0] is None:
@@ -182,7 +178,6 @@ def _dequantised(whole: Any, config: RunConfig) -> list[str]:
 def _trained(
     config: RunConfig, skeleton: Any, new_rows: list[int]
 ) -> tuple[PeftLoraConfig | None, frozenset[str], list[str]]:
-    """The adapters, or in full the parameters that get no gradient; with notes."""
     if config.tuning.mode != "full":
         peft_config, notes = peft_config_of(config, skeleton, new_rows=new_rows)
         return peft_config, frozenset(), notes
@@ -194,12 +189,7 @@ def _trained(
 def _measured(
     config: RunConfig, hf_config: Any, attention: Attention, layout: Layout, masks: bool, by_boundaries: bool
 ) -> tuple[Attention, bool, list[str]]:
-    """What a small model of the class shows, with a note of each: the attention (varlen where boundaries are enough to
-    keep chats apart), and whether padded rows come with a mask.
-
-    Raises:
-        ConfigError: packing is on, and the class does not keep the chats of a row apart.
-    """
+    """What a small model of the class shows: is varlen enough, and do padded rows need a mask?"""
     notes, trusted = [], config.model.trust_remote_code
     if wants_packing(config):
         notes.append(require_packable(hf_config, attention=attention.name, trust_remote_code=trusted))
@@ -221,14 +211,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _layer_class(skeleton: Any) -> str:
-    """The class of the decoder layer: the most frequent one of the blocks, since some models have others beside it;
-    empty where there is none."""
+    """The most frequent class of blocks, since some models have others beside it; empty where there is none."""
     layers = Counter(type(block).__name__ for block in blocks_of(skeleton))
     return max(layers, key=lambda name: layers[name], default="")
 
 
 def _skeleton(hf_config: Any, config: RunConfig) -> Any:
-    """The model on the meta device: names and shapes, no weights."""
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(hf_config, trust_remote_code=config.model.trust_remote_code)
@@ -254,7 +242,6 @@ def location(config: RunConfig) -> str:
 
 
 def _whole_config(config: RunConfig) -> Any:
-    """The config as published: that of an image-text model holds the language model's as its text config."""
     model, where = config.model, location(config)
     try:
         return AutoConfig.from_pretrained(where, revision=model.revision, trust_remote_code=model.trust_remote_code)
@@ -263,8 +250,7 @@ def _whole_config(config: RunConfig) -> Any:
 
 
 def _names_of(config: RunConfig) -> set[str]:
-    """Names of the tensors in the base's files, of which those of a hub are asked for their index; empty where they
-    cannot be read, which loading words."""
+    """Names of the tensors in the base's files; empty where they cannot be read, which loading words."""
     folder = local_folder(config.model.name)
     try:
         if folder is not None:
@@ -277,11 +263,7 @@ def _names_of(config: RunConfig) -> set[str]:
 
 
 def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> Any:
-    """The class that the model is built from; `nn.Module` for code that comes with the model.
-
-    Raises:
-        ModelError: it is an encoder or a classifier, the class is unknown, or reads no quantised weights.
-    """
+    """`nn.Module` for code that comes with the model."""
     others = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
     other = next((name for name in getattr(hf_config, "architectures", None) or () if name.endswith(others)), None)
     if other is not None:
@@ -298,11 +280,7 @@ def _model_class(hf_config: Any, config: RunConfig, *, is_dequantised: bool) -> 
 
 
 def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: set[int]) -> int | None:
-    """The embedding's new size where the tokenizer is larger than the model, else None: embeddings never shrink.
-
-    Raises:
-        ModelError: adapters alone would leave the new rows untrained and unsaved.
-    """
+    """None where the tokenizer is no larger than the model: embeddings never shrink."""
     if tokenizer_size <= vocab_size:
         return None
     saved = {name.rpartition(".")[2] for name in config.tuning.lora.modules_to_save}
@@ -352,7 +330,6 @@ def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool =
 
 
 def _require_flash(model_class: Any, wanted: str) -> None:
-    """Raises ModelError where the class has no flash attention, or not this one."""
     setting = f"model.attn_implementation={wanted}: {model_class.__name__}"
     if not getattr(model_class, "_supports_flash_attn", False):
         raise ModelError(f"{setting} has none; use sdpa")

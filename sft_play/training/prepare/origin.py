@@ -59,11 +59,6 @@ def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
 
 
 def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> int:
-    """How many tensors the adapter has, all of which the run's own adapter has too, in the same shapes.
-
-    Raises:
-        ModelError: naming the first that differs or is not finite.
-    """
     model = empty_model(grown(model_spec), trust_remote_code=config.model.trust_remote_code)
     state = model.state_dict()
     wanted = {name: tuple(state[ours].shape) for name, ours in adapter_names(model).items()}
@@ -88,11 +83,7 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
 
 
 def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, recorded: dict[str, Any]) -> None:
-    """Check that the adapter was trained on the run's base: by digest where both are files here, else by name.
-
-    Raises:
-        ModelError: it was trained on another.
-    """
+    """By digest where both are files here, else by name."""
     name, now = config.model.name, weights_facts(config.model.name, model_spec.hf_config)["sha256"]
     said = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8")).get("base_model_name_or_path")
     theirs, was = str(recorded.get("path") or said or ""), recorded.get("sha256")
@@ -114,7 +105,6 @@ def _require_base(config: RunConfig, model_spec: ModelSpec, folder: Path, record
 
 
 def _plain_name(name: str) -> str:
-    """A model's name without its place: `owner/name`, a folder of that name and its snapshot in the hub's cache are
-    equal."""
+    """`owner/name`, a folder of that name and its snapshot in the hub's cache are equal."""
     cached = [part for part in Path(name).parts if part.startswith("models--")]
     return (cached[-1].rpartition("--")[2] if cached else Path(name).name).lower()

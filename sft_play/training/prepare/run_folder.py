@@ -75,7 +75,6 @@ def cpu_facts() -> dict[str, Any]:
 
 
 def _resumed(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    """Check that the folder's run had the same settings, or fill a folder without a trained step; returns its lock."""
     mark = job.mark or lock(job.folder, by=job.by)
     if not job.folder.has_trained:
         logger.info("%s: no step was trained, so the run starts from the beginning", job.folder.path)
@@ -94,7 +93,6 @@ def _resumed(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]
 
 
 def _new(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
-    """Create the folder, or fill the one that the ranks' parent has created; returns its lock."""
     manifest = _manifest(job, prepared, facts)
     if job.has_folder:
         mark = lock(job.folder, by=job.by)

@@ -115,7 +115,6 @@ def freeze(model: nn.Module, patterns: Collection[str]) -> None:
 
 
 def _try_in_full(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    """The parameters of a model of this config that get no gradient in any block."""
     with torch.random.fork_rng(devices=[]):
         model = _small_random(small, trust_remote_code)
         for draw in range(_DRAWS):
@@ -131,8 +130,7 @@ class _Untried(Exception):
 
 
 def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_code: bool) -> dict[str, str]:
-    """A trial on a small model of the class, from the cache where it was tried before; a model's own code is tried
-    anew. Raises _Untried where no small model computes."""
+    """From the cache where it was tried before; a model's own code is tried anew."""
     fields = {key: value for key, value in hf_config.to_dict().items() if key not in _VARIES}
     decides = {"config": json.loads(json.dumps(fields, default=repr)), "version": VERSION}
     decides |= {"full": True} if trial is _try_in_full else {}
@@ -182,8 +180,7 @@ def _small_random(small: Any, trust_remote_code: bool) -> Any:
 
 
 def _attempt(model: nn.Module, groups: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Which of these groups of layers fail with an adapter on each layer, and why; all, where PEFT or the step
-    raises."""
+    """Which of these groups of layers fail with an adapter on each layer, and why."""
     names = [name for group in groups.values() for name in group]
     if not names:
         return {}
@@ -234,7 +231,6 @@ def read_past(model: nn.Module) -> dict[str, str]:
 
 
 def _forward_code(owner: type) -> str:
-    """The source of a class's methods that compute; empty without one."""
     methods = [
         method for name, method in inspect.getmembers(owner, inspect.isfunction)
         if name != "__init__" and "init" not in name and method.__module__ == owner.__module__

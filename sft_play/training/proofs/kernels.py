@@ -129,7 +129,6 @@ def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.
 
 
 def _problem(plan: Plan) -> str | None:
-    """Why no kernel of Liger's can run here, whatever the model; None where they can."""
     if importlib.util.find_spec(PACKAGE) is None:
         return f"{LIGER} is not installed here (pip install {LIGER}=={LIGER_VERSION})"
     if plan.hardware.device != "cuda":
@@ -151,7 +150,6 @@ def _functions() -> dict[str, Any]:
 
 
 def _swap(model: Any) -> tuple[str, ...]:
-    """Replace the forwards of the model's modules by Liger's; returns which kinds."""
     swap = _functions()[model.config.model_type]
     options = inspect.signature(swap).parameters
     has_experts = any(name.rpartition(".")[2] == "experts" for name, _ in model.named_modules())

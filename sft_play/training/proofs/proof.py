@@ -211,8 +211,7 @@ def _apart(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
 
 
 def _cases(hf_config: Any, parts: int) -> list[tuple[Heads, int | None]]:
-    """The heads of a model on one of `parts` tensor-parallel ranks, with and without the window that it has; of all
-    its layers, where their sizes differ."""
+    """Of all layers, where their sizes differ."""
     if getattr(hf_config, "is_heterogeneous", False):
         layers = [hf_config.per_layer_config[layer] for layer in range(hf_config.num_hidden_layers)]
         return sorted({case for layer in layers for case in _cases(layer, parts)}, key=str)

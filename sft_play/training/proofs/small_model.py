@@ -171,8 +171,7 @@ def _require_small(small: Any, trust_remote_code: bool, most: int) -> None:
 
 
 def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
-    """The config with a small vocabulary, short windows, and enough of its first layers to have one of every kind, or
-    all of them."""
+    """With a small vocabulary and short windows; all layers, or enough of the first to have one of every kind."""
     small = copy.deepcopy(hf_config)
     if hasattr(small, "quantization_config"):
         del small.quantization_config
@@ -188,7 +187,6 @@ def _short(hf_config: Any, *, is_whole: bool = False) -> Any:
 
 
 def _cut_layers(small: Any, layers: int) -> None:
-    """Keep enough layers to have one of every kind, in each list of the config that has one entry per layer."""
     lists = {
         name: value for name, value in vars(small).items() if isinstance(value, list | tuple) and len(value) == layers
     }
@@ -220,8 +218,7 @@ def _own_sizes(small: Any) -> dict[int, dict[str, Any]]:
 
 
 def _narrow(small: Any) -> None:
-    """Give the config small widths. The kind of attention (one, some or all key heads) stays; absent sizes stay
-    absent."""
+    """The kind of attention (one, some or all key heads) stays; absent sizes stay absent."""
     overrides = _own_sizes(small)
     if overrides:  # which hide the config's own sizes of the same names
         small.per_layer_config = None
@@ -259,7 +256,6 @@ def _narrow(small: Any) -> None:
 
 
 def _narrow_rotation(small: Any, rotation: dict[str, Any], frequencies: int) -> None:
-    """Give a rotation's lists the lengths for heads of so many frequencies."""
     for name in ("short_factor", "long_factor"):  # longrope lists a factor per frequency of a head
         if isinstance(rotation.get(name), list):
             rotation[name] = rotation[name][:frequencies]
@@ -269,8 +265,7 @@ def _narrow_rotation(small: Any, rotation: dict[str, Any], frequencies: int) -> 
 
 
 def _in_proportion(size: int, turned: int) -> int:
-    """A head's size where the part that turns with the position, `turned`, becomes `_TURNED`: classes check that parts
-    add up to heads, and keep how large a share of a head turns."""
+    """Classes check that the parts add up to heads, and keep how large a share of a head turns."""
     return max(1, size * _TURNED // turned)
 
 
@@ -295,7 +290,6 @@ def _states(small: Any) -> dict[str, int]:
 
 
 def _set(small: Any, sizes: dict[str, int]) -> None:
-    """Set the sizes that the config has; one that is a list per layer becomes the same in all layers."""
     for name, size in sizes.items():
         value = field_of(small, name)
         if not value and name not in _SPECIAL:

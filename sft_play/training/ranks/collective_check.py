@@ -58,8 +58,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 class _Note:
-    """How far this rank came, in a file that is replaced atomically."""
-
     def __init__(self, folder: Path) -> None:
         self.rank = int(os.environ["RANK"])
         self._path = folder / f"rank-{self.rank}.json"
@@ -67,7 +65,6 @@ class _Note:
         self.stage = ""
 
     def say(self, stage: str, **facts: Any) -> dict[str, Any]:
-        """Write the stage and new facts; returns all facts."""
         self.stage = stage
         self._facts |= {**facts, "stage": stage}
         atomic.write(self._path, json.dumps(self._facts))

@@ -192,7 +192,6 @@ class _Stopping:
                 rank.send_signal(signal.SIGTERM)
 
     def end(self, number: int) -> None:
-        """Kill the ranks and what they started."""
         self.at_once = True
         for process in [*psutil.Process().children(recursive=True), *failures.ranks_of_agent(os.getpid())]:
             with contextlib.suppress(psutil.Error):
@@ -239,7 +238,6 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _tell(text: str, code: int) -> None:
-    """Say how the ranks ended, and answer with JSON where nobody else does."""
     if text:
         _say(text)
     answer = os.environ.get(failures.ANSWER_VARIABLE)
@@ -248,7 +246,6 @@ def _tell(text: str, code: int) -> None:
 
 
 def _error_of(lines: Sequence[str]) -> str:
-    """What a report says is wrong, without the traceback."""
     line = next((line for line in lines if line.startswith(f"[{COMMAND}] error: ")), lines[-1])
     return line.partition("error: ")[2] or line
 
@@ -284,7 +281,6 @@ def _say(text: str) -> None:
 
 
 def _note_in_run(lines: Sequence[str], code: int, died: str | None) -> None:
-    """Record the report in the run folder, where a rank could not: in the log, and as the run's end in its manifest."""
     path = os.environ.get(failures.RUN_VARIABLE)
     if not path:
         return

@@ -60,32 +60,24 @@ def engine_arguments(
 
 
 class _WithTensorParallel(ParallelismConfig):
-    """The axes of accelerate's device mesh, with one for tensor parallelism that accelerate does not prepare for.
-
-    Its own way (`Accelerator._prepare_tp` of 1.15) imports a class that transformers removed in 5.17, and refuses FSDP2
-    with one shard. Here the model is divided earlier (`tensor_parallel.divide`); all that accelerate has to know of the
-    axis is that ranks along it get the same rows.
-    """
+    """Accelerate's own way (1.15) imports a class that transformers removed; `tensor_parallel.divide` divides."""
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether accelerate is to divide the model: no."""
         return False
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether there is an axis for FSDP2: always, even of size 1."""
+        """Always, even of size 1."""
         return True
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The axes of the mesh."""
         return [*self.dp_dim_names, "tp"]
 
 
 def _axes(layout: Layout) -> dict[str, Any]:
-    """The Trainer's argument for layouts of more than one axis. Context parallelism needs none: to FSDP2 its ranks are
-    data-parallel ranks whose rows are shorter."""
+    """Context parallelism needs none: to FSDP2 its ranks are data-parallel ranks with shorter rows."""
     ranks = layout.gradient_ranks
     if not layout.is_fsdp or (layout.tensor_parallel == 1 and ranks == layout.shard):
         return {}
@@ -327,7 +319,6 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
 
 
 def _share(whole: int, alike: int, layout: Layout) -> float:
-    """A rank's share of `whole` bytes, of which every rank of a tensor-parallel group has `alike`."""
     return (alike + (whole - alike) / layout.tensor_parallel) / layout.shard
 
 
@@ -343,8 +334,6 @@ def _alike_over_tp(wrapped: Any, trains: bool) -> int:
 
 
 def _refuse_undivided(layout: Layout, what: str, whole: int, sizes: Sequence[int], *, share: float) -> None:
-    """Raises TrainingError where a rank holds more than its share of `whole` bytes, or everything is on every rank of a
-    tensor-parallel group."""
     if layout.tensor_parallel > 1 and whole and share >= whole / layout.shard:
         share = 0.0  # nothing was divided along the axis: any bytes are too many
     # the fixed part is for small models, where padding alone is more than the slack

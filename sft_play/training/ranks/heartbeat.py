@@ -255,10 +255,7 @@ class Heartbeat:
                         os._exit(1)  # the main thread is inside a collective that nothing else ends
 
     def _look_at_others(self) -> None:
-        """Restart the clock where this rank waits and any rank has moved bytes since the last look.
-
-        All ranks add to one number, so that a look is one request.
-        """
+        """All ranks add to one number, so that a look is one request."""
         if self._store is None or (not self._waits and self._moved == self._moved_published):
             return
         moved = self._moved
@@ -272,7 +269,6 @@ class Heartbeat:
         self._moved_published, self._others = moved, total
 
     def _still_s(self) -> float:
-        """Seconds since the last note; 0 before the first."""
         return time.monotonic() - self._noted if self._noted is not None else 0.0
 
     def _publish(self) -> None:
@@ -301,7 +297,6 @@ class Heartbeat:
         return f"{chosen.f_code.co_name} ({os.path.basename(chosen.f_code.co_filename)}:{chosen.f_lineno})"  # noqa: PTH119
 
     def _tell(self) -> None:
-        """Record who stopped where, log it where no agent does, and kill this node's ranks that hang."""
         waited = max(self._still_s(), self.timeout_s)
         beats, silent = self._looked_twice()
         missing = [rank for rank in range(self._world) if rank not in {beat.rank for beat in beats}]

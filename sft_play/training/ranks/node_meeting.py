@@ -129,11 +129,7 @@ def _served(nodes: Nodes, addresses: list[str], limit_s: float) -> TCPStore:
 
 
 def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
-    """Node 0's store, as soon as node 0 serves it; raises HardwareError where it does not in time.
-
-    torch's own wait is deaf to Ctrl-C and logs tracebacks when its time is over, so the port is asked first. torch then
-    connects in a thread, as it waits without end where another program listens.
-    """
+    """torch's own wait is deaf to Ctrl-C, and without end where another program listens: a thread connects."""
     found: list[TCPStore] = []
     address, port, until = str(nodes.address), int(nodes.port or 0), time.monotonic() + limit_s
     logger.info("Nodes: node %d looks for node 0 at %s, %.0f s at most", nodes.rank, nodes.place, limit_s)
@@ -158,8 +154,7 @@ def _found(nodes: Nodes, mine: Card, limit_s: float) -> TCPStore:
 
 @contextlib.contextmanager
 def _until_it_ends(nodes: Nodes) -> Iterator[None]:
-    """Stay until node 0 no longer serves the meeting: torchrun, which calls at the same port next, would find this
-    store in place of its own, and lose it."""
+    """torchrun, which calls at the same port next, would find this store in place of its own, and lose it."""
     if nodes.rank == 0:
         yield
         return
@@ -174,7 +169,6 @@ def _until_it_ends(nodes: Nodes) -> Iterator[None]:
 
 
 def _refused(address: str, port: int) -> str | None:
-    """Why nothing answers there; None where something does."""
     try:
         socket.create_connection((address, port), timeout=_LEAVE_S).close()
     except OSError as error:
@@ -200,7 +194,6 @@ def _exchange(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_
 
 
 def _cards(store: TCPStore, nodes: Nodes, mine: Card, deadline: float, limit_s: float) -> tuple[Card, ...]:
-    """The cards of all nodes in their order, as soon as the last one is there."""
     cards: dict[int, Card] = {nodes.rank: json.loads(store.compare_set(f"{_CARD}{nodes.rank}", "", json.dumps(mine)))}
     _check(nodes, mine, cards[nodes.rank])
     while len(cards) < nodes.count:

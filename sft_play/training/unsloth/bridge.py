@@ -135,7 +135,6 @@ def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float)
 
 
 def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float) -> Document:
-    """Everything that Unsloth's process needs to know; the rows and the tokenizer are written beside it."""
     config, plan = job.loaded.config, job.plan
     asks = bool(eval_set.asked or eval_set.asked_while_training)
     work = job.folder.path.absolute() / WORK
@@ -205,10 +204,7 @@ class _Worker(NamedTuple):
 
 
 def _run(python: Path, document: Path, plan: Plan) -> None:
-    """Start Unsloth's processes, wait for all, and raise how the first of them failed.
-
-    The first signal is passed on, and they save and stop; a second one ends them at once.
-    """
+    """The first signal is passed on, and they save and stop; a second one ends them at once."""
     workers: list[_Worker] = []
     asked: list[int] = []
 
@@ -270,10 +266,7 @@ def _tell(workers: Sequence[_Worker], number: signal.Signals) -> None:
 
 
 def _raise_first(workers: Sequence[_Worker], *, stopped: int) -> None:
-    """Raises the error of the first process that failed, if any; `stopped` counts the signals that were passed on.
-
-    A process whose connection broke, or that was killed, is a consequence as long as there is another failure.
-    """
+    """A broken connection, or a killed process, is a consequence as long as there is another failure."""
     ended = [(worker.process.returncode, failures.read(worker.error_file)) for worker in workers]
     failed = [(code, own) for code, own in ended if code]
     if not failed:

@@ -136,7 +136,6 @@ class UnslothLoop(PlannedLoop):
 def _trainer(
     document: Document, job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, **_: Any
 ) -> PlannedLoop:
-    """The trainer of a run from what was handed over; adapters are saved whole, by the first process."""
     config, plan = job.loaded.config, job.plan
     arguments = _arguments(config, plan, job.folder, has_eval=prepared.splits.val is not None)
     model = load(document, config, plan)
@@ -149,11 +148,7 @@ def _trainer(
 
 
 def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bool) -> TrainingArguments:
-    """The Trainer's arguments. Checkpointing is left out: the Trainer would replace Unsloth's own with its.
-
-    Raises:
-        BackendError: Unsloth changed one of them, so that the run would not be the one that was asked for.
-    """
+    """Without checkpointing: the Trainer would replace Unsloth's own with its."""
     given: dict[str, Any] = {}
 
     def make(**options: Any) -> TrainingArguments:
