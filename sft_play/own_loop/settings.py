@@ -59,11 +59,9 @@ _OF_A_RUN = {"model", "train", "data", "tuning", "output", "task_mode"}
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """Consistent settings, and DeepSpeed's configuration in current keys where DeepSpeed runs.
-
-    `mixed_precision` is resolved. `fallback` says why accelerate runs though DeepSpeed was asked for; `notes` say what
-    was translated or is not used.
-    """
+    """Consistent settings, and DeepSpeed's configuration in current keys where DeepSpeed runs. `mixed_precision` is
+    resolved. `fallback` says why accelerate runs though DeepSpeed was asked for; `notes` say what was translated or is
+    not used."""
 
     settings: DistConfig
     name: str

@@ -94,10 +94,8 @@ class _Pool:
 
 class CachingAllocator:
     """One GPU. `allocated` and `reserved` are what `torch.cuda.memory_stats` calls so; peaks since the last reset.
-
     `capacity` bounds the segments, in bytes; beyond it the cache is given back first, then it raises
-    SimulatedOutOfMemory.
-    """
+    SimulatedOutOfMemory."""
 
     def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
         self.expandable = expandable_segments
@@ -160,10 +158,8 @@ class CachingAllocator:
         return self._frees
 
     def synchronise(self, until: int | None = None) -> None:
-        """The host knows that all work up to this moment is done (None: all work submitted so far).
-
-        What was freed by then and waited for another stream is free at the next request.
-        """
+        """The host knows that all work up to this moment is done (None: all work submitted so far). What was freed by
+        then and waited for another stream is free at the next request."""
         done = [block for when, block in self._waiting if until is None or when <= until]
         self._waiting = [] if until is None else [pair for pair in self._waiting if pair[0] > until]
         for block in done:

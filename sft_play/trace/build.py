@@ -72,10 +72,8 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
 
 
 def furnish(model: Any, settings: StepSettings) -> Any:
-    """The skeleton as the trainer would step it: loaded, with adapters and checkpointing, in training mode.
-
-    Storages are uninitialised and in module order, the base model's first; tied ones stay tied.
-    """
+    """The skeleton as the trainer would step it: loaded, with adapters and checkpointing, in training mode. Storages
+    are uninitialised and in module order, the base model's first; tied ones stay tied."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     _materialise(model, replaced, adapters=False)
     if settings.fp32_rest:
@@ -157,11 +155,8 @@ def base_of(model: Any) -> Any:
 
 # --- the bare model ---------------------------------------------------------------------------------------------------
 def config_of(settings: StepSettings) -> Any:
-    """The transformers config; of an image-text model the language model's.
-
-    Raises:
-        TraceUnavailable: transformers does not know the model type.
-    """
+    """The transformers config; of an image-text model the language model's. Raises TraceUnavailable: transformers does
+    not know the model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
@@ -267,11 +262,8 @@ _NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_pa
 
 
 def peft_config_of(plain: Mapping[str, Any]) -> Any:
-    """PEFT's config object from plain data; `DORA` is LoRA with `use_dora`. Fields unknown to PEFT are left out.
-
-    Raises:
-        TraceUnavailable: PEFT has no such method.
-    """
+    """PEFT's config object from plain data; `DORA` is LoRA with `use_dora`. Fields unknown to PEFT are left out. Raises
+    TraceUnavailable: PEFT has no such method."""
     mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
     given = json.loads(json.dumps(dict(plain)))
     kind = str(given.get("peft_type", "LORA")).upper()
@@ -315,11 +307,9 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
 
 
 def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
-    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged.
-
-    TRL 1.16 (SFTTrainer.__init__) casts those of a quantised model to bf16, DoRA's magnitudes aside; this toolkit casts
-    them to fp32 where the run computes in another type.
-    """
+    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged. TRL 1.16
+    (SFTTrainer.__init__) casts those of a quantised model to bf16, DoRA's magnitudes aside; this toolkit casts them to
+    fp32 where the run computes in another type."""
     if settings.adapters is not None:
         return getattr(torch, settings.adapters)
     if settings.mode != "qlora":

@@ -53,11 +53,8 @@ OPTIMIZERS = {
 def trace_candidate(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> Traced:
-    """What a trace of the candidate's step measures; `unavailable` says why there is none.
-
-    Raises:
-        ModelError: PEFT refuses the adapters, as it would in a run.
-    """
+    """What a trace of the candidate's step measures; `unavailable` says why there is none. Raises ModelError: PEFT
+    refuses the adapters, as it would in a run."""
     if not config.plan.trace:
         return Traced(unavailable="plan.trace is false")
     if not candidate.step.on_gpu:
@@ -192,11 +189,8 @@ def _measure_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: b
 def cached_trace(
     settings: StepSettings, *, folder: Path | None = None, measure: Callable[[StepSettings], TracedPeak] = _trace
 ) -> TracedPeak:
-    """`step.trace_step`, remembered in `folder` (None: in the cache).
-
-    Raises:
-        TraceUnavailable, SimulatedOutOfMemory: as `trace_step`.
-    """
+    """`step.trace_step`, remembered in `folder` (None: in the cache). Raises TraceUnavailable, SimulatedOutOfMemory: as
+    `trace_step`."""
     decides = {"settings": settings.as_json(), "trace": TRACE_VERSION}
     return remembered("traces", decides, _PEAK, partial(measure, settings), folder=folder)
 
@@ -209,11 +203,8 @@ def cached_shape(
     folder: Path | None = None,
     measure: Callable[..., ModelShape] = _measure_shape,
 ) -> ModelShape:
-    """`meta_shape.shape_on_meta`, remembered in `folder` (None: in the cache); not with remote code.
-
-    Raises:
-        ModelError: as `shape_on_meta`.
-    """
+    """`meta_shape.shape_on_meta`, remembered in `folder` (None: in the cache); not with remote code. Raises ModelError:
+    as `shape_on_meta`."""
     measured = partial(measure, config, name=name, trust_remote_code=trust_remote_code)
     decides = {"config": config, "shape": SHAPE_VERSION}
     shape = remembered("shapes", decides, _SHAPE, measured, folder=folder, keeps=not trust_remote_code)

@@ -31,11 +31,9 @@ def implementation(settings: StepSettings, model_class: Any) -> str | None:
 
 
 def loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """The eager experts of transformers 5.
-
-    Tokens x hidden in and out; the other two are tokens x experts per token. The classes' own loops find each expert's
-    tokens by value (models/mixtral/modeling_mixtral.py, MixtralExperts), which fake tensors do not have.
-    """
+    """The eager experts of transformers 5. Tokens x hidden in and out; the other two are tokens x experts per token.
+    The classes' own loops find each expert's tokens by value (models/mixtral/modeling_mixtral.py, MixtralExperts),
+    which fake tensors do not have."""
     mixed = torch.zeros_like(hidden_states)
     with torch.no_grad():
         chosen = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)
@@ -62,9 +60,7 @@ def _product(module: Any, rows: Any, name: str, expert: int) -> Any:
 # --- before transformers 5.0 ------------------------------------------------------------------------------------------
 class ExpertLoop(nn.Module):
     """Experts as transformers before 5.0 ran them: a list of MLPs with linear layers of their own, one after another.
-
-    Quantisation sees those layers, as it did then; it skips the stacked weights of today's classes.
-    """
+    Quantisation sees those layers, as it did then; it skips the stacked weights of today's classes."""
 
     def __init__(self, stacked: Any) -> None:
         super().__init__()

@@ -149,9 +149,7 @@ def dequantised_weight(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 # --- TRL's chunked head -----------------------------------------------------------------------------------------------
 class ChunkedLogProb(torch.autograd.Function):
     """TRL 1.16's `ChunkedLogProbFunction` on CUDA: Triton folds each tile of logits, products are summed in fp32.
-
-    hidden: [tokens, width]; weight: [vocabulary, width].
-    """
+    hidden: [tokens, width]; weight: [vocabulary, width]."""
 
     @staticmethod
     def forward(
@@ -244,9 +242,7 @@ class StateOptimizer:
 
 def adam_8bit_states(elements: int) -> tuple[int, ...]:
     """One byte for each of two states and an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py).
-
-    `min_8bit_size=4096`, `blocksize=256` in `init_state` of Optimizer2State.
-    """
+    `min_8bit_size=4096`, `blocksize=256` in `init_state` of Optimizer2State."""
     if elements < 4096:
         return (4 * elements, 4 * elements)
     scales = 4 * math.ceil(elements / 256)
@@ -254,9 +250,7 @@ def adam_8bit_states(elements: int) -> tuple[int, ...]:
 
 
 def paged_adam_8bit_states(elements: int) -> tuple[int, ...]:
-    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not.
-
-    bitsandbytes optimizer.py, `get_state_buffer`: paged where `p.numel() >= 1e5`.
-    """
+    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not. bitsandbytes
+    optimizer.py, `get_state_buffer`: paged where `p.numel() >= 1e5`."""
     states = adam_8bit_states(elements)
     return states[2:] if elements >= 100_000 else states

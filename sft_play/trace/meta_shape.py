@@ -60,13 +60,9 @@ _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_
 
 
 def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of the language model that a config.json describes, measured on its class without weights.
-
-    Takes seconds and imports torch and transformers. With `trust_remote_code` only code in the folder `name` is run.
-
-    Raises:
-        ModelError: transformers has no causal language model of this type, or its class refuses the config.
-    """
+    """The shapes of the language model that a config.json describes, measured on its class without weights. Takes
+    seconds and imports torch and transformers. With `trust_remote_code` only code in the folder `name` is run. Raises
+    ModelError: transformers has no causal language model of this type, or its class refuses the config."""
     refuse_other_models(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
@@ -117,11 +113,7 @@ def measure(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
     """The shapes of a causal language model (on any device), from its modules; `without_adapter`: full names of the
-    linear layers that get none.
-
-    Raises:
-        ModelError: it has no token embedding or no repeated blocks.
-    """
+    linear layers that get none. Raises ModelError: it has no token embedding or no repeated blocks."""
     embedding, head = _answer(model, "get_input_embeddings"), _answer(model, "get_output_embeddings")
     path, blocks = block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):

@@ -26,10 +26,8 @@ from sft_play.trace.settings import StepSettings, TraceUnavailable
 @dataclass(frozen=True)
 class Patch:
     """One difference: `target` is `module:attribute`, `parameters` the names that it must have, separated by spaces
-    (none: it must only exist).
-
-    `make(original, situation)` gives the replacement; None leaves the target unchanged and only guards it.
-    """
+    (none: it must only exist). `make(original, situation)` gives the replacement; None leaves the target unchanged and
+    only guards it."""
 
     name: str
     target: str
@@ -39,11 +37,8 @@ class Patch:
     needed: Callable[[StepSettings], bool] = lambda settings: True
 
     def holder(self) -> tuple[Any, str, Any]:
-        """The object that holds the target, the attribute's name and its value.
-
-        Raises:
-            TraceUnavailable: the library has no such attribute, or with other parameters than the patch expects.
-        """
+        """The object that holds the target, the attribute's name and its value. Raises TraceUnavailable: the library
+        has no such attribute, or with other parameters than the patch expects."""
         module, _, path = self.target.partition(":")
         try:
             holder: Any = importlib.import_module(module)
@@ -260,11 +255,8 @@ PATCHES: tuple[Patch, ...] = (
 
 @contextlib.contextmanager
 def installed(situation: Situation) -> Iterator[None]:
-    """The patches that these settings need, until the end of the block.
-
-    Raises:
-        TraceUnavailable: a library differs from what a patch expects.
-    """
+    """The patches that these settings need, until the end of the block. Raises TraceUnavailable: a library differs from
+    what a patch expects."""
     with contextlib.ExitStack() as undo:
         for patch in PATCHES:
             if not patch.needed(situation.settings):

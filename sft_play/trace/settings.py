@@ -24,9 +24,7 @@ BY_BOUNDARIES = ("varlen", "one_by_one")
 @dataclass(frozen=True)
 class Device:
     """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound).
-
-    `expandable_segments`: the allocator's setting of that name.
-    """
+    `expandable_segments`: the allocator's setting of that name."""
 
     capability: tuple[int, int] = (9, 0)
     capacity: int | None = None

@@ -31,12 +31,9 @@ SHARDED = ("fsdp1", "fsdp2")
 
 
 def trace_step(settings: StepSettings) -> TracedPeak:
-    """The highest bytes of one rank's step; seconds of work, no GPU, no weights.
-
-    Raises:
-        TraceUnavailable: the libraries cannot run this step on fake tensors, or differ from what a patch expects.
-        SimulatedOutOfMemory: the device's capacity does not hold it.
-    """
+    """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
+    cannot run this step on fake tensors, or differ from what a patch expects; SimulatedOutOfMemory: the device's
+    capacity does not hold it."""
     start = time.perf_counter()
     log, facts = record(settings)
     own = settings.device.expandable_segments
@@ -57,13 +54,8 @@ def trace_step(settings: StepSettings) -> TracedPeak:
 
 
 def record(settings: StepSettings, *, real: bool = False, mesh: Any = None) -> tuple[StorageLog, dict[str, int]]:
-    """The events of the step, and counts of parameters.
-
-    For comparison, `real` runs it on real CPU tensors instead, a sharded step in the real group of `mesh`.
-
-    Raises:
-        TraceUnavailable: as `trace_step`.
-    """
+    """The events of the step, and counts of parameters. For comparison, `real` runs it on real CPU tensors instead, a
+    sharded step in the real group of `mesh`. Raises TraceUnavailable: as `trace_step`."""
     with situated(settings, real=real, mesh=mesh) as (run, skeleton):
         return run.log, run.whole(skeleton)
 
@@ -73,11 +65,7 @@ def situated(
     settings: StepSettings, *, real: bool = False, mesh: Any = None, depth: int | None = None
 ) -> Iterator[tuple[Loop, Any]]:
     """A training loop and the skeleton of its model, where the step's tensors are logged: fake ones, or `real` ones in
-    the group of `mesh`. `depth`: only the first this many blocks.
-
-    Raises:
-        TraceUnavailable: as `trace_step`.
-    """
+    the group of `mesh`. `depth`: only the first this many blocks. Raises TraceUnavailable: as `trace_step`."""
     if settings.strategy.startswith("zero"):
         raise TraceUnavailable("DeepSpeed ZeRO is not traced")
     from sft_play.training.model import sdpa
@@ -266,11 +254,8 @@ _WIDE = "_wide_embeddings"
 
 
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
-    """The optimizer of that name: PyTorch's and transformers' own, or a fake with bitsandbytes' states.
-
-    Raises:
-        TraceUnavailable: the name is unknown.
-    """
+    """The optimizer of that name: PyTorch's and transformers' own, or a fake with bitsandbytes' states. Raises
+    TraceUnavailable: the name is unknown."""
     if settings.optimizer == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:

@@ -51,11 +51,8 @@ def replay(
     capacity: int | None = None,
     count_from: Literal["loaded", "start", "second_step"] = "loaded",
 ) -> Peaks:
-    """Peaks of the events, counted from the first event, from the end of loading, or from the second step.
-
-    Raises:
-        SimulatedOutOfMemory: `capacity` (bytes) does not hold the step.
-    """
+    """Peaks of the events, counted from the first event, from the end of loading, or from the second step. Raises
+    SimulatedOutOfMemory: `capacity` (bytes) does not hold the step."""
     allocator = CachingAllocator(expandable_segments=expandable_segments, capacity=capacity)
     peaks, phase, counts = Peaks(), "build", count_from == "start"
     malloc, free = allocator.malloc, allocator.free
@@ -184,10 +181,8 @@ class StorageLog(TorchDispatchMode):
             self.dies(key, nbytes)
 
     def see(self, tensor: torch.Tensor) -> None:
-        """A tensor that exists now; known storages stay as they are.
-
-        Its device is not queried: a fake tensor answers through the dispatcher, as slowly as any operator runs.
-        """
+        """A tensor that exists now; known storages stay as they are. Its device is not queried: a fake tensor answers
+        through the dispatcher, as slowly as any operator runs."""
         if self._hidden or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
@@ -277,10 +272,8 @@ class StorageLog(TorchDispatchMode):
 
 def _engine_adds_in_place(args: Any) -> bool:
     """True where the autograd engine sums two gradients of one tensor and a run without modes adds in place.
-
     `InputBuffer::accumulate` (torch/csrc/autograd/input_buffer.cpp) adds in place when it holds the last reference to
-    the older gradient, but never under dispatch modes or for tensor subclasses: a trace always sees a third tensor.
-    """
+    the older gradient, but never under dispatch modes or for tensor subclasses: a trace always sees a third tensor."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(2)

@@ -61,11 +61,8 @@ def numbered(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any
 
 
 def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Optimizer states keyed by number, as one process writes them, keyed by name.
-
-    Raises:
-        TrainingError: they belong to another set of parameters.
-    """
+    """Optimizer states keyed by number, as one process writes them, keyed by name. Raises TrainingError: they belong to
+    another set of parameters."""
     flat = list(itertools.chain(*names))
     sizes = [len(group["params"]) for group in states["param_groups"]]
     if sizes != [len(group) for group in names]:
@@ -110,11 +107,8 @@ def is_saved_twice(name: str) -> bool:
 
 
 def fill_adapter(model: Any, folder: Path) -> None:
-    """Load the adapter of an earlier stage or run into a model that its engine has not divided yet.
-
-    Raises:
-        TrainingError: the adapter has other tensors than the model.
-    """
+    """Load the adapter of an earlier stage or run into a model that its engine has not divided yet. Raises
+    TrainingError: the adapter has other tensors than the model."""
     weights = read_weights(folder, model)
     parameters = dict(model.named_parameters())
     wanted = set(adapter_names(model).values())
@@ -149,10 +143,8 @@ def load_adapter(model: Any, folder: Path) -> Any:
 
 
 def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
-    """A context in which a parameter that ZeRO-3 has divided is whole; nothing for others. All ranks enter it.
-
-    What the rank `writer` writes into it is kept on every rank; None: it is only read.
-    """
+    """A context in which a parameter that ZeRO-3 has divided is whole; nothing for others. All ranks enter it. What the
+    rank `writer` writes into it is kept on every rank; None: it is only read."""
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
@@ -161,10 +153,8 @@ def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
 
 
 def gathered(tensors: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole copies, in host memory, of tensors that ZeRO-3 or FSDP2 may have divided, gathered one at a time.
-
-    Tied ones are gathered once. Empty where not `keep`. All ranks call it.
-    """
+    """Whole copies, in host memory, of tensors that ZeRO-3 or FSDP2 may have divided, gathered one at a time. Tied ones
+    are gathered once. Empty where not `keep`. All ranks call it."""
     copies: dict[int, torch.Tensor] = {}
     names: dict[str, int] = {}
     for name, tensor in tensors:
@@ -210,10 +200,7 @@ def adapter_names(model: Any) -> dict[str, str]:
 
 def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     """Load whole weights, which the first rank read, into an FSDP model; the others pass none. All ranks call it.
-
-    Raises:
-        TrainingError: the model has no tensor of a name in the checkpoint.
-    """
+    Raises TrainingError: the model has no tensor of a name in the checkpoint."""
     unknown = sorted(set(weights) - set(model.state_dict()))
     if unknown:
         raise TrainingError(f"the model has no {unknown[0]}, which the checkpoint holds: another version wrote it")
@@ -223,9 +210,7 @@ def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
 # --- gathered from all ranks to the first, to be saved whole ----------------------------------------------------------
 def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None:
     """The state dict to save, gathered from all ranks; all ranks call it. None: every rank holds the whole model.
-
-    `in_fp32`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are.
-    """
+    `in_fp32`: fully trained weights are read from DeepSpeed's fp32 copies, as adapters always are."""
     of_adapter = is_adapter(trainer.model)
     engine = getattr(trainer, "deepspeed", None)
     if getattr(trainer, "is_fsdp_enabled", False):

@@ -41,13 +41,9 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
-    """The last sound checkpoint on rank 0, None where none was ever written; every rank has to find it too.
-
-    Later ones that are damaged are named in a warning, and count no more. All ranks call it.
-
-    Raises:
-        RunFolderError: all of them are damaged, or another node does not have it.
-    """
+    """The last sound checkpoint on rank 0, None where none was ever written; every rank has to find it too. Later ones
+    that are damaged are named in a warning, and count no more. All ranks call it. Raises RunFolderError: all of them
+    are damaged, or another node does not have it."""
     found: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed
@@ -86,11 +82,8 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
 
 @contextlib.contextmanager
 def without_code(checkpoint: Path) -> Iterator[None]:
-    """Within it no pickle runs code, whoever reads it with `torch.load`; with TRUST=1, what DeepSpeed wrote may.
-
-    Raises:
-        RunFolderError: a file holds something that could run code.
-    """
+    """Within it no pickle runs code, whoever reads it with `torch.load`; with TRUST=1, what DeepSpeed wrote may. Raises
+    RunFolderError: a file holds something that could run code."""
     is_deepspeed = (checkpoint / "latest").is_file()
     if is_deepspeed and os.environ.get(TRUST, "0") not in ("", "0"):
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)

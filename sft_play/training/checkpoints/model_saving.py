@@ -218,11 +218,9 @@ def set_stop_tokens(folder: Path, stop: Sequence[int], pad: int | None, *, of: P
 
 
 def saves_embeddings(model: Any) -> bool | str:
-    """Whether PEFT should save a model's embeddings beside its adapter; "auto" where it has to find out itself.
-
-    Not if all of them are in `modules_to_save`, or have rows that train: a resized one would be saved once more, as the
-    wrapper's `original_module` and `modules_to_save` (0.21). Always if one trains without being there.
-    """
+    """Whether PEFT should save a model's embeddings beside its adapter; "auto" where it has to find out itself. Not if
+    all of them are in `modules_to_save`, or have rows that train: a resized one would be saved once more, as the
+    wrapper's `original_module` and `modules_to_save` (0.21). Always if one trains without being there."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     layers = embeddings_of(model)
@@ -247,10 +245,8 @@ def saved_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.
 
 
 def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Name in a saved file and whole shape of every tensor that saving has to write, tied ones once.
-
-    A parameter knows its whole shape under ZeRO-3, where it is empty here, and under FSDP, where it is a part.
-    """
+    """Name in a saved file and whole shape of every tensor that saving has to write, tied ones once. A parameter knows
+    its whole shape under ZeRO-3, where it is empty here, and under FSDP, where it is a part."""
     parameters = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
     }
@@ -268,12 +264,9 @@ def check_saved_weights(
     must_have_learned: bool = False,
     moved: Callable[[int], None] | None = None,
 ) -> int:
-    """Bytes of the tensors saved in a folder, each read back; `moved` is called with the bytes of each.
-
-    Raises:
-        ModelError: there are none, one is empty, of another shape or not finite, one of `expected` is missing, or every
-            lora_B is zero though the adapter `must_have_learned`.
-    """
+    """Bytes of the tensors saved in a folder, each read back; `moved` is called with the bytes of each. Raises
+    ModelError: there are none, one is empty, of another shape or not finite, one of `expected` is missing, or every
+    lora_B is zero though the adapter `must_have_learned`."""
     shapes: dict[str, tuple[int, ...]] = {}
     size, learned = 0, not must_have_learned
     for name, one in tensors_in(folder).items():
@@ -314,10 +307,8 @@ Tensors = Iterable[tuple[str, torch.Tensor | None]]
 
 
 def keeps_names(model: Any, names: Iterable[str]) -> bool:
-    """Whether transformers saves the model's tensors under the names and shapes that they have in memory.
-
-    Otherwise (experts are saved one by one) it has to be given all of them at once.
-    """
+    """Whether transformers saves the model's tensors under the names and shapes that they have in memory. Otherwise
+    (experts are saved one by one) it has to be given all of them at once."""
     empty = {name: torch.empty(0, device="meta") for name in names}
     try:
         return set(revert_weight_conversion(model, dict(empty))) == set(empty)

@@ -117,20 +117,14 @@ def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callab
 
 
 def load_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
-    """Load a checkpoint's weights into a model, divided over any number of ranks or whole. All ranks call it.
-
-    Raises:
-        TrainingError: the checkpoint lacks a tensor of the model, or it cannot be read.
-    """
+    """Load a checkpoint's weights into a model, divided over any number of ranks or whole. All ranks call it. Raises
+    TrainingError: the checkpoint lacks a tensor of the model, or it cannot be read."""
     _fill(_weights(model), checkpoint, group=group, moved=moved)
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
-    """Load a checkpoint's states and groups into an optimizer, over any number of ranks. All ranks call it.
-
-    Raises:
-        TrainingError: they belong to another set of parameters, or cannot be read.
-    """
+    """Load a checkpoint's states and groups into an optimizer, over any number of ranks. All ranks call it. Raises
+    TrainingError: they belong to another set of parameters, or cannot be read."""
     saved = torch.load(checkpoint / GROUPS, weights_only=True)
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
     saved_names, names = ([sorted(group["params"]) for group in one["param_groups"]] for one in (saved, states))
@@ -144,11 +138,8 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group:
 
 
 def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name, whole shape and dtype of every weight in a checkpoint.
-
-    Raises:
-        TrainingError: the table of contents cannot be read.
-    """
+    """Name, whole shape and dtype of every weight in a checkpoint. Raises TrainingError: the table of contents cannot
+    be read."""
     entries = _Reader(checkpoint / FOLDER, _Counter(None)).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
@@ -158,11 +149,8 @@ def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.d
 
 
 def read_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Some whole weights of a checkpoint, read in this process alone.
-
-    Raises:
-        TrainingError: one of them is missing, or cannot be read.
-    """
+    """Some whole weights of a checkpoint, read in this process alone. Raises TrainingError: one of them is missing, or
+    cannot be read."""
     stored = stored_weights(checkpoint)
     lacking = [name for name in names if name not in stored]
     if lacking:

@@ -41,11 +41,8 @@ class FileTensor:
 
 
 def tensors_in(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor in a folder's weights by its name; none is read yet.
-
-    Raises:
-        ModelError: a quantised tensor has no scales.
-    """
+    """Every tensor in a folder's weights by its name; none is read yet. Raises ModelError: a quantised tensor has no
+    scales."""
     opened: dict[str, FileTensor] = {}
     for file in weight_files(folder):
         tensors: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
@@ -68,10 +65,8 @@ def tensor_shapes(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would read: those of the index where there is one, else all of them.
-
-    A hub repository may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`).
-    """
+    """The files that transformers would read: those of the index where there is one, else all of them. A hub repository
+    may hold the same weights twice (`consolidated.safetensors` beside `model-*.safetensors`)."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -81,11 +76,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def base_files(name: str, *, revision: str | None) -> Path:
-    """The folder with a base's files: the local one, or the hub's, of which what is not there yet is downloaded.
-
-    Raises:
-        ModelError: it cannot be fetched.
-    """
+    """The folder with a base's files: the local one, or the hub's, of which what is not there yet is downloaded. Raises
+    ModelError: it cannot be fetched."""
     folder = local_folder(name)
     if folder is not None:
         return folder

@@ -34,11 +34,7 @@ _GROUPS = "zero/optimizer_state.pt"
 @contextlib.contextmanager
 def readable(trainer: Any, checkpoint: Path) -> Iterator[Path]:
     """The checkpoint as the ranks of now can read it: itself, or a copy in DeepSpeed's universal form, which is gone
-    once it was loaded (`loaded`). All ranks call it.
-
-    Raises:
-        RunFolderError: there is no room for the copy.
-    """
+    once it was loaded (`loaded`). All ranks call it. Raises RunFolderError: there is no room for the copy."""
     parts, folder = sorted(checkpoint.glob(f"global_step*/{_STATES}")), checkpoint.parent
     if not trainer.is_deepspeed_enabled or len(parts) == distributed.world_size():
         yield checkpoint

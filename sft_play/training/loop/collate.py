@@ -32,10 +32,8 @@ SOURCE = "source"
 
 @dataclass(frozen=True)
 class Collator:
-    """Makes micro-batches of rows, or of packs if they have `chat_lengths`.
-
-    `flat`: join packs to a single row, as flash attention needs; `by_source`: add SOURCE.
-    """
+    """Makes micro-batches of rows, or of packs if they have `chat_lengths`. `flat`: join packs to a single row, as
+    flash attention needs; `by_source`: add SOURCE."""
 
     pad_id: int
     flat: bool = False

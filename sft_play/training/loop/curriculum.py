@@ -48,12 +48,9 @@ class Stages:
         """Optimizer steps since this process started."""
 
     def train(self) -> dict[str, Any]:
-        """Train every stage that is not finished yet; returns the summary of the whole run.
-
-        Raises:
-            RunFolderError: a node would not see the weights that the stage before has written.
-            Interrupted: the user stopped the run, and its state was saved.
-        """
+        """Train every stage that is not finished yet; returns the summary of the whole run. Raises RunFolderError: a
+        node would not see the weights that the stage before has written; Interrupted: the user stopped the run, and its
+        state was saved."""
         is_adapter, manifest = self._prepared[0].is_adapter, self._job.folder.manifest_path
         distributed.require_all(
             manifest.is_file(),

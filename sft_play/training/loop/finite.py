@@ -48,13 +48,9 @@ class FiniteSteps(TrainerCallback):
         self._loss_before, self._logged_step = self._trainer._tr_loss.clone(), self._trainer._globalstep_last_logged
 
     def judge(self, norm: Any) -> None:
-        """Called once a step's gradients are whole, before the update; `norm` is None where an engine keeps it.
-
-        Waits for the device once, and for the other ranks.
-
-        Raises:
-            TrainingError: the step is not finite, and the run is to stop for it.
-        """
+        """Called once a step's gradients are whole, before the update; `norm` is None where an engine keeps it. Waits
+        for the device once, and for the other ranks. Raises TrainingError: the step is not finite, and the run is to
+        stop for it."""
         trainer = self._trainer
         if trainer.args.fp16:
             return
@@ -136,10 +132,8 @@ def _value(number: float | None) -> str:
 
 
 def require_finite(trainer: Any) -> None:
-    """Raises TrainingError on every rank where a trained weight or a state of the optimizer is not finite on one.
-
-    Each rank looks at its part, in memory: before a checkpoint is written.
-    """
+    """Raises TrainingError on every rank where a trained weight or a state of the optimizer is not finite on one. Each
+    rank looks at its part, in memory: before a checkpoint is written."""
     bad = next((name for name, tensor in _trained(trainer) if not is_finite(tensor)), None)
     found = next((name for name in distributed.of_all(bad) if name), None)
     if found is not None:

@@ -237,12 +237,9 @@ class PlannedLoop(CheckpointedLoop):
                 self.remove_callback(callback)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer without empty parameter groups.
-
-        Adapters have no biases or norms, so the group without decay is empty. DeepSpeed from 0.18 drops such a group,
-        and a schedule that was made for two then fails in torch from 2.10
-        (https://github.com/OpenRLHF/OpenRLHF/issues/1225).
-        """
+        """The optimizer without empty parameter groups. Adapters have no biases or norms, so the group without decay is
+        empty. DeepSpeed from 0.18 drops such a group, and a schedule that was made for two then fails in torch from
+        2.10 (https://github.com/OpenRLHF/OpenRLHF/issues/1225)."""
         is_new = self.optimizer is None  # under DeepSpeed the Trainer asks twice for the same one
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups

@@ -51,10 +51,7 @@ _LAST_SAVE_S = 300.0
 
 class RestoreSums(TrainerCallback):
     """Restores the sums of losses, of the run and since the last log, and of rows and tokens, once the Trainer has set
-    them to zero.
-
-    They are of all ranks, or the mean over them, and do not depend on their number.
-    """
+    them to zero. They are of all ranks, or the mean over them, and do not depend on their number."""
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE
@@ -171,11 +168,8 @@ class CheckpointedLoop(Trainer):
             raise
 
     def finish_saving(self) -> None:
-        """Wait until the checkpoint that is written beside the training is whole. All ranks call it.
-
-        Raises:
-            RunFolderError: the disk took no more.
-        """
+        """Wait until the checkpoint that is written beside the training is whole. All ranks call it. Raises
+        RunFolderError: the disk took no more."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -273,10 +267,8 @@ class CheckpointedLoop(Trainer):
     @contextlib.contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
         """While open, the heartbeat watches the files of `folder` grow; ranks other than the first count as waiting.
-
         Parts of a checkpoint are not watched here: their own writer counts them on each rank, so that one that hangs is
-        noticed although the others write.
-        """
+        noticed although the others write."""
         with self.beat.watching(folder), contextlib.ExitStack() as waiting:
             if not distributed.is_first():
                 waiting.enter_context(self.beat.waiting())

@@ -156,11 +156,9 @@ class StepMemory(TrainerCallback):
             raise OutOfMemory(message, batch=None if is_again else self.batch) from error
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Compute the longest rows of an epoch once and drop what came of it, so that a lack of memory shows now.
-
-        Not under DeepSpeed, which would count the gradients as a part of the first step; not for compiled blocks, which
-        are compiled for the shapes that come first; not for rotations that keep the longest row in mind.
-        """
+        """Compute the longest rows of an epoch once and drop what came of it, so that a lack of memory shows now. Not
+        under DeepSpeed, which would count the gradients as a part of the first step; not for compiled blocks, which are
+        compiled for the shapes that come first; not for rotations that keep the longest row in mind."""
         trainer = self._trainer
         rotations = getattr(trainer.model.config.get_text_config(), "rope_parameters", None) or {}
         if trainer.is_deepspeed_enabled or trainer.compiler is not None or "dynamic" in str(rotations):

@@ -39,10 +39,8 @@ def matrices_of(model: Any) -> frozenset[nn.Parameter]:
 
 
 class MuonWithAdamW(Optimizer):
-    """Two optimizers as one: groups of parameters are split, and each part is stepped by its own.
-
-    `matrices` are those that Muon steps; the other options are AdamW's.
-    """
+    """Two optimizers as one: groups of parameters are split, and each part is stepped by its own. `matrices` are those
+    that Muon steps; the other options are AdamW's."""
 
     def __init__(
         self, params: Any, *, matrices: Collection[nn.Parameter], lr: float, weight_decay: float = 0.0, **adamw: Any
@@ -93,9 +91,7 @@ def split_by_rate(group: dict[str, Any], fast: frozenset[int], *, ratio: float) 
 
 def round_stochastically(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """fp32 numbers [...] rounded to one of their two bf16 neighbours, nearer ones more often: the mean is the number.
-
-    `exact` is overwritten. Numbers that bf16 can represent stay, infinities and NaN too.
-    """
+    `exact` is overwritten. Numbers that bf16 can represent stay, infinities and NaN too."""
     bits = exact.view(torch.int32)
     noise = torch.randint(_DISCARDED, bits.shape, dtype=torch.int32, device=exact.device, generator=generator)
     bits.add_(noise.masked_fill_(~torch.isfinite(exact), 0)).bitwise_and_(-_DISCARDED)
@@ -160,9 +156,7 @@ class _Rounding(Optimizer):
 
 
 def rounding(kind: type[Optimizer]) -> type[Optimizer]:
-    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding.
-
-    It takes the library's arguments and `rounding_seed`: the noise follows from seed, step and the tensor's number, so
-    it is the same on all ranks of DDP and in a resumed run.
-    """
+    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding. It takes
+    the library's arguments and `rounding_seed`: the noise follows from seed, step and the tensor's number, so it is the
+    same on all ranks of DDP and in a resumed run."""
     return type(f"Rounding{kind.__name__}", (_Rounding, kind), {})

@@ -105,21 +105,17 @@ def evened(rows: int, *, most: int, ranks: int) -> int:
 
 def longest_first(dataset: Dataset, *, batch: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
     """Row numbers by length, the longest first and equal ones in their order: a batch has rows of similar length, and
-    the first batch needs the most memory.
-
-    Every batch is there `copies` times in a row: ranks take turns, and each of a context-parallel group needs it.
-    """
+    the first batch needs the most memory. Every batch is there `copies` times in a row: ranks take turns, and each of a
+    context-parallel group needs it."""
     order = np.argsort(-lengths_of(dataset), kind="stable")
     batches = np.split(order, range(batch, len(order), batch))
     return np.concatenate([np.tile(rows, copies) for rows in batches])
 
 
 class TrainingRows(torch.utils.data.Dataset[dict[str, Any]]):
-    """The training rows by number: rows of the data set or packs of them; FILLER is a masked row.
-
-    A row is `input_ids`, `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has
-    `chat_lengths` (tokens of each chat). No chat's first token has a label.
-    """
+    """The training rows by number: rows of the data set or packs of them; FILLER is a masked row. A row is `input_ids`,
+    `labels` and `sources` (all [T]); a pack, or a row that is `joined` to others, also has `chat_lengths` (tokens of
+    each chat). No chat's first token has a label."""
 
     def __init__(self, dataset: Dataset, *, packs: Packs | None = None, joined: bool = False) -> None:
         self._has_chats = packs is not None or joined
@@ -183,12 +179,9 @@ def _masked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
-    """Indices of an epoch: `count` rows in an order drawn from seed and epoch.
-
-    The order is that of accelerate's seedable sampler for the same seed. With `lengths`, each `window` of rows (an
-    optimizer step's) is sorted by them, the longest first. With `mix`, an epoch has the rows that it chooses instead of
-    all.
-    """
+    """Indices of an epoch: `count` rows in an order drawn from seed and epoch. The order is that of accelerate's
+    seedable sampler for the same seed. With `lengths`, each `window` of rows (an optimizer step's) is sorted by them,
+    the longest first. With `mix`, an epoch has the rows that it chooses instead of all."""
 
     def __init__(
         self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1,
@@ -223,10 +216,8 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
     """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where the step
-    needs fewer.
-
-    The Trainer counts a fixed number of batches to a step, and synchronises gradients in the last of them.
-    """
+    needs fewer. The Trainer counts a fixed number of batches to a step, and synchronises gradients in the last of
+    them."""
 
     batch_size = 1
     """accelerate divides the number of rows by it to find rows that it has repeated; there are none."""

@@ -159,12 +159,9 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss, with its figures summed on the device.
-
-        To log them, TRL's own method gathers four numbers from all ranks and waits for the device in every pass; here
-        they are gathered once per log. The losses by source are sums of the terms of the loss itself, and cost neither
-        a second pass nor logits.
-        """
+        """TRL's loss, with its figures summed on the device. To log them, TRL's own method gathers four numbers from
+        all ranks and waits for the device in every pass; here they are gathered once per log. The losses by source are
+        sums of the terms of the loss itself, and cost neither a second pass nor logits."""
         has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
         options = {"output_router_logits": True} if has_balance else {}
         outputs = model(
@@ -308,11 +305,8 @@ def plan_callbacks(
     metrics: Sequence[str] = (),
 ) -> list[TrainerCallback]:
     """The callbacks that follow from plan and config alone, to be added before training: selective checkpointing,
-    TensorBoard, a profile.
-
-    TensorBoard's curves drop what an earlier start wrote after `resume_step` (None: all of it); `metrics` are the
-    tags of the run's held-out figures.
-    """
+    TensorBoard, a profile. TensorBoard's curves drop what an earlier start wrote after `resume_step` (None: all of it);
+    `metrics` are the tags of the run's held-out figures."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))

@@ -18,11 +18,8 @@ from sft_play.errors import BackendError
 
 
 class Private(NamedTuple):
-    """A private name of a library's trainer.
-
-    `used_by`: methods of `transformers.Trainer` (of `owner`, where it is another class) that use it; `parameters`: of a
-    method, in their order; None for an attribute.
-    """
+    """A private name of a library's trainer. `used_by`: methods of `transformers.Trainer` (of `owner`, where it is
+    another class) that use it; `parameters`: of a method, in their order; None for an attribute."""
 
     name: str
     used_by: tuple[str, ...]

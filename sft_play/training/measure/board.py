@@ -129,10 +129,8 @@ class Board(TrainerCallback):
             writer.file_writer.add_summary(part)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Write the figures, and some questions and answers beside their exact match.
-
-        The Trainer's `on_evaluate` would be too early for answers: it comes before they are generated.
-        """
+        """Write the figures, and some questions and answers beside their exact match. The Trainer's `on_evaluate` would
+        be too early for answers: it comes before they are generated."""
         step = state.global_step
         for tag, value in rewrite_logs(logs or {}).items():
             if not isinstance(value, (int, float)) or self._steps.get(tag, -1) >= step:
@@ -186,11 +184,9 @@ def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[
 
 
 def keep_events_until(folders: Iterable[Path], step: int | None) -> set[str]:
-    """Drop events after `step` (None: all of them) from the event files of these folders; returns the tags that stay.
-
-    A resumed run writes those steps again. TensorBoard's own way, a marker in the new file (`purge_step`), leaves the
-    points of a tag until that tag has one at an earlier step (2.21, with both of its loaders).
-    """
+    """Drop events after `step` (None: all of them) from the event files of these folders; returns the tags that stay. A
+    resumed run writes those steps again. TensorBoard's own way, a marker in the new file (`purge_step`), leaves the
+    points of a tag until that tag has one at an earlier step (2.21, with both of its loaders)."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 

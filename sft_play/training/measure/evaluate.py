@@ -94,11 +94,9 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
 
 
 class BeforeTraining(TrainerCallback):
-    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows.
-
-    An engine wraps the model when training begins, so with one this is a callback. Without one, `measure` is called
-    before training.
-    """
+    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows. An
+    engine wraps the model when training begins, so with one this is a callback. Without one, `measure` is called before
+    training."""
 
     def __init__(
         self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool

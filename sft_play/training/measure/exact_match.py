@@ -65,10 +65,8 @@ def configured_stops(model: Any) -> Configured:
 
 
 def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, configured: Configured) -> list[int]:
-    """Tokens that end an answer: the tokenizer's and the generation config's eos, and the template's ends of turn.
-
-    Of a run that trained on text alone (`task_mode` cpt) there are no turns to end.
-    """
+    """Tokens that end an answer: the tokenizer's and the generation config's eos, and the template's ends of turn. Of a
+    run that trained on text alone (`task_mode` cpt) there are no turns to end."""
     stops = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     added = tokenizer.added_tokens_decoder
     for end in () if task_mode == "cpt" else renderer.turns().ends.markers:
@@ -91,10 +89,8 @@ def answers(
     tried: Callable[..., list[tuple[int, ...]] | None] = lambda compute, _: compute(),
 ) -> list[Answer]:
     """What the model answers to each question, in the order asked. The model's mode is restored afterwards.
-
-    `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch.
-    `tried` is given what generates it and its rows: None where they are too many, and it is repeated in halves.
-    """
+    `most_tokens`: prompts and answers of a batch, with padding. `began` is called before each batch. `tried` is given
+    what generates it and its rows: None where they are too many, and it is repeated in halves."""
     was_training, config = model.training, model.config.get_text_config()
     router_logits = getattr(config, "output_router_logits", None)
     order = sorted(range(len(asked)), key=lambda index: len(asked[index].prompt_ids))

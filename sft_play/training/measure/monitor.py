@@ -62,10 +62,8 @@ class _Clock:
 
 
 class Monitor(TrainerCallback):
-    """Measures this rank between two logs, and combines the figures of all ranks into what is logged.
-
-    The Trainer tells it when training and the optimizer's steps begin; the loop tells it the rest.
-    """
+    """Measures this rank between two logs, and combines the figures of all ranks into what is logged. The Trainer tells
+    it when training and the optimizer's steps begin; the loop tells it the rest."""
 
     def __init__(
         self,
@@ -154,10 +152,8 @@ class Monitor(TrainerCallback):
         self._clock.add("optimizer", self._optimizer_start)
 
     def saw(self, inputs: Any, *, masked: int) -> None:
-        """Count a batch that is about to be trained on; `masked` is the label of tokens that are not.
-
-        A batch of packs has no attention mask, and brings its counts along.
-        """
+        """Count a batch that is about to be trained on; `masked` is the label of tokens that are not. A batch of packs
+        has no attention mask, and brings its counts along."""
         labels = inputs["labels"]
         trained = scored_labels(inputs) != masked
         self._tokens = self._tokens + tokens_in(inputs)

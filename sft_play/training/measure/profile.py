@@ -57,11 +57,9 @@ def exposed(communication: Iterable[Span], computation: Iterable[Span]) -> float
 
 
 def spans_of(events: Sequence[Any], *, on_gpu: bool) -> tuple[list[Span], list[Span]]:
-    """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU.
-
-    What a library annotates (`record_function` of FSDP2, DDP, optimizers and the profiler's own steps) comes back as an
-    event of the GPU too, from its first kernel to its last, collectives included: it computes nothing.
-    """
+    """Spans of communication and of computation, in microseconds: kernels on a GPU, operators on a CPU. What a library
+    annotates (`record_function` of FSDP2, DDP, optimizers and the profiler's own steps) comes back as an event of the
+    GPU too, from its first kernel to its last, collectives included: it computes nothing."""
     communication: list[Span] = []
     computation: list[Span] = []
     for event in events:

@@ -91,11 +91,8 @@ def principal(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.T
 
 
 def freeze_half(model: nn.Module, lora: LoraConfig, *, is_divided_later: bool = False) -> None:
-    """Let the second half of PiSSA's adapters have no gradient; called when the model is divided as it will be.
-
-    Raises:
-        ModelError: accelerate divides it later (`is_divided_later`), into parameters of its own.
-    """
+    """Let the second half of PiSSA's adapters have no gradient; called when the model is divided as it will be. Raises
+    ModelError: accelerate divides it later (`is_divided_later`), into parameters of its own."""
     if lora.init != "pissa":
         return
     if is_divided_later:

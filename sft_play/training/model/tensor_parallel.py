@@ -36,11 +36,8 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def plan_of(model: Any) -> dict[str, Style]:
-    """How the modules of a transformers model are divided, by their names with `*` for the block's number.
-
-    Raises:
-        ModelError: transformers has no plan for the class, or one that is not supported here.
-    """
+    """How the modules of a transformers model are divided, by their names with `*` for the block's number. Raises
+    ModelError: transformers has no plan for the class, or one that is not supported here."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     foreign = {
         style for name, style in plan.items()

@@ -46,12 +46,8 @@ def check_device(plan: Plan, config: RunConfig) -> None:
 
 def check_gpu(plan: Plan, config: RunConfig) -> None:
     """Compare the plan with what the GPU can do, and with its free memory as the driver reports it, before anything is
-    loaded.
-
-    Raises:
-        HardwareError: torch or bitsandbytes has no kernels for it.
-        DoesNotFit: less is free than the plan needs, and the batch was left to the plan.
-    """
+    loaded. Raises HardwareError: torch or bitsandbytes has no kernels for it; DoesNotFit: less is free than the plan
+    needs, and the batch was left to the plan."""
     if plan.hardware.device != "cuda":
         return
     _require_kernels(plan, config)

@@ -30,10 +30,8 @@ def grouped_mm_in_autocast(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """transformers' grouped products in autocast's dtype: tokens x hidden in and out, the other two tokens x experts.
-
     Autocast leaves grouped products alone, and transformers then multiplies in the dtype of the weights: fp32 weights
-    would be multiplied in fp32, where eager experts and every other product run in 16 bits.
-    """
+    would be multiplied in fp32, where eager experts and every other product run in 16 bits."""
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         self = _Cast(self, torch.get_autocast_dtype(device))
@@ -62,10 +60,7 @@ def name_in_transformers(experts: Experts) -> str:
 
 def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> Experts | None:
     """The implementation for a model of this class (its weights may be on the meta device); None without experts.
-
-    Raises:
-        ConfigError: the config names one that cannot run, or there are no experts.
-    """
+    Raises ConfigError: the config names one that cannot run, or there are no experts."""
     # the attribute that transformers' decorator sets on experts that it runs (integrations/moe.py, 5.23)
     through_transformers = [module for module in skeleton.modules() if hasattr(module, "is_concatenated")]
     if not through_transformers and not has_own_experts(skeleton):
@@ -78,10 +73,8 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
 
 def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> None:
     """Make TRL's balance loss that of the class: its names for the numbers of experts, and a weight of 0 where a class
-    whose config has one computes none (Llama 4, Doge without experts).
-
-    TRL 1.16 reads `num_experts` and `num_experts_per_tok`; configs that call them otherwise have an `attribute_map`.
-    """
+    whose config has one computes none (Llama 4, Doge without experts). TRL 1.16 reads `num_experts` and
+    `num_experts_per_tok`; configs that call them otherwise have an `attribute_map`."""
     if not balance_coefficient(hf_config):
         return
     kind = type(hf_config)

@@ -35,11 +35,8 @@ def peft_config_of(
     config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
 ) -> tuple[PeftLoraConfig, list[str]]:
     """PEFT's config for a model of this class, whose weights may be on the meta device, with notes on where adapters
-    are, and where they are not. `new_rows`: those of added tokens.
-
-    Raises:
-        ModelError: a target or a module to save matches nothing, or a module gets both.
-    """
+    are, and where they are not. `new_rows`: those of added tokens. Raises ModelError: a target or a module to save
+    matches nothing, or a module gets both."""
     lora = config.tuning.lora
     places, lost = adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
     layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}
@@ -82,11 +79,7 @@ def _checked_start(lora: LoraConfig, targets: Iterable[str], layers: dict[str, n
 
 def trained_rows(model: Any, rows: Sequence[int], *, whole: Sequence[str]) -> dict[str, list[int]] | None:
     """The rows of added tokens that train in each table of embeddings, tied ones once; `whole`: names of modules that
-    train whole. None: no rows.
-
-    Raises:
-        ModelError: the head has a bias, which PEFT's rows leave out.
-    """
+    train whole. None: no rows. Raises ModelError: the head has a bias, which PEFT's rows leave out."""
     if not rows:
         return None
     inputs, head = model.get_input_embeddings(), output_head(model)
@@ -187,11 +180,8 @@ def chosen(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def chosen_note(config: RunConfig, model: nn.Module) -> str:
-    """A line on what `tuning.trainable` chooses of a model, whose weights may be on the meta device.
-
-    Raises:
-        ModelError: a pattern matches nothing that the mode trains.
-    """
+    """A line on what `tuning.trainable` chooses of a model, whose weights may be on the meta device. Raises ModelError:
+    a pattern matches nothing that the mode trains."""
     patterns = config.tuning.trainable
     sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     for pattern in patterns:

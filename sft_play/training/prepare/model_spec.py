@@ -300,11 +300,7 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: s
 
 def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> Attention:
     """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one for rows whose tokens
-    several ranks share.
-
-    Raises:
-        ModelError: the model lacks the one that was asked for, or cannot share rows.
-    """
+    several ranks share. Raises ModelError: the model lacks the one that was asked for, or cannot share rows."""
     if shares_rows:
         if not getattr(model_class, "_supports_attention_backend", False):
             raise ModelError(f"{model_class.__name__} cannot share rows over context-parallel ranks: it does not call "

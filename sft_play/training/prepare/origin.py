@@ -40,12 +40,8 @@ class Origin:
 
 
 def origin_of(config: RunConfig, model_spec: ModelSpec) -> Origin | None:
-    """The adapter that a run continues; None where it starts a new one.
-
-    Raises:
-        ConfigError: its files cannot be fetched.
-        ModelError: they cannot be read, or are the adapter of another model or another base.
-    """
+    """The adapter that a run continues; None where it starts a new one. Raises ConfigError: its files cannot be
+    fetched; ModelError: they cannot be read, or are the adapter of another model or another base."""
     if config.model.adapter is None:
         return None
     folder = adapter_folder(config.model.adapter)

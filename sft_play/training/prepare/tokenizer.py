@@ -54,11 +54,8 @@ class LoadedTokenizer:
 
 
 def load_tokenizer(config: RunConfig) -> LoadedTokenizer:
-    """The tokenizer of the run's model, with a pad token and, for chats, a chat template.
-
-    Raises:
-        TokenizerError: it cannot be loaded, has a token that should be added, or has no template for chats.
-    """
+    """The tokenizer of the run's model, with a pad token and, for chats, a chat template. Raises TokenizerError: it
+    cannot be loaded, has a token that should be added, or has no template for chats."""
     tokenizer = _load(config)
     new_rows = _add_tokens(tokenizer, config)
     own = tokenizer.chat_template if config.data.chat_template == TRAINING_TEMPLATE else None

@@ -148,11 +148,8 @@ def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_co
 
 
 def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    """The linear layers of a model of this config on which an adapter fails in any block, and why.
-
-    Raises:
-        Exception: the class does not compute without adapters either.
-    """
+    """The linear layers of a model of this config on which an adapter fails in any block, and why. Raises Exception:
+    the class does not compute without adapters either."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
         model = _small_random(small, trust_remote_code)

@@ -224,10 +224,8 @@ def measure_padding(small: Any, *, attention: str, trust_remote_code: bool = Fal
 
 def measure_boundaries(small: Any, *, trust_remote_code: bool = False) -> Difference:
     """How the same chats differ as packs in rows with sdpa and its mask, and one behind the other with `varlen`, in
-    fp32 on the CPU; and padded rows of them, which evaluation has. No random state is changed.
-
-    Each chat is a call of its own here; where a GPU's kernel runs only the last call differs (`proof.trust_kernel`).
-    """
+    fp32 on the CPU; and padded rows of them, which evaluation has. No random state is changed. Each chat is a call of
+    its own here; where a GPU's kernel runs only the last call differs (`proof.trust_kernel`)."""
     with torch.random.fork_rng(devices=[]):
         usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.ATTENTION))
         draw = np.random.default_rng(2)

@@ -70,10 +70,8 @@ class Proof:
 
 def agreed(look: Callable[[], tuple[Found, str | None]]) -> tuple[Found | None, str | None]:
     """What `look` finds where it has no problem on any rank; else None and the problem, or that another rank has one.
-
     All ranks call it, and do the same. What `look` raises is a problem too: a class can break at anything that is put
-    into it, compiled for this machine, or run by a kernel that it may lack.
-    """
+    into it, compiled for this machine, or run by a kernel that it may lack."""
     found, problem = None, None
     try:
         found, problem = look()

@@ -189,11 +189,9 @@ def kind_of(name: str) -> str | None:
 def timed_of(
     work: Sequence[tuple[str, float, float]], collectives: Sequence[tuple[str, int, bool]]
 ) -> list[tuple[str, float]]:
-    """Kind and seconds of the backend's work (name, start and end in microseconds), in order.
-
-    gloo implements reduce-scatter by an all-reduce: where there is one piece of work for each collective, it gets the
-    collective's kind.
-    """
+    """Kind and seconds of the backend's work (name, start and end in microseconds), in order. gloo implements
+    reduce-scatter by an all-reduce: where there is one piece of work for each collective, it gets the collective's
+    kind."""
     pieces = sorted((start, end, kind) for name, start, end in work if (kind := kind_of(name)) is not None)
     kinds = [kind for _, _, kind in pieces]
     if len(pieces) == len(collectives):

@@ -92,9 +92,8 @@ def patient(*, of: str = "the run") -> Any:
 @contextlib.contextmanager
 def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
     """The process group of all ranks, made here so that it has our timeout, and destroyed at the end of the run.
-
-    DeepSpeed gets it at once: ZeRO-3 divides weights while they are read, and would otherwise see a world of one rank.
-    """
+    DeepSpeed gets it at once: ZeRO-3 divides weights while they are read, and would otherwise see a world of one
+    rank."""
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
         return
@@ -176,11 +175,8 @@ def require_alike(facts: Mapping[str, str]) -> None:
 
 
 def require_disk(written: Path, plan: Plan) -> bool:
-    """Whether all ranks see what rank 0 has just written; logged where they do not.
-
-    Raises:
-        RunFolderError: they do not, and DeepSpeed is the engine, whose ranks each write a part of every checkpoint.
-    """
+    """Whether all ranks see what rank 0 has just written; logged where they do not. Raises RunFolderError: they do not,
+    and DeepSpeed is the engine, whose ranks each write a part of every checkpoint."""
     if plan.hardware.nodes == 1:
         return True
     seen = written.read_bytes() if written.is_file() else b""
@@ -217,11 +213,9 @@ def batch_rank(layout: Layout) -> int:
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:
-    """Join DeepSpeed's ranks, which torch's process group has where there is one: by gloo on CPUs, else by NCCL.
-
-    On CPUs DeepSpeed's shared-memory collectives stay out: DeepSpeed (0.19) compiles them before it begins, for more
-    than a minute on two cores, and only its inference calls them.
-    """
+    """Join DeepSpeed's ranks, which torch's process group has where there is one: by gloo on CPUs, else by NCCL. On
+    CPUs DeepSpeed's shared-memory collectives stay out: DeepSpeed (0.19) compiles them before it begins, for more than
+    a minute on two cores, and only its inference calls them."""
     if not on_cpu:
         from deepspeed import comm
 

@@ -178,11 +178,8 @@ def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
 
 
 def masters(engine: Any) -> list[torch.Tensor]:
-    """DeepSpeed's fp32 partitions of the trained weights on this rank, which its optimizer updates.
-
-    Raises:
-        TrainingError: this version of DeepSpeed keeps them elsewhere.
-    """
+    """DeepSpeed's fp32 partitions of the trained weights on this rank, which its optimizer updates. Raises
+    TrainingError: this version of DeepSpeed keeps them elsewhere."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         groups = getattr(optimizer, name, None)
@@ -193,11 +190,9 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 
 def release(trainer: Any) -> None:
-    """End the engine of a trainer that is done, so that its model is freed.
-
-    DeepSpeed keeps modules and parameters in tables of its own, which only destroying the engine empties; ZeRO-3 also
-    keeps the model in a list of modules and in the caches of its coordinator's methods (0.19).
-    """
+    """End the engine of a trainer that is done, so that its model is freed. DeepSpeed keeps modules and parameters in
+    tables of its own, which only destroying the engine empties; ZeRO-3 also keeps the model in a list of modules and in
+    the caches of its coordinator's methods (0.19)."""
     engine = getattr(trainer, "deepspeed", None)
     if engine is None:
         return
@@ -285,11 +280,7 @@ def _mib(sizes: Sequence[int]) -> str:
 
 
 def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
-    """The proof that the wrapped model is what the plan says.
-
-    Raises:
-        TrainingError: it is not.
-    """
+    """The proof that the wrapped model is what the plan says. Raises TrainingError: it is not."""
     layout = plan.choice.layout
     wrapped = trainer.model_wrapped
     names = {kind.__name__ for kind in type(wrapped).__mro__}

@@ -67,11 +67,8 @@ class Met:
 
 
 def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deepspeed: bool) -> dict[str, Any]:
-    """A node's description: its settings, package versions, device and number of ranks.
-
-    Paths and the output are left out: nodes may keep the same files in different places. The ranks, which read the
-    files, compare their content.
-    """
+    """A node's description: its settings, package versions, device and number of ranks. Paths and the output are left
+    out: nodes may keep the same files in different places. The ranks, which read the files, compare their content."""
     packages = versions()
     return {
         "host": socket.gethostname(),
@@ -88,12 +85,8 @@ def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deep
 
 def meet(nodes: Nodes, card: Card, *, limit_s: float) -> Met:
     """Meet the other nodes at `MASTER_ADDR:MASTER_PORT`; every node returns, or raises the same, at the same time.
-
-    Raises:
-        ConfigError: the address is unknown here or is another machine's, two nodes have the same NODE_RANK, or their
-            settings differ.
-        HardwareError: the port is taken, or nodes did not come within `limit_s`, or one was stopped.
-    """
+    Raises ConfigError: the address is unknown here or is another machine's, two nodes have the same NODE_RANK, or their
+    settings differ; HardwareError: the port is taken, or nodes did not come within `limit_s`, or one was stopped."""
     addresses = addresses_of(str(nodes.address), nodes.port or 0)
     # `start` tells two starts on one host apart
     mine = {**card, "node": nodes.rank, "nodes": nodes.count, "start": uuid.uuid4().hex, "sees node 0 at": addresses}

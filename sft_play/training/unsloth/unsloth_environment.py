@@ -48,11 +48,8 @@ class UnslothAnswer:
 
 
 def find_python(environment: Mapping[str, str]) -> Path | None:
-    """The Python of Unsloth's environment; None if there is no such environment.
-
-    Raises:
-        BackendError: UNSLOTH_VENV names a folder without a Python.
-    """
+    """The Python of Unsloth's environment; None if there is no such environment. Raises BackendError: UNSLOTH_VENV
+    names a folder without a Python."""
     given = environment.get(VARIABLE, "").strip()
     if given:
         python = Path(given) / "bin" / "python"
@@ -71,10 +68,8 @@ def find_python(environment: Mapping[str, str]) -> Path | None:
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment variables for Unsloth's Python, without those of this Python's packages or a launcher's ranks.
-
     Unsloth downloads a file that counts its users, and writes generated code into the working folder: the first is
-    turned off, the second goes into the cache.
-    """
+    turned off, the second goes into the cache."""
     kept = for_another_run(environment)
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "ACCELERATE_CONFIG"):
         kept.pop(name, None)
@@ -86,11 +81,8 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(python: Path) -> UnslothAnswer:
-    """What the environment of this Python reports after importing Unsloth; asked once in a process.
-
-    Raises:
-        BackendError: Unsloth cannot be imported there, or lacks what the worker calls; with Unsloth's reason.
-    """
+    """What the environment of this Python reports after importing Unsloth; asked once in a process. Raises
+    BackendError: Unsloth cannot be imported there, or lacks what the worker calls; with Unsloth's reason."""
     # part of the cache's key, since it decides which GPUs Unsloth sees
     return _ask(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
 

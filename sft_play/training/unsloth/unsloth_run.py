@@ -50,12 +50,8 @@ _NOT_HANDED_OVER: Any = None
 
 
 def train(path: Path) -> None:
-    """Train as the document at `path` says; the run folder then holds what every run writes.
-
-    Raises:
-        BackendError: Unsloth would train something else.
-        SftPlayError: as any run.
-    """
+    """Train as the document at `path` says; the run folder then holds what every run writes. Raises BackendError:
+    Unsloth would train something else; SftPlayError: as any run."""
     document = Document.model_validate_json(path.read_text(encoding="utf-8"))
     quiet_libraries()
     job = _job(document)
@@ -174,11 +170,8 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
 
 
 def load(document: Document, config: RunConfig, plan: Plan) -> Any:
-    """Unsloth's model with the adapters of the document.
-
-    Raises:
-        BackendError: Unsloth cannot load it, or puts adapters elsewhere than the run says.
-    """
+    """Unsloth's model with the adapters of the document. Raises BackendError: Unsloth cannot load it, or puts adapters
+    elsewhere than the run says."""
     from unsloth import FastLanguageModel
 
     model, lora = config.model, config.tuning.lora
