@@ -8,7 +8,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -61,8 +61,8 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
         )  # fmt: skip
     if depth is not None:
         del block_list(model)[1][depth:]
-    if settings.experts == "loop":
-        experts.loop_over_experts(model)
+    for change in OLDER:
+        change(model, settings)
     if settings.mode == "qlora":
         _quantise(model, settings)
     if _is_lora(settings):
@@ -324,13 +324,18 @@ def _prepare_step(model: Any, settings: StepSettings) -> None:
         _checkpoint(base, settings)
         if settings.peft is not None:
             base.enable_input_require_grads()  # as TRL does (1.16); reentrant checkpointing needs such an input
-    if settings.loss.startswith("logits_shifted"):
-        base.loss_function = half_shifted_loss if settings.loss == "logits_shifted_half" else shifted_loss
-    if settings.loss in ("logits_float", "logits_shifted_float"):
-        base.get_output_embeddings().register_forward_hook(lambda module, inputs, logits: logits.float())
-    if settings.loss == "chunked":
-        importlib.import_module("sft_play.training.model.fused_head").name_backbone(base)
-        importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
+    LOSSES[settings.loss](base)
+
+
+def _fused_head(base: Any) -> None:
+    importlib.import_module("sft_play.training.model.fused_head").name_backbone(base)
+    importlib.import_module("trl.trainer.utils").add_fused_lm_head(base, outputs=HEAD_OUTPUTS)
+
+
+LOSSES: dict[str, Callable[[Any], object]] = {"chunked": _fused_head, "logits": lambda base: None}
+"""What gives a model the loss of this name; benchmarks add those of older versions of transformers."""
+OLDER: list[Callable[[Any, StepSettings], None]] = []
+"""What changes a model on the meta device into that of an older version of transformers; benchmarks fill it."""
 
 
 def _checkpoint(base: Any, settings: StepSettings) -> None:
@@ -351,16 +356,3 @@ def decoder_layers(base: Any) -> list[Any]:
     if not blocks:
         raise TraceUnavailable(f"{type(base).__name__} has no list of layers")
     return blocks
-
-
-def shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
-    """The loss of transformers before 4.50: the fp32 logits [batch, tokens, vocabulary] are copied to shift them."""
-    return half_shifted_loss(logits.float(), labels, vocab_size)
-
-
-def half_shifted_loss(logits: Any, labels: Any, vocab_size: int, **_: Any) -> Any:
-    """The same in the logits' own dtype, or in fp32 under autocast, as CUDA's autocast takes a cross entropy."""
-    shifted = logits[..., :-1, :].contiguous()
-    if torch.is_autocast_enabled("cpu"):
-        shifted = shifted.float()
-    return nn.functional.cross_entropy(shifted.view(-1, vocab_size), labels[..., 1:].contiguous().view(-1))

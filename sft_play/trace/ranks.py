@@ -1,10 +1,9 @@
-"""Several GPUs seen from one of them: DDP's gradient buckets, and both real FSDPs in a group of one real rank."""
+"""Several GPUs seen from one of them: DDP's gradient buckets, and the real FSDP2 in a group of one real rank."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,69 +109,11 @@ def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
     return fsdp_utils.fsdp2_prepare_model(accelerator, model)
 
 
-# --- FSDP1 ------------------------------------------------------------------------------------------------------------
-def flat_sharded(model: Any, settings: StepSettings) -> Any:
-    """The model in FSDP1's units, as accelerate wraps it: each decoder layer, trained adapters separately, and the
-    rest. BACKWARD_PRE prefetch and limited all-gathers, accelerate's and the launcher's usual settings; original
-    parameters."""
-    from torch.distributed.distributed_c10d import _get_default_group
-    from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
-
-    base = build.base_of(model)
-    layers = build.decoder_layers(base)
-    if settings.checkpoints_wrappers:
-        for layer in layers:
-            layer.gradient_checkpointing = False
-    low = getattr(torch, settings.mixed_precision) if settings.mixed_precision else None
-    wrapped = FullyShardedDataParallel(
-        model,
-        process_group=_get_default_group(),
-        auto_wrap_policy=functools.partial(
-            _is_flat_unit, layer_class=type(layers[0]), has_adapters=settings.peft is not None
-        ),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=low, buffer_dtype=low) if low else None,
-        device_id=torch.device("cpu"),
-        use_orig_params=True,
-        limit_all_gathers=True,
-    )
-    if low is not None:  # accelerate's upcast of trained flat parameters (`Accelerator.prepare_model`)
-        for unit in FullyShardedDataParallel.fsdp_modules(wrapped):
-            flat = getattr(unit, "_flat_param", None)
-            if flat is not None and flat.requires_grad and flat.dtype != torch.float32:
-                flat.data = flat.data.to(torch.float32)
-                unit._handle._orig_param_dtype = torch.float32
-    if settings.checkpointing and settings.checkpoints_wrappers:
-        limit = settings.checkpointed_layers
-        for layer in build.decoder_layers(wrapped)[:limit]:
-            layer.forward = _checkpointed(layer.forward, reentrant=settings.reentrant)
-    return wrapped
+DIVIDED: dict[str, Callable[[Any, StepSettings, Any], Any]] = {"fsdp2": fully_sharded}
+"""What divides a model over the ranks of a mesh, by the strategy's name; benchmarks add what only older scripts ran."""
 
 
-def _is_flat_unit(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, *, layer_class: type, has_adapters: bool
-) -> bool:
-    """A layer, or a trained leaf: PEFT's `fsdp_auto_wrap_policy` adds those, as a flat parameter trains whole."""
-    if recurse:
-        return True
-    weight = getattr(module, "weight", None)
-    is_leaf = not any(True for _ in module.children())
-    is_adapter = has_adapters and is_leaf and weight is not None and weight.requires_grad
-    return isinstance(module, layer_class) or is_adapter
-
-
-def _checkpointed(forward: Any, *, reentrant: bool) -> Any:
-    from torch.utils.checkpoint import checkpoint
-
-    def run(*args: Any, **options: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **options)
-        return checkpoint(functools.partial(forward, **options), *args, use_reentrant=reentrant)
-
-    return run
-
-
-# --- what both shard --------------------------------------------------------------------------------------------------
+# --- a sharded model ----------------------------------------------------------------------------------------------
 def shards(model: nn.Module) -> Iterator[torch.Tensor]:
     """This rank's tensors of a sharded model, each once, in module order."""
     for tensor in (*model.parameters(), *model.buffers()):

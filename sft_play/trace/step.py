@@ -27,8 +27,6 @@ from sft_play.trace.storages import StorageLog, replay
 
 logger = logging.getLogger(__name__)
 
-SHARDED = ("fsdp1", "fsdp2")
-
 
 def trace_step(settings: StepSettings) -> TracedPeak:
     """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
@@ -83,7 +81,7 @@ def situated(
         stack.enter_context(build.without_packages(build.base_of(model), settings))
         if settings.kernels == "liger":
             stack.enter_context(liger.replaced(model))
-        if settings.strategy in SHARDED and mesh is None:
+        if _is_sharded(settings) and mesh is None:
             from sft_play.trace import ranks
 
             mesh = stack.enter_context(ranks.fake_group(settings.world))
@@ -138,7 +136,7 @@ class Loop:
 
     def loaded(self, skeleton: Any) -> tuple[Any, dict[str, int]]:
         """The model on this rank's GPU; a sharded one is loaded on the host, and only its shards arrive."""
-        if self.settings.strategy not in SHARDED:
+        if not _is_sharded(self.settings):
             model = build.furnish(skeleton, self.settings)
             return model, _counts(model)
         from sft_play.trace import ranks
@@ -146,10 +144,7 @@ class Loop:
         with self.log.hidden():
             model = build.furnish(skeleton, self.settings)
             counts, largest = _counts(model), ranks.largest_unit(model, self.settings)
-            if self.settings.strategy == "fsdp1":
-                model = ranks.flat_sharded(model, self.settings)
-            else:
-                model = ranks.fully_sharded(model, self.settings, self.mesh)
+            model = ranks.DIVIDED[self.settings.strategy](model, self.settings, self.mesh)
         self.log.passing((largest,))
         for tensor in ranks.shards(model):
             self.log.see(tensor)
@@ -195,9 +190,9 @@ class Loop:
     @contextlib.contextmanager
     def _synchronised(self, model: Any, is_last: bool) -> Iterator[None]:
         """accelerate's `no_sync` around all micro-batches but the last: sharded models keep whole gradients there."""
-        if is_last or self.settings.sync_each_batch or self.settings.strategy not in SHARDED:
+        if is_last or self.settings.sync_each_batch or not _is_sharded(self.settings):
             yield
-        elif self.settings.strategy == "fsdp1":
+        elif hasattr(model, "no_sync"):  # the first FSDP
             with model.no_sync():
                 yield
         else:
@@ -216,7 +211,7 @@ class Loop:
         loss.backward()
 
     def _update(self, model: Any, optimizer: Any) -> None:
-        if self.settings.clip and self.settings.strategy == "fsdp1":
+        if self.settings.clip and hasattr(model, "clip_grad_norm_"):  # the first FSDP
             model.clip_grad_norm_(1.0)
         elif self.settings.clip:
             trained = [one for one in model.parameters() if one.requires_grad]
@@ -233,6 +228,10 @@ class Loop:
             self.loss(model, self.batch(rows, length))
         self.situation.evaluating = False
         model.train()
+
+
+def _is_sharded(settings: StepSettings) -> bool:
+    return settings.strategy.startswith("fsdp")
 
 
 def _counts(model: Any) -> dict[str, int]:
