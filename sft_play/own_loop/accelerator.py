@@ -51,8 +51,6 @@ def get_accelerator(config: str | os.PathLike[str] | Mapping[str, Any] | DistCon
     elif torch.version.hip is None:
         without_bad_p2p(detect(), os.environ)
     wanted = asked(config, best=best, has_deepspeed=importlib.util.find_spec("deepspeed") is not None)
-    for note in wanted.notes:
-        logger.info("%s", note)
     if wanted.fallback is not None:
         lost = " (zero3_offload: nothing is offloaded)" if wanted.settings.zero3_offload else ""
         _warn(f"backend: deepspeed falls back to accelerate{lost}: {wanted.fallback}")
