@@ -1,4 +1,4 @@
-"""The settings of `get_accelerator`: seven keys of a YAML file or a mapping, strict, and the DeepSpeed file they name."""
+"""The settings of `get_accelerator`: seven keys of a YAML file or a mapping, strict, and their DeepSpeed file."""
 
 from __future__ import annotations
 
@@ -74,12 +74,8 @@ def asked(
     config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best: Precision, has_deepspeed: bool
 ) -> CheckedSettings:
     """The settings of a file or a mapping, checked together with the DeepSpeed file that they name. `best`: the dtype
-    that suits this machine's device; "no" is a CPU.
-
-    Raises:
-        ConfigError: the file is missing or not a YAML mapping; keys are unknown or values wrong; or values contradict each
-            other, the device or the DeepSpeed file.
-    """
+    that suits this machine's device; "no" is a CPU. Raises ConfigError: the file is missing or not a YAML mapping; keys
+    are unknown or values wrong; or values contradict each other, the device or the DeepSpeed file."""
     document, folder = _read(config)
     settings = _settings(document)
     deepspeed, fallback, problems = None, None, list[str]()

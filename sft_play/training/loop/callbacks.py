@@ -24,6 +24,7 @@ from sft_play.process.endings import StopSignals, elapsed_s
 from sft_play.process.waiting import waiting
 from sft_play.training.ranks.distributed import any_rank, highest
 from sft_play.training.ranks.engines import local
+from sft_play.units import duration_of
 
 logger = logging.getLogger(__name__)
 
@@ -341,10 +342,4 @@ class Progress(TrainerCallback):
         loss = f"loss {self._loss:.4f}  " if self._loss is not None else ""
         speed = self._speed if self._speed is not None else self._tokens() / self.training_s
         memory = f"peak {self._memory:.2f} GiB  " if self._memory is not None else ""
-        return f"{loss}{speed:,.0f} tokens/s  {memory}{_clock(left)} left"
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+        return f"{loss}{speed:,.0f} tokens/s  {memory}{duration_of(left)} left"

@@ -330,18 +330,10 @@ def _packs_of(
     lengths = np.split(lengths_of(rows), np.cumsum(sizes)[:-1])
     parts = [best_fit(part, plan.max_seq_len) for part in lengths]
     packs = joined(parts)
-    effective, setting = plan.batch.effective_batch, config.train.effective_words
-    chats_per_row = len(rows) / len(packs)
-    logger.debug(
-        "Packing: %s chats in %s rows of at most %d tokens (%.1f%% padding); a step of %d rows sees %.1f chats on "
-        "average, %.1f a row",
-        f"{len(rows):,}", f"{len(packs):,}", plan.max_seq_len, 100 * (1 - packs.tokens.mean() / plan.max_seq_len),
-        effective, min(effective, len(packs)) * chats_per_row, chats_per_row,
-    )  # fmt: skip
+    effective, padding = plan.batch.effective_batch, 1 - packs.tokens.mean() / plan.max_seq_len
+    logger.debug("Packing: %d chats in %d rows, %.1f a row (%.1f%% padding)", len(rows), len(packs),
+                 len(rows) / len(packs), 100 * padding)  # fmt: skip
     if len(packs) < effective and distributed.is_first():
-        logger.warning(
-            "Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; a smaller "
-            "%s keeps the chats per step as they were without packing (%d rows hold %d)",
-            len(packs), effective, setting, max(1, round(effective / chats_per_row)), effective,
-        )  # fmt: skip
+        logger.warning("Packing: %d rows are fewer than one effective batch of %d, so each step sees every chat; set a "
+                       "smaller %s", len(packs), effective, config.train.effective_words)  # fmt: skip
     return packs, tuple(map(len, parts))

@@ -26,7 +26,6 @@ from sft_play.planner.plan import Plan
 from sft_play.planner.precision import SHORT, DtypeName
 from sft_play.process.environment import deepspeed_on_cpu
 from sft_play.training.ranks import distributed
-from sft_play.units import MIB
 
 
 def engine_arguments(
@@ -131,11 +130,6 @@ def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
         trainer.accelerator.state.fsdp_plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=low, reduce_dtype=getattr(torch, chosen.reduced), output_dtype=low
         )
-
-
-def zero_stage(wrapped: Any) -> int | None:
-    """The ZeRO stage that DeepSpeed runs; None where another engine wraps the model."""
-    return int(wrapped.zero_optimization_stage()) if is_deepspeed(wrapped) else None
 
 
 def is_deepspeed(wrapped: Any) -> bool:
@@ -264,19 +258,7 @@ class EngineCheck:
     @property
     def line(self) -> str:
         """The proof in words."""
-        line = (
-            f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks; trained "
-            f"weights and their states per rank: {_mib(self.bytes_by_rank)} of {_mib([self.whole_bytes])} MiB"
-        )
-        if self.frozen_whole_bytes:
-            line += f"; frozen weights: {_mib(self.frozen_bytes_by_rank)} of {_mib([self.frozen_whole_bytes])} MiB"
-        if self.frozen_device_bytes_by_rank != self.frozen_bytes_by_rank:
-            line += f", {_mib(self.frozen_device_bytes_by_rank)} of them not in RAM"
-        return line
-
-
-def _mib(sizes: Sequence[int]) -> str:
-    return ", ".join(f"{size / MIB:.1f}" for size in sizes)
+        return f"Engine: {self.layout} proved: the model is a {self.wrapped_class} over {self.ranks} ranks"
 
 
 def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
@@ -290,8 +272,7 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
             f"the plan says {layout.name}, but the wrapped model is a {type(wrapped).__name__}, not a {wanted}: the "
             "engine was left out; nothing was trained"
         )
-    stage = zero_stage(wrapped)
-    if layout.is_zero and stage != int(layout.name[4]):  # zeroN, zeroN_offload
+    if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):  # zeroN, zeroN_offload
         raise TrainingError(f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
     frozen, kept_whole = frozen_bytes(wrapped)
