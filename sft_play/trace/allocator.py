@@ -1,10 +1,8 @@
 """PyTorch's CUDA caching allocator on integers: what a sequence of tensors costs in blocks and in segments.
 
-Rules and constants follow `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.h` of PyTorch 2.13
-(github.com/pytorch/pytorch). Each stream has pools of its own: what was freed on one is never given to another. A block
-that another stream used (`record_stream`) waits, once freed, until the host knows that the use has ended. Left out,
-because training with default settings never meets them: `max_split_size_mb`, `roundup_power2_divisions`, garbage
-collection thresholds and graph pools. Torch-free; all sizes are bytes.
+Rules and constants are those of `c10/cuda/CUDACachingAllocator.cpp` of PyTorch 2.13 at default settings. Each stream
+has its pools; a block that another stream used (`record_stream`) waits, once freed, until the host knows that its use
+has ended. All sizes are bytes.
 """
 
 from __future__ import annotations

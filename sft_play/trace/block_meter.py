@@ -1,9 +1,8 @@
 """Bytes of the blocks of a class that the table of families does not have, as a plan asks for them, remembered.
 
-A pass is run at the plan's own length, for a few batches at once; others lie between. Two things are run shorter,
-because each would take minutes: a class whose operators grow with the length (states that are computed chunk by chunk,
-in Python) takes as many tokens in short rows, twice, since what it holds grows with rows too; and a class that cannot
-run on tensors without bytes runs on the CPU with few real tokens.
+A pass is run at the plan's own length, for a few batches; others lie between. A class whose operators grow with the
+length takes as many tokens in short rows, twice; one that cannot run on tensors without bytes, few real tokens on the
+CPU: both would take minutes at full length.
 """
 
 from __future__ import annotations

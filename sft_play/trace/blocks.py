@@ -1,8 +1,7 @@
 """The blocks of a model, each run forwards and backwards: what it keeps, and its peaks.
 
-A pass goes through the model's first blocks, as many as there are kinds, on the tensors of a trace. Hooks read the live
-bytes where one block ends and the next begins: forwards when its call begins and ends, backwards when the gradient of
-its output is there.
+Hooks read the live bytes of a trace where one block ends and the next begins: forwards when its call begins and ends,
+backwards when the gradient of its output is there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """From a plan's candidate to the step that is traced, and back: a second prediction for the plan.
 
-What was measured with the libraries is remembered, and a second start reads it without importing them: traces by their
-settings, and the shapes of models that the table of families does not know by their config.json; both by the versions
-of the libraries and of this code. Failures are not remembered, nor what came from a model's own code.
+What was measured with the libraries is remembered by their versions and this code's: traces by their settings, shapes
+by their config.json. Failures are not, nor what came from a model's own code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """Stand-ins with the same memory for what cannot run on fake tensors: NF4 layers, TRL's head, bitsandbytes' optimizers.
-
-A fake allocates the buffers that the real code allocates, in the same order, with arbitrary values. `patches.PATCHES`
-lists each with its reason and guard.
-"""
+They allocate what the real code does, in the same order (`patches.PATCHES` has the reasons and guards)."""
 
 from __future__ import annotations
 

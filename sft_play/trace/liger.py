@@ -1,9 +1,5 @@
-"""Liger's kernels as a trace runs them: autograd functions that hold and allocate what liger-kernel 0.8.5's do.
-
-Triton cannot run on fake tensors, and the package need not be installed: nothing of it is imported. The functions
-follow liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, and `replaced` the modules that transformers/monkey_patch.py
-changes.
-"""
+"""Liger's kernels as a trace runs them: autograd functions that hold and allocate what liger-kernel 0.8.5's do, which
+need not be installed (liger_kernel/ops/{rms_norm,swiglu,geglu,rope}.py, transformers/monkey_patch.py)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""Every place where a trace differs from what the libraries would run, with its reason and its guard.
-
-A patch replaces one attribute of a library while a trace runs. Its guard is the set of parameter names that the target
-must have, so that a library that has changed is reported instead of giving a wrong number. Fakes and rules patch
-nothing; their guards check what they stand in for.
-"""
+"""Every place where a trace differs from what the libraries would run, with its reason and its guard: the parameters
+that a target must have, so that a library that has changed is reported instead of giving a wrong number."""
 
 from __future__ import annotations
 
@@ -68,6 +64,7 @@ def _parameters(value: Any) -> set[str]:
 
 
 def where(needed: Callable[[StepSettings], bool], *patches: Patch) -> tuple[Patch, ...]:
+    """The patches, for settings that need them alone."""
     return tuple(replace(patch, needed=needed) for patch in patches)
 
 

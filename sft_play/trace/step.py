@@ -1,8 +1,5 @@
-"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its peak.
-
-`trace_step` builds the model from its config, runs optimizer steps under FakeTensorMode, and replays the allocation and
-freeing of every storage through the simulated allocator.
-"""
+"""One training step, as the real libraries run it, on tensors without bytes: what it needs at its peak, by the replay
+of every storage's allocation and freeing through the simulated allocator."""
 
 from __future__ import annotations
 

@@ -1,9 +1,6 @@
-"""Allocation and freeing of tensors' storages while real code runs, on fake tensors or on real ones.
-
-A dispatch mode sees every operator's outputs; a finalizer on each storage sees its end. What a CUDA kernel allocates
-and frees before it returns is added by `kernels.workspace`. A recorded step is played through the simulated allocator,
-which gives the highest bytes of each phase.
-"""
+"""Allocation and freeing of tensors' storages while real code runs, on fake tensors or on real ones: a dispatch mode
+sees every operator's outputs, a finalizer on each storage its end. A recorded step is replayed in the simulated
+allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run as one story: `run` prepares it and opens its folder on all ranks, `train` trains its model or one stage."""
+"""A run as one story: `run` prepares it and opens its folder on all ranks, `train` trains its model or a stage."""
 
 from __future__ import annotations
 

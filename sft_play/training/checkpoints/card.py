@@ -1,8 +1,5 @@
-"""The model card (README.md) of trained weights: base, data in figures, results, settings, how to use them.
-
-Rows, paths and secrets are not in it: a base in a local folder is named by its hub id where the folder tells it, else
-by the folder's name. `card.md.jinja` is its text; huggingface_hub writes and reads the front matter.
-"""
+"""The model card (README.md) of trained weights: base, data in figures, results, settings, how to use them; no rows,
+paths or secrets. `card.md.jinja` is its text."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""`make consolidate`: the trained weights of a checkpoint, sharded or not, as one adapter or model.
-
-DeepSpeed's own `zero_to_fp32` joins its parts, torch's distributed checkpoint those of FSDP. The names that tensors
-have in memory become those of a finished run's files in the same way as at a run's end: the model is built on the meta
-device and saved with these weights.
-"""
+"""`make consolidate`: the trained weights of a checkpoint, sharded or not, as one adapter or model. The model is built
+on the meta device and saved with them, so that tensors get the names of a finished run's files."""
 
 from __future__ import annotations
 

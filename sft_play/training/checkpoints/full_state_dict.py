@@ -1,8 +1,5 @@
-"""Whole checkpoints of one process, DDP and FSDP: weights as safetensors, optimizer states by number.
-
-FSDP's own files hold the optimizer's states by name; here they are written as one process's optimizer writes them
-(`optimizer.pt`: parameters numbered in the order of the groups), so that any number of ranks can read them.
-"""
+"""Whole checkpoints of one process, DDP and FSDP: weights as safetensors, optimizer states by number, as one process's
+optimizer writes them, so that any number of ranks can read them."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""The checkpoint that a run continues from: the last one that is still as it was written.
-
-Pickles in it are read without running code, also by libraries that would run it: a folder may come from somebody else.
-`torch.load(weights_only=True)` builds tensors and plain values only; DeepSpeed asks for the opposite, which torch's own
-variable overrules.
-"""
+"""The checkpoint that a run continues from: the last one that is still as it was written. Pickles in it are read
+without running code, by libraries that would run it too: torch's own variable overrules DeepSpeed."""
 
 from __future__ import annotations
 

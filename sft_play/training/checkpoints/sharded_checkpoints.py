@@ -1,9 +1,7 @@
 """Sharded checkpoints: each rank writes its part of weights and optimizer states, and reads what it needs of all.
 
-The format is torch's distributed checkpoint, which any number of ranks can read: a file of parts for each rank, and a
-table of contents. Names are flat: `model.NAME` for weights, `optimizer.NAME.STATE` for states; values that are not
-tensors have a file of their own. Bytes are counted as they reach the disk, so that a slow save can be told from one
-that hangs.
+The format is torch's distributed checkpoint, which any number of ranks can read. Names are flat: `model.NAME`,
+`optimizer.NAME.STATE`. Bytes are counted as they reach the disk, so that a slow save can be told from one that hangs.
 """
 
 from __future__ import annotations

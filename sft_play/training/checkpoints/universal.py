@@ -1,10 +1,7 @@
-"""DeepSpeed's checkpoints over another number of ranks, by its universal form.
+"""DeepSpeed's checkpoints over another number of ranks, by its universal form, which its own converter writes beside.
 
-A ZeRO checkpoint has a file of optimizer states for each rank, which DeepSpeed reads over as many ranks only. Where
-they are others now, its own converter writes each tensor whole, beside the checkpoint, which stays as it is; every rank
-reads its part of it, and it is removed. What ZeRO-3's loader gets wrong is put right here (0.19.8,
-`load_hp_checkpoint_state_from_checkpoint_dir_stage3`): all groups of the optimizer get those of the first, weight
-decay and learning rate among them, and all states one tensor that counts the steps, which each of them counts on.
+What ZeRO-3's loader gets wrong is put right here (0.19.8, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`): all
+groups of the optimizer get those of the first, and all states one tensor that counts the steps.
 """
 
 from __future__ import annotations

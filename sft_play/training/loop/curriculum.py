@@ -1,8 +1,7 @@
 """A run with stages: all are prepared first, then each is trained on the weights of the one before.
 
-A stage is a run of its own in its own folder (`stages/NAME`: plan, checkpoints, weights, summary), with a new
-optimizer, schedule and engine. It hands its weights to the next one on disk, so every layout and `resume` go the same
-way. All stages share one process group, log and metrics.
+A stage is a run of its own in its own folder (`stages/NAME`), with a new optimizer, schedule and engine; it hands its
+weights on by disk, so every layout and `resume` go the same way.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The training loop: transformers' Trainer with an order of rows, a loss and an evaluation that no layout changes.
-
-`loop_checkpoints` writes and reads its checkpoints; `trainer` sets one up from a plan. The private methods that are
-overridden here are listed and guarded in `upstream`.
-"""
+"""The training loop: transformers' Trainer with an order of rows, a loss and an evaluation that no layout changes."""
 
 from __future__ import annotations
 

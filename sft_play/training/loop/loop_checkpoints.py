@@ -1,8 +1,5 @@
-"""The checkpoints of the training loop: whole or absent, and readable under one process, DDP and FSDP alike.
-
-The Trainer decides when to save; what it writes goes into a folder aside, is checked, and is renamed
-(`checkpoints`). The private methods that are overridden here are listed and guarded in `upstream`.
-"""
+"""The checkpoints of the training loop: whole or absent, and readable under one process, DDP and FSDP alike. What the
+Trainer writes goes into a folder aside, is checked, and is renamed (`checkpoints`)."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """Memory that runs out in a step: it is repeated from its start, in micro-batches of half the size.
 
-Until the optimizer's update a step leaves nothing but gradients, sums and random states. In a process that no engine
-wraps they are set back, and the step's rows are cut as a run cuts them that was planned so. Over ranks the step cannot
-be repeated in place: a rank that has left the middle of a collective cannot rejoin it, and the others wait there. Their
-processes end, with a note for whoever starts them again (`runs.ran_out`).
+Until the optimizer's update a step leaves only gradients, sums and random states, which are set back. Over ranks it
+cannot be repeated in place, since others wait in a collective: the processes end, with a note for whoever starts them
+again (`runs.ran_out`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,9 @@
 """What the optimizers of a run do that no library's does: Muon beside AdamW, LoRA+, stochastic rounding.
 
-`train.optim: muon`: torch's Muon for the weight matrices between the embeddings, its fused AdamW for all else. Muon
-steps by the momentum's matrix with all singular values near one (https://arxiv.org/abs/2502.16982), scaled to the size
-of AdamW's updates, so that it takes AdamW's learning rate and weight decay.
-
-LoRA+ (https://huggingface.co/papers/2402.12354): a learning rate of its own for every lora_B. As in PEFT's
-`create_loraplus_optimizer`, vectors, such as DoRA's magnitudes, have lora_B's. That function makes the optimizer
-itself, with rates that no schedule of the Trainer's groups knows; here the Trainer's own groups are split.
-
-Stochastic rounding: an update below 1/512 of a bf16 weight is lost when the sum is rounded to nearest. Rounded up with
-the probability that the discarded bits give, it arrives in expectation (https://arxiv.org/abs/2010.06192). Optimizer
-and moments are the library's own: tensors are stepped one after the other as fp32 copies, and their moments stay fp32.
+Muon: torch's, for the weight matrices between the embeddings (https://arxiv.org/abs/2502.16982), scaled to AdamW's
+updates, so that it takes AdamW's learning rate and weight decay. LoRA+ (https://huggingface.co/papers/2402.12354): a
+rate of its own for lora_B and vectors; PEFT's function makes an optimizer that no schedule of the Trainer's groups
+knows. Stochastic rounding (https://arxiv.org/abs/2010.06192): updates too small for bf16 arrive in expectation.
 """
 
 from __future__ import annotations

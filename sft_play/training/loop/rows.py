@@ -1,12 +1,8 @@
 """The rows as the trainer takes them: each trained on once per epoch, in an order that ranks do not change.
 
-The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch. So a step
-sees the same rows whatever the number of ranks, micro-batch and accumulation. Within a step rows may be sorted by
-length and divided into micro-batches by their tokens, and a row may be a pack of several chats. A rank that has no row
-left for a pass gets one whose loss is masked: accelerate would give it a row from the epoch's beginning, which would
-then be trained on twice.
-
-The tokens stay in the data set (Arrow, which may be a mapped file); a row is assembled from it when it is asked for.
+The order of an epoch depends only on seed and epoch, and an optimizer step takes its next effective batch, whatever the
+ranks, micro-batch and accumulation. A rank that has no row left for a pass gets one whose loss is masked: accelerate
+would give it a row from the epoch's beginning a second time. Tokens stay in the data set until a row is asked for.
 """
 
 from __future__ import annotations

@@ -1,9 +1,5 @@
-"""Which private names of transformers' and TRL's trainers the training loop builds on, and a guard for each.
-
-Every other override is of a public method. A private one may change with any release, so each is listed here with its
-parameters and the library's methods that have to use it for the override to have any effect; the override itself says
-why it is there. A library that has changed is named in one error before training.
-"""
+"""Which private names of transformers' and TRL's trainers the training loop builds on, and a guard for each: its
+parameters, and the library's methods that have to use it. A library that has changed is named before training."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a layout.
-
-TensorBoard gives each run a colour, and takes each folder of event files for a run. So what was trained on is written
-to the run's own `tb/`, and what was held out to a folder for each split inside it.
-"""
+"""What TensorBoard shows: curves, config, plan, manifest, answers of each evaluation, hparams, a layout. It takes each
+folder of event files for a run: the run's own `tb/` has what was trained on, a folder in it each held-out split."""
 
 from __future__ import annotations
 

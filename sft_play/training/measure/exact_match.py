@@ -1,7 +1,4 @@
-"""Generated answers, compared word for word with the reference answers.
-
-Decoding is greedy, from exactly the prompt that training rows begin with; an answer ends at the end-of-turn token.
-"""
+"""Generated answers, compared word for word with the reference answers; greedy, from the prompt of training rows."""
 
 from __future__ import annotations
 

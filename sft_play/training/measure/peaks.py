@@ -1,9 +1,7 @@
 """The highest memory of each moment of a run: loading, training steps, evaluation, generation, saving.
 
-torch counts one peak since its last reset, and so does Linux for a process's resident memory. At each change from one
-moment to another the peak is kept and reset, so that what an evaluation or generated answers took is not read as the
-training's. On a GPU the allocator's cache is emptied too: blocks that one moment has cached are of little use to the
-next, and would be counted as reserved by it.
+torch and Linux count one peak since its last reset: at each change of moment it is kept and reset, and on a GPU the
+allocator's cache is emptied, whose blocks would count for the next.
 """
 
 from __future__ import annotations

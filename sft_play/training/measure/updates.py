@@ -1,8 +1,5 @@
-"""Whether the optimizer's updates reach the weights: dtypes of what trains, and the share of elements that change.
-
-Read from live objects at the first steps, under every layout: a run whose updates are rounded away looks like any
-other.
-"""
+"""Whether the optimizer's updates reach the weights, read from live objects at the first steps: a run whose updates are
+rounded away looks like any other."""
 
 from __future__ import annotations
 

@@ -1,10 +1,6 @@
-"""LoRA layers under autocast without PEFT's cast of their input to the adapters' dtype.
-
-PEFT casts the input of a LoRA layer to the dtype of its adapters (fp32), once for each target, and autocast casts it
-back for lora_A's product: the product sees the same numbers, and each target keeps a copy of its own. Without the cast
-the targets that read one input hold it once. Values, gradients and their order are the same, so every bit is
-(tests/test_adapter_inputs.py).
-"""
+"""LoRA layers under autocast without PEFT's cast of their input to the adapters' fp32, which autocast undoes for
+lora_A's product: targets that read one input then hold it once. Every bit is the same
+(tests/test_adapter_inputs.py)."""
 
 from __future__ import annotations
 

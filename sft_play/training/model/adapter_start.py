@@ -1,14 +1,9 @@
 """Where adapters start (`tuning.lora.init`), other than at PEFT's zero: PiSSA and LoftQ, without touching the base.
 
-PiSSA (https://huggingface.co/papers/2404.02948) trains the base's largest singular directions A0, B0. PEFT subtracts
-them from the base, so that an adapter fits that base alone until it is converted: to a plain adapter of twice the rank,
-[A, A0] and [B, -B0], on the base as it was. Here the adapter is that from the start, and its second half does not
-train: checkpoints, results and every reader have a plain adapter, in every layout, and 16-bit bases are not rounded
-once more.
-
-LoftQ (https://huggingface.co/papers/2310.08659) with one iteration, as PEFT's `replace_lora_weights_loftq`, which
-leaves the NF4 base as it is, and starts at the largest directions of what quantising lost. PEFT's divides by no scale,
-so that a scale of 2 adds as much error as it takes off, and wants a GPU.
+PiSSA (https://huggingface.co/papers/2404.02948) trains the base's largest singular directions A0, B0, which PEFT
+subtracts from the base. Here it is a plain adapter of twice the rank on the base as it was, [A, A0] and [B, -B0], whose
+second half does not train. LoftQ (https://huggingface.co/papers/2310.08659), one iteration as PEFT's, leaves the NF4
+base too; PEFT's divides by no scale: at 2 it adds as much error as it takes off.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """Context parallelism: the ranks of a group share the tokens of each row, and each computes attention for some heads.
 
-Everything but attention works on one token at a time. For attention the ranks exchange heads for tokens, so that each
-has its share of the heads over the whole row, and back (Ulysses, https://arxiv.org/abs/2309.14509). The result is that
-of one process: attention is causal over whole rows, padding is at their end, and no mask is needed.
-
-To FSDP2 the ranks are data-parallel ranks: a part of a row is a row with fewer tokens.
+For attention they exchange heads for tokens, and back (Ulysses, https://arxiv.org/abs/2309.14509): causal over whole
+rows, padding at their end, no mask. To FSDP2 they are data-parallel ranks with shorter rows.
 
 Shape letters: B rows, H heads, S tokens of a row, P parts of it, D width of a head.
 """

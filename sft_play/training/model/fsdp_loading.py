@@ -1,9 +1,7 @@
 """FSDP2 unit by unit: the first rank reads the weights and sends them, and every rank keeps only its part.
 
-No rank holds the whole model on its device, and only the first one reads it. transformers memory-maps safetensors
-files: weights in the files' own dtype take no RAM, those of another dtype or stacked ones (experts) are copied. Until
-it is divided, every rank has the model with its adapters, its buffers, and parameters of the right shape and dtype but
-without memory. NF4 weights are quantised on each rank when their unit arrives.
+No rank holds the whole model on its device. Until it is divided, every rank has the model with its adapters and
+buffers, and parameters of the right shape and dtype but without memory. NF4 weights are quantised as they arrive.
 """
 
 from __future__ import annotations

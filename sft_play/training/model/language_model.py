@@ -1,12 +1,8 @@
 """The language model of an image-text class, as a causal language model of its own.
 
-Of most image-text classes transformers has the language model with a head (`Gemma3ForCausalLM`); of others (Qwen2.5-VL,
-Qwen3-VL, GLM-4.5V) only the decoder (`Qwen2_5_VLTextModel`), since their head belongs to the whole class. Here such a
-decoder gets a head and is registered as transformers asks for classes of one's own, so that everything that takes a
-causal language model takes it. A test compares each with its whole class: on text both compute the same.
-
-Training holds the language model alone. What it writes carries the names of the whole class (`Tower`), whose other
-weights stay as they are published.
+Where transformers has only the decoder (`Qwen2_5_VLTextModel`), it gets a head and is registered, so that everything
+that takes a causal language model takes it. What is written carries the names of the whole class (`Tower`), whose other
+weights stay as published.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Experts in 4 bits: weights that are one tensor for all experts of a block, which bitsandbytes' layers do not reach.
 
-Each such tensor is packed as transformers reads and stacks it, so that no more than one of them is ever whole. The
-packed tensor has the weight's place and name; in a pass of the block's experts, code that reads the weight gets it
-dequantised, once. The backward pass needs it again, so it lives until then unless the block is checkpointed.
+Each is packed as transformers reads it; in a pass of the block's experts, code that reads the weight gets it
+dequantised, once, and it lives until the backward pass unless the block is checkpointed.
 """
 
 from __future__ import annotations

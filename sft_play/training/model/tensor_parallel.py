@@ -1,10 +1,8 @@
 """Tensor parallelism: each rank of a group holds a part of every linear layer of the blocks, and computes with it.
 
-Which layers are divided by columns and which by rows is transformers' own plan of the model class (`tp_plan`). The
-parts are DTensors, so that gradient norms, FSDP2 and checkpoints treat them as parts of whole tensors. Modules compute
-on plain local tensors, and two all-reduces per block and direction add up the ranks' results: after the layers divided
-by rows, and in the backward pass before those divided by columns (Megatron-LM, https://arxiv.org/abs/1909.08053,
-section 3). Embedding, norms and head are whole on every rank.
+Which layers are divided by columns and by rows is transformers' own plan of the class (`tp_plan`). The parts are
+DTensors to gradient norms, FSDP2 and checkpoints; modules compute on local tensors, with two all-reduces per block and
+direction (Megatron-LM, https://arxiv.org/abs/1909.08053, section 3). Embedding, norms and head are whole on every rank.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""Which weights a run trains: linear layers get adapters by its LoRA config, with every name of the YAML checked
-against the model; of all that a mode would train, `tuning.trainable` chooses by parts of their names.
-
-A pattern is a run of dotted pieces of a weight's name: `q_proj`, `layers.3.mlp`. A piece may be a glob (`*_proj`) or a
-range of numbers (`layers.0-3`). `lora` means the adapters, `norm` every norm.
-"""
+"""Which weights a run trains: linear layers get adapters by its LoRA config, every name checked against the model; of
+all that a mode would train, `tuning.trainable` chooses by patterns: dotted pieces of a name, globs and ranges
+(`layers.0-3`); `lora` means the adapters, `norm` every norm."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Which linear layers of a class take an adapter: tried on a small model of it, by a step forwards and backwards.
 
-No list of names decides. PEFT refuses some layers, some return tuples (routers), some get no gradient (indexers that
-only choose what attention reads), some are read past the adapter (`self.out_proj.weight` in a fused kernel). What the
-table of families knows is recorded there, and a test tries it again.
+PEFT refuses some layers, some return tuples (routers), some get no gradient (indexers), some are read past the adapter.
+What the table of families knows is recorded there, and a test tries it again.
 """
 
 from __future__ import annotations

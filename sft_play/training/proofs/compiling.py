@@ -1,12 +1,7 @@
-"""Blocks of a model compiled by torch.compile, where it computes what the plain code computes.
+"""Blocks of a model compiled by torch.compile, where it computes what the plain code computes (`proof`).
 
-Each block is compiled in place (`nn.Module.compile`), so that names of modules and tensors stay what they are. Blocks
-of one kind share their graphs, whose lengths and numbers of rows are symbols: passes of other lengths compile nothing
-again. Gradient checkpointing is inside a block's forward in transformers, and so in its graph.
-
-Before that a small model of the class is compiled on the run's device and compared (`proof`). Evaluation and generation
-run the plain code. The time that compiling takes does not count for the training's speed; the summary has it, with the
-graphs, and what dynamo left uncompiled.
+Each block is compiled in place, with lengths and numbers of rows as symbols. Evaluation and generation run the plain
+code. The time of compiling does not count for the training's speed; the summary has it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,5 @@
-"""Liger's Triton kernels in place of a model's norms, gated activations and rotations, where they compute the same.
-
-No list of models decides. The package knows which classes it has kernels for; whether they compute what the class
-computes is measured on the run's own device, on small models of the class with rows as wide as the real one's: in fp32
-logits and gradients have to agree, and in the run's dtype they must not be further from fp32 than the plain ones are.
-The loss stays TRL's.
-"""
+"""Liger's Triton kernels in place of a model's norms, gated activations and rotations, where they compute the same:
+measured on the run's own device, on small models of the class with rows as wide as the real one's (`proof`)."""
 
 from __future__ import annotations
 

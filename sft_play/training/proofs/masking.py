@@ -1,10 +1,7 @@
 """Which masks a class needs: do chats of a row stay apart, by a mask or by boundaries alone, and does padding need one?
 
-Measured on a small model of the class with random weights (`small_model`), on the CPU. Some classes derive no mask from
-position ids (transformers 5.23: falcon, opt, bloom, gpt-oss), some carry a state from token to token that position ids
-do not reset (mamba and its hybrids); in both a chat would see the one before it. Attention that is causal never sees
-padding at the end of rows, but some classes read the mask elsewhere: in the balance loss of experts, in a state that
-goes through the padding, in a bias of positions.
+Measured on a small model of the class on the CPU: some classes derive no mask from position ids (falcon, opt, bloom,
+gpt-oss), some carry a state from token to token (mamba); some read the mask elsewhere (experts' balance loss).
 """
 
 from __future__ import annotations

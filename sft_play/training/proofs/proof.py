@@ -1,9 +1,7 @@
 """Whether other code computes what the plain code does, by measurement before a run relies on it.
 
-Other code for a model's class is compared by logits and gradients of a small model: in fp32 both have to agree; in 16
-bits the other code must not be further from fp32 than the plain one is. PyTorch's varlen kernel is compared with a call
-for each chat, on random numbers with the model's heads, dtype and window, forwards and backwards, on the run's own GPU:
-which GPUs and versions it is exact on is not left to lists.
+Logits and gradients of a small model have to agree in fp32; in 16 bits the other code must not be further from fp32
+than the plain one is. PyTorch's varlen kernel is compared with a call for each chat, on the run's own GPU.
 
 Shape letters: T tokens of all chats, H heads, G heads of keys, D width of a head.
 """

@@ -1,7 +1,4 @@
-"""A small model of a class, with random weights: what it shows takes the place of lists of names.
-
-A few narrow layers of every kind, by the class's own config, compute in a second or two on a CPU.
-"""
+"""A small model of a class with random weights, a few narrow layers of every kind: it computes in a second or two."""
 
 from __future__ import annotations
 

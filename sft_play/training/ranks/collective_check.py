@@ -1,7 +1,7 @@
 """A real all-reduce over every rank, started by the doctor: is the sum right, and how fast is it?
 
-Each rank writes how far it came into a file (`rank-N.json`), so that after a hang it is known who waits for whom. Rank
-0 writes the results of all (`result.json`). The process group is that of a run: gloo on the CPU, gloo and NCCL on GPUs.
+Each rank writes how far it came (`rank-N.json`), so that after a hang it is known who waits for whom; rank 0 the
+results of all (`result.json`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """What ranks send each other in a window of steps: counts, bytes and time by kind of collective, and who waits.
 
-Counts and bytes are those of the operators (`c10d::…`) that all collectives go through, of DDP's reducer, FSDP2 and
-DeepSpeed, with any backend: torch's profiler records them with their tensor arguments. Times are those of the backend's
-own work: NCCL's kernels, gloo's calls.
+Counts and bytes are those of the operators (`c10d::…`) that all collectives go through, as torch's profiler records
+them; times those of the backend's own work: NCCL's kernels, gloo's calls.
 """
 
 from __future__ import annotations

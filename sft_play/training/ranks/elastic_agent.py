@@ -1,14 +1,9 @@
 """torch's launcher with readable endings: `python -m sft_play.training.ranks.elastic_agent` takes `torchrun`'s words.
 
 The ranks are started, watched and ended by torch's own elastic agent, in this process. Only the report of a failed rank
-differs. The launcher prints a summary with its own traceback, and always exits with 1; here one rank's failure is
-reported, the first that is not the consequence of another, and the exit code is sft-play's: 2 for what the user can
-fix, 3 for what does not fit, 130 for a run that was told to stop. And a signal does not end the ranks after 30 s, too
-soon for a big checkpoint: it is passed on to them, and the agent waits.
-
-The rest is torch's: the ranks and their folders (`log_dir`), and the error files in which a rank records how it ended
-(`failures.py`). With `--shutdown-timeout` the launcher would not read them. `ChildFailedError.get_first_failure` takes
-the earliest failure, which may be a consequence: a connection breaks before the agent notices the SIGKILL behind it.
+differs: the launcher prints a traceback of its own and exits with 1; here the first failure that is not the consequence
+of another is told, with sft-play's exit codes. And a signal is passed on to the ranks, and waited for, where torch
+would end them after 30 s.
 """
 
 from __future__ import annotations

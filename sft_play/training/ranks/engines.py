@@ -1,9 +1,6 @@
-"""What runs a step over several ranks: DDP, FSDP2 or DeepSpeed, switched on by the Trainer's arguments.
-
-And the proof that it does (`check_engine`), read from live objects before the first step. transformers and accelerate
-can leave out an engine without a warning, so neither arguments nor config count there: only the wrapped model's class,
-and the bytes of weights that each rank holds.
-"""
+"""What runs a step over several ranks (DDP, FSDP2 or DeepSpeed, by the Trainer's arguments), and the proof that it
+does, read from live objects before the first step: transformers and accelerate can leave out an engine without a
+warning."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Signs of life of every rank: where a rank stopped and who waits for it, reported before the run is ended.
 
-Ranks wait for each other in every step. One that hangs stops them all, and each of the others knows only that it
-waits. So each rank notes what it begins, a thread publishes the notes, and a rank that has waited too long reads the
-notes of all.
-Nothing in torch 2.13 reports "rank 1 (host b) stopped at step 7 (saving), 40 s ago, in …; rank 0 waits for it". The
-notes go through torch's own store.
+A rank that hangs stops them all, and each of the others knows only that it waits. So each notes what it begins, a
+thread publishes the notes in torch's store, and a rank that has waited too long reads those of all.
 """
 
 from __future__ import annotations

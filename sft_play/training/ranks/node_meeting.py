@@ -1,9 +1,7 @@
 """The nodes of a run meet before any rank starts: all are present, and all were told the same.
 
-They meet in a store of torch, the one that torchrun's rendezvous is made of: node 0 serves it at MASTER_PORT for as
-long as the meeting lasts, every node puts a card into it and reads those of the others, and what one node refuses all
-refuse. torchrun, which listens at the same port afterwards, would only say that some nodes did not come, would count a
-rank twice where two nodes have the same NODE_RANK, and would end in tracebacks.
+Node 0 serves a store of torch's at MASTER_PORT for as long as the meeting lasts; every node puts a card into it, and
+what one refuses all refuse. torchrun, which listens there afterwards, would only say that some nodes did not come.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Runs on Unsloth, from this side: what is handed over, the processes, and the adapter read back.
 
-Unsloth's process trains rows that are built, masked and checked here, in the loop of every other run, and writes into
-the run's own folder. It renders no template and masks no token: it gets a `Document`, and token rows with their labels.
-Both processes run the code of this checkout. `training.prepare.backend` decides whether Unsloth can.
+Unsloth's process trains rows that are built and masked here, in the loop of every other run, and writes into the run's
+own folder; both run the code of this checkout. `training.prepare.backend` decides whether Unsloth can.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Unsloth's own environment: where it is, what it can do, and how its Python is started.
-
-Unsloth's pins exclude this project's (trl<=1.15, datasets<5), and importing it patches transformers, PEFT and TRL in
-the whole process. So it is never imported here: what needs it runs `unsloth_worker.py` with the other Python.
-"""
+"""Unsloth's own environment: where it is, what it can do, and how its Python is started. Its pins exclude this
+project's, and importing it patches transformers, PEFT and TRL: it is never imported here."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A run on Unsloth: Unsloth's model and adapters in this project's training loop, on rows that were handed over.
-
-It runs in Unsloth's environment, after Unsloth was imported. The loop is `PlannedLoop` on transformers' Trainer, not on
-TRL's: order of rows, filling, evaluation, checkpoints and metrics are those of every other run.
-"""
+"""A run on Unsloth, in its environment: Unsloth's model and adapters in this project's training loop (on transformers'
+Trainer, not TRL's), on rows that were handed over."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""The program run in Unsloth's environment: `python unsloth_worker.py HANDOVER.json`, or `--probe` to report on it.
-
-It is run as a file, since that environment has no sft_play: the package is imported from the folder of this file, and
-nothing else of the environment that started it. Unsloth is imported first, because it patches transformers.
-"""
+"""The program run in Unsloth's environment: `python unsloth_worker.py HANDOVER.json`, or `--probe` to report on it. It
+imports this package from its own folder, and Unsloth first, which patches transformers."""
 
 from __future__ import annotations
 
