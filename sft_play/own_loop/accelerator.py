@@ -183,17 +183,10 @@ def wrap_model_optimizer(
     gradient_checkpointing: bool | None = None,
     micro_batch_size: int | None = None,
 ) -> tuple[Any, ...]:
-    """Model, optimizer and the rest (data loaders, schedulers), prepared, in the order in which they were given.
-
-    `None` stays `None`. Data loaders yield this rank's share.
-
-    Args:
-        gradient_checkpointing: None follows the settings of `get_accelerator`.
-        micro_batch_size: rows per rank and pass, for DeepSpeed where no data loader gives it.
-
-    Raises:
-        ConfigError: the model cannot recompute its activations; or the DeepSpeed file fixes another batch.
-    """
+    """Model, optimizer and the rest (data loaders, schedulers), prepared, in the order given; `None` stays `None`.
+    `gradient_checkpointing`: None follows the settings of `get_accelerator`; `micro_batch_size`: rows per rank and
+    pass, for DeepSpeed where no data loader gives it. Raises ConfigError: the model cannot recompute its activations;
+    or the DeepSpeed file fixes another batch."""
     settings = getattr(accelerator, "dist_config", None)
     if getattr(settings, "gradient_checkpointing", False) if gradient_checkpointing is None else gradient_checkpointing:
         _checkpoint_activations(model)

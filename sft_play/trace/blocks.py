@@ -30,16 +30,9 @@ def run_blocks(
     accumulates: bool = False,
     real: bool = False,
 ) -> list[MeasuredPass]:
-    """Passes of (rows, tokens of a row).
-
-    Args:
-        places: for each of the first blocks, its place in `ModelShape.layers`.
-        accumulates: a pass follows another, and its gradients are added to those.
-        real: the tensors are real ones on the CPU.
-
-    Raises:
-        TraceUnavailable: the libraries cannot run them.
-    """
+    """Passes of (rows, tokens of a row). `places`: of each of the first blocks, its place in `ModelShape.layers`;
+    `accumulates`: gradients are added to those of a pass before; `real`: on real CPU tensors. Raises TraceUnavailable:
+    the libraries cannot run them."""
     found = []
     with situated(settings, real=real, depth=len(places)) as (loop, skeleton):
         model, _ = loop.loaded(skeleton)

@@ -29,15 +29,9 @@ HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
 
 
 def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
-    """The model on the meta device, quantised where the mode says so, or its first `depth` blocks. Call it outside a
-    FakeTensorMode.
-
-    LoRA's adapters are made here too, in a third of the time that fake tensors take to initialise them.
-
-    Raises:
-        TraceUnavailable: the config names no causal language model that the libraries know.
-        ModelError: PEFT refuses the adapters.
-    """
+    """The model on the meta device, quantised where the mode says so, with LoRA's adapters, or its first `depth`
+    blocks; called outside a FakeTensorMode. Raises TraceUnavailable: the libraries know no such class; ModelError: PEFT
+    refuses the adapters."""
     from transformers import AttentionInterface, AutoModelForCausalLM, masking_utils
     from transformers.integrations.flash_attention import flash_attention_forward
 

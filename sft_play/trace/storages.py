@@ -100,12 +100,9 @@ _COMPILER_FRAMES = ("_dynamo/eval_frame.py", "torch/_compile.py")
 
 
 class StorageLog(TorchDispatchMode):
-    """The events of a run: enter it inside the FakeTensorMode, if there is one.
-
-    `current` and `peak` are live bytes, not rounded to blocks. `labelled` is the share of tokens with a label: on fake
-    tensors, where a boolean index has no length, this many of its positions count as true. `is_padded` answers where a
-    model asks whether its mask is all ones.
-    """
+    """The events of a run: enter it inside the FakeTensorMode, if there is one. `current` and `peak` are live bytes,
+    not rounded to blocks; `labelled`: the share of a fake boolean index that counts as true; `is_padded` answers
+    whether a mask has padding."""
 
     def __init__(
         self, *, workspace: Workspace | None = None, labelled: float = 1.0, is_padded: Callable[[], bool] | None = None

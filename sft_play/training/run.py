@@ -78,17 +78,10 @@ def train(
     eval_set_of: Callable[..., EvalSet] = eval_set_of,
     load_trainer: Callable[..., PlannedLoop] = load_trainer,
 ) -> dict[str, Any]:
-    """Load the model, evaluate, train, evaluate, save; returns the summary.
-
-    Args:
-        begins_from: the folder of the weights that the stage before has trained, or of the adapter that the run
-            continues; None starts from the model's own.
-        eval_set_of, load_trainer: replace the functions of these names, for a backend that has its own.
-
-    Raises:
-        OutOfMemory: memory ran out, and the step could not be repeated with less.
-        Interrupted: the user stopped the run, and its state was saved.
-    """
+    """Load the model, evaluate, train, evaluate, save; returns the summary. `begins_from`: the folder of the weights of
+    the stage before, or of the adapter that the run continues; None: the model's own. A backend that has its own
+    replaces `eval_set_of` and `load_trainer`. Raises OutOfMemory: the step could not be repeated with less;
+    Interrupted: the user stopped the run, and its state was saved."""
     sdpa.switch(cudnn=False)  # until the plan's choice, since proofs compare small models of many shapes
     with out_of_memory_explained(job.plan):
         checkpoint = last_checkpoint(job.folder.checkpoints, watch.beat) if job.resume else None

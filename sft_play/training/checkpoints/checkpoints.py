@@ -56,14 +56,8 @@ def staging(folder: Path) -> Path:
 def commit(
     written: Path, folder: Path, *, needed: Sequence[str] = NEEDED, moved: Callable[[int], None] | None = None
 ) -> Path:
-    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path.
-
-    Args:
-        moved: called with the bytes that were hashed.
-
-    Raises:
-        TrainingError: a file that resuming needs is missing or empty.
-    """
+    """Move a checkpoint that was written aside to its place, over one of the same step; returns its final path. `moved`
+    is called with the bytes that were hashed. Raises TrainingError: a file that resuming needs is missing or empty."""
     sizes = _sizes(written)
     lacking = [name for name in needed if not sizes.get(name)]
     if not any(name.endswith(WEIGHTS) and size > 0 for name, size in sizes.items()):
@@ -133,12 +127,8 @@ def is_complete(checkpoint: Path) -> bool:
 
 
 def fault(checkpoint: Path, *, contents: bool = True, moved: Callable[[int], None] | None = None) -> str | None:
-    """How a checkpoint differs from what was written, in words; None where it does not.
-
-    Args:
-        contents: read all files, and compare their digests.
-        moved: called with the bytes that were read.
-    """
+    """How a checkpoint differs from what was written, in words; None where it does not. `contents`: all files are read,
+    and their digests compared; `moved` is called with the bytes."""
     record = _record(checkpoint)
     expected = record.get("files")
     if not expected:

@@ -40,17 +40,10 @@ _READ_BYTES = GIB
 def consolidate(
     run: RunFolder, *, checkpoint: Path | None = None, out: Path | None = None, trusts: Trust = trust_none
 ) -> Path:
-    """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model; returns its path.
-
-    Args:
-        out: where to write; `consolidated-STEP` in the run folder where None.
-        trusts: see `RunFolder.settings`.
-
-    Raises:
-        RunFolderError: its settings allow what `trusts` does not, there is no complete checkpoint, `out` exists, or
-            lies in a run that is being written.
-        ModelError: the checkpoint does not hold what the model needs.
-    """
+    """Write the trained weights of a run's checkpoint (the last complete one) as an adapter or model into `out`, or
+    `consolidated-STEP` of the run; returns its path. Raises RunFolderError: its settings allow what `trusts` does not,
+    there is no complete checkpoint, or `out` exists or lies in a run that is being written; ModelError: the checkpoint
+    lacks tensors."""
     run.manifest()  # raises where the folder is not a run's
     config = run.settings(trusts=trusts)
     stages = [run.of_stage(stage.name) for stage in config.curriculum]

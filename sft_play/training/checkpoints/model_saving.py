@@ -43,19 +43,10 @@ def save_model(
     **weights: Any,
 ) -> int:
     """Save the adapter, or the whole model, with its tokenizer: written aside, read back and checked, then renamed;
-    returns the bytes of its tensors.
-
-    Args:
-        base: the base's folder. A language model's weights are saved in the whole class that they came from, with the
-            rest of its tensors.
-        steps: optimizer steps taken; after more than one (the first may have a learning rate of zero) an adapter whose
-            every lora_B is still zero has learned nothing.
-        moved: called with the bytes of each tensor that is read back.
-        weights: the options of `write_weights`.
-
-    Raises:
-        ModelError: what was written is empty, not finite, or not what the model holds.
-    """
+    returns the bytes of its tensors. `base`: the base's folder, with the rest of a whole class; `steps`: optimizer
+    steps taken, after more than one of which a lora_B is not zero; `moved` is called with the bytes that are read back;
+    `weights`: options of `write_weights`. Raises ModelError: what was written is empty, not finite, or not what the
+    model holds."""
     with atomic.replacing(path, aside=path.with_name(f".{path.name}.building")) as building:
         write_weights(model, building, **weights)
         (building / "README.md").unlink(missing_ok=True)  # PEFT's blank form, which names the base by its path
@@ -74,14 +65,9 @@ def write_weights(
     tensors: Tensors | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """Write a model's config and weights into a folder.
-
-    Args:
-        state_dict: the weights, where the model itself holds only a part of them.
-        tensors: the same, one after the other: at most one file's worth is in memory where the model's tensors keep
-            their names (`keeps_names`).
-        dtype: the dtype of whole weights in the files (None: unchanged). The model has it from then on.
-    """
+    """Write a model's config and weights into a folder. `state_dict`: the weights, where the model holds only a part of
+    them; `tensors`: the same, one after the other, at most one file's worth in memory where `keeps_names`; `dtype`: of
+    whole weights in the files (None: unchanged), and of the model from then on."""
     tower = tower_in(model)
     # conversions that the whole class has when it is loaded are not those of its language model
     native_names = tower is not None and not is_adapter(model)
@@ -324,16 +310,9 @@ def write_one_by_one(
     dtype_of: Callable[[str, torch.Tensor], torch.dtype],
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write tensors as transformers' safetensors files, with an index where there are several.
-
-    Args:
-        shapes: of all tensors to come, by name.
-        dtype_of: the dtype to write a tensor in.
-        file_bytes: most bytes of a file, unless a single tensor has more.
-
-    Raises:
-        ModelError: a tensor is not in `shapes`, has another shape, or is missing at the end.
-    """
+    """Write tensors as transformers' safetensors files, with an index where there are several. `shapes`: of all tensors
+    to come; `file_bytes`: most bytes of a file of several tensors. Raises ModelError: a tensor is not in `shapes`, has
+    another shape, or is missing at the end."""
     parts: list[tuple[Path, list[str]]] = []
     held: dict[str, torch.Tensor] = {}
     total = 0

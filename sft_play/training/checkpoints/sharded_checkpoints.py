@@ -92,19 +92,10 @@ def part_of(model: nn.Module, optimizer: Any) -> Part:
 
 
 def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None] = lambda: None) -> int:
-    """Write a checkpoint's weights and optimizer states, each rank its part; returns bytes of this rank's file.
-
-    All ranks call it. No tensor is gathered; this rank's parts are copied to the host one at a time.
-
-    Args:
-        checkpoint: an existing folder that all ranks see.
-        group: a CPU process group that waits as long as the slowest disk takes.
-        moved: called with the bytes that reach the disk.
-        done: called once this rank's part is on the disk, before it waits for the others.
-
-    Raises:
-        TrainingError: a part could not be written, on any rank.
-    """
+    """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all ranks see; returns
+    bytes of this rank's file. All ranks call it; no tensor is gathered. `group`: one that waits as long as a disk
+    takes; `moved` is called with the bytes that reach the disk, `done` once all of this rank are there. Raises
+    TrainingError: a part could not be written, on any rank."""
     counter = _Counter(moved)
     writer = _Writer(checkpoint / FOLDER, counter, done)
     with _worded(f"the checkpoint {checkpoint} could not be written"):

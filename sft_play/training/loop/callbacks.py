@@ -34,12 +34,8 @@ _LORA_A = re.compile(r"\.lora_(embedding_)?A\b")
 
 
 class GradientCheck(TrainerCallback):
-    """Stops a run in which a trainable tensor gets no gradient, and names it.
-
-    lora_A is checked once its lora_B is no longer zero: until then its gradient is zero by design (B starts at zero,
-    and the first step of a warm-up may have a learning rate of zero). A step that is not taken, since it is not finite,
-    is not checked: clipping by an infinite norm has set all finite gradients to zero.
-    """
+    """Stops a run in which a trainable tensor gets no gradient, and names it. lora_A is checked once its lora_B has
+    left zero; a step that is not finite is not, since clipping by an infinite norm has set all gradients to zero."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, nn.Parameter] | None = None
@@ -98,12 +94,9 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 
 class LossScaleCheck(TrainerCallback):
-    """Logs the steps that loss scaling skips, and stops a run in which it skips one after the other.
-
-    Non-finite gradients are how fp16 finds its scale: it starts at 65,536 and is halved at each step that is skipped
-    for them. Once it is below 1, gradients overflow without it too, and no smaller scale helps. A skipped step is
-    recognised by the scale: a fused optimizer is given it and skips by itself, which accelerate does not notice.
-    """
+    """Logs the steps that loss scaling skips, and stops a run in which it skips one after the other: fp16 finds its
+    scale so, from 65,536 down; below 1 gradients overflow without it too. A skipped step is recognised by the scale,
+    since a fused optimizer skips by itself, which accelerate does not notice."""
 
     MOST = 17
     """Skipped steps in a row: 65,536 / 2^17 is one half."""

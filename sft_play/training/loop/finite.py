@@ -24,12 +24,9 @@ bad, the weights or the settings are at fault, and the rows that are left out me
 
 
 class FiniteSteps(TrainerCallback):
-    """Looks at each step's gradient norm and loss before the update, on all ranks alike.
-
-    A step in which one of them is NaN or infinite changes nothing: weights, optimizer and learning-rate schedule stay.
-    Then the run stops, or goes on with the next step (`train.on_nan`). Under DeepSpeed the engine itself leaves such a
-    step out. In fp16 loss scaling does, as a part of its search for a scale (`callbacks.LossScaleCheck`).
-    """
+    """Looks at each step's gradient norm and loss before the update, on all ranks alike: where one is NaN or infinite
+    nothing changes, and the run stops or goes on (`train.on_nan`). DeepSpeed leaves such a step out itself, and so does
+    loss scaling in fp16 (`callbacks.LossScaleCheck`)."""
 
     def __init__(self, trainer: Any, on_nan: Literal["stop", "skip"]) -> None:
         self._trainer, self._on_nan = trainer, on_nan

@@ -363,12 +363,9 @@ class PlannedLoop(CheckpointedLoop):
     def evaluate(
         self, eval_dataset: Any = None, *args: Any, questions: Sequence[Question] | None = None, **options: Any
     ) -> dict[str, float]:
-        """Loss over trained tokens and, where there are questions, exact match of generated answers; every row counts
-        once. `questions`: None for those that are asked while training.
-
-        Batches hold rows of similar length, and only as many as spread evenly over the ranks. The random state is
-        restored, so that evaluating changes no number of the training.
-        """
+        """Loss over trained tokens and, where there are questions (None: those asked while training), exact match of
+        generated answers; every row counts once. The random state is restored, so that evaluating changes no number of
+        the training."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         most = self.args.per_device_eval_batch_size
         ranks = self.args.world_size

@@ -64,12 +64,8 @@ class RestoreSums(TrainerCallback):
 
 
 class Writing:
-    """A checkpoint that is written while training goes on: the work of a thread, begun at once.
-
-    torch's `async_save` does the same, but its thread is one that an exit waits for, however long, and what makes a
-    checkpoint whole (digests, the rename) would have to wait for the next step. Here one thread does both; only its end
-    is awaited by all ranks.
-    """
+    """A checkpoint that is written while training goes on, by a thread that also makes it whole and renames it: the
+    thread of torch's `async_save` is one that an exit waits for, and the rest would wait for the next step."""
 
     def __init__(self, work: Callable[[], None], *, step: int, needed: int) -> None:
         """`step`, `needed`: of the checkpoint, and the bytes that it takes at least."""
@@ -290,12 +286,9 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def _named_as_in_memory(self) -> Iterator[None]:
-        """While open, the weights of a checkpoint are written under the names that the model has in memory.
-
-        The Trainer resumes by plain `load_state_dict`, which silently skips names it does not know. The hub's names
-        differ for models that transformers converts while loading (experts, text towers). Beside an adapter PEFT would
-        write whole embeddings wherever they were resized.
-        """
+        """Weights are written under their names in memory: the Trainer resumes by plain `load_state_dict`, which
+        silently skips others, and the hub's differ for some classes. PEFT would write whole embeddings wherever they
+        were resized."""
         if self._staging is None:
             yield
             return

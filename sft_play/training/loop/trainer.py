@@ -60,12 +60,8 @@ def training_arguments(
     engine: Mapping[str, Any] | None = None,
     make: Callable[..., Any] | None = None,
 ) -> Any:
-    """The arguments of TRL's trainer for this run and plan.
-
-    Args:
-        engine: the arguments that turn on its layout (`engines.engine_arguments`).
-        make: takes the place of SFTConfig, for a trainer that is not TRL's.
-    """
+    """The arguments of TRL's trainer for this run and plan. `engine`: those that turn on its layout; `make` takes the
+    place of SFTConfig, for a trainer that is not TRL's."""
     train = config.train
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}
@@ -204,12 +200,9 @@ def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
 
 
 def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
-    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it.
-
-    TRL makes the adapters of a quantised base bf16, and AdamW's states follow. In bf16 most elements of lora_A would
-    not move at usual learning rates, and the second moment could not decay. DoRA's magnitudes stay fp32: their updates
-    are smaller still. DeepSpeed computes with all of them in the compute dtype, and steps fp32 copies.
-    """
+    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it: TRL makes the adapters
+    of a quantised base bf16, in which most elements of lora_A would not move. DoRA's magnitudes stay fp32. DeepSpeed
+    computes with all of them in the compute dtype, and steps fp32 copies."""
     is_zero = plan.choice.layout.is_zero
     dtype = getattr(torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision))
     for name, parameter in model.named_parameters():
@@ -234,16 +227,9 @@ def build_trainer(
     sources: Sources | None = None,
     **options: Any,
 ) -> PlannedLoop:
-    """The trainer of a run; `plan_callbacks` gives the callbacks that it needs.
-
-    Args:
-        kind: its class; None for PlannedTrainer. One that is not TRL's gets a model with its adapters, and None as
-            `peft_config`.
-        options: other ones of `PlannedLoop`.
-
-    Raises:
-        DataError: `sources` whose weights leave one of them without a row in an epoch.
-    """
+    """The trainer of a run; `plan_callbacks` gives its callbacks. `kind`: its class; one that is not TRL's gets a model
+    with its adapters, and None as `peft_config`. `options`: others of `PlannedLoop`. Raises DataError: weights of
+    `sources` leave one of them without a row in an epoch."""
     arguments = arguments or training_arguments(config, plan, folder, has_eval=evaluation is not None)
     rows = to_dataset(train.rows)
     packs, packed = _packs_of(rows, config, plan, sizes=sources.sizes if sources else (len(rows),))

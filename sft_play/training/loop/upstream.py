@@ -53,14 +53,8 @@ USED = (
 
 
 def require_known(upstream: type, *, names: Sequence[Private] = (*OVERRIDDEN, *USED)) -> None:
-    """Check that the installed libraries still have every name as it is listed here.
-
-    Args:
-        upstream: the library's class that the loop refines: `Trainer`, or TRL's `SFTTrainer`.
-
-    Raises:
-        BackendError: naming the library, its version, and what changed.
-    """
+    """Check that the installed libraries still have every name as it is listed here, in `upstream`: `Trainer`, or TRL's
+    `SFTTrainer`. Raises BackendError: naming the library, its version, and what changed."""
     for private in names:
         problem = next(_problems(upstream, private), None)
         if problem is not None:

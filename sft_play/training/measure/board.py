@@ -84,12 +84,8 @@ def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | b
 
 
 class Board(TrainerCallback):
-    """Writes what is logged, with texts and hparams at the start, and the answers of each evaluation at its step.
-
-    A tag has one value a step: the Trainer logs the epoch with everything, and weights that are loaded again after
-    training are evaluated at the step of the last ones. The layout is written again when there is a tag for a chart
-    that it has not, so that no chart is empty.
-    """
+    """Writes what is logged, with texts and hparams at the start, and the answers of each evaluation at its step. A tag
+    has one value a step. The layout is written again when there is a tag for a chart that it has not."""
 
     def __init__(
         self,

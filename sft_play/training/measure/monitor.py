@@ -172,11 +172,8 @@ class Monitor(TrainerCallback):
             self._sources = sources if self._sources is None else self._sources + sources
 
     def take(self, *, steps: int, device: torch.device) -> dict[str, float]:
-        """The figures since the last log, then start again from zero; all ranks call it.
-
-        Args:
-            steps: optimizer steps since then.
-        """
+        """The figures since the last log, `steps` optimizer steps ago, then start again from zero; all ranks call
+        it."""
         seconds = self._clock.take()
         if self._compiling:
             seconds["compile"] = self._compiling
@@ -276,12 +273,9 @@ def head_figures(ranks: list[list[float]], *, prefix: str = "") -> dict[str, flo
 def source_sums(
     log_probs: torch.Tensor, scored: torch.Tensor, sources: torch.Tensor, *, count: int = len(SOURCES)
 ) -> torch.Tensor:
-    """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2].
-
-    Args:
-        log_probs: of the tokens from the second on [B, T - 1], or of each next token [B, T]; zero unless `scored`.
-        sources: of all tokens, or of each next token [B, T].
-    """
+    """For each of `count` sources the sum of its tokens' losses and their number: [sources, 2]. `log_probs`: of the
+    tokens from the second on [B, T - 1], or of each next token [B, T], zero unless `scored`; `sources`: of all tokens,
+    or of each next token [B, T]."""
     device = log_probs.device
     marks = torch.arange(count, device=device)[:, None, None]
     of_scored = sources[:, -log_probs.shape[1] :].to(device)

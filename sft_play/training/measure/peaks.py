@@ -176,12 +176,8 @@ class Watch:
 
 
 class LoadMeter:
-    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready.
-
-    Bytes at the peak of loading are those of the GPU's allocator, or on a CPU run the rank's own memory; `ram` is that
-    memory beside a GPU. Mapped pages of the weights' files do not count as a rank's own: they can be dropped, and ranks
-    share them.
-    """
+    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready: bytes of the
+    GPU's allocator, and `ram`, the rank's own memory, without mapped pages of the weights' files, which ranks share."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._on_gpu = plan, plan.hardware.device == "cuda"

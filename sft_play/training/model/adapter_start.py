@@ -35,15 +35,9 @@ ITERATIONS, MORE = 16, 8
 def begin(
     model: Any, lora: LoraConfig, *, seed: int, device: torch.device, weights: Callable[[], Weights | None]
 ) -> None:
-    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank that calls it.
-
-    Args:
-        weights: returns the base's own weights, where the model holds none, or only what NF4 makes of them; None: the
-            model's are meant.
-
-    Raises:
-        ModelError: the base's files hold no 16-bit weights.
-    """
+    """Put a model's adapters where `tuning.lora.init` says; the same numbers on every rank. `weights` returns the
+    base's own, where the model holds none or only what NF4 makes of them; None: the model's. Raises ModelError: the
+    base's files hold no 16-bit weights."""
     if lora.init == "default":
         return
     own = weights()

@@ -50,14 +50,8 @@ def attend(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention over whole rows.
-
-    Args:
-        query: [B, H, S/P, D] of this rank's tokens; `key` and `value` likewise, with as many heads as they have.
-
-    Returns:
-        [B, S/P, H, D] of this rank's tokens.
-    """
+    """Causal attention over whole rows: query [B, H, S/P, D] of this rank's tokens, key and value with as many heads as
+    they have; returns [B, S/P, H, D]."""
     mesh = _groups[ATTENTION]
     copies = -(-mesh.size() // key.shape[_HEADS])
     if copies > 1:  # fewer key heads than ranks: each goes to the ranks whose queries read it

@@ -47,15 +47,9 @@ def load_for_sharding(
     storage: DtypeName | None,
     read: Callable[[], Any],
 ) -> tuple[Any, Source]:
-    """The model without its weights, ready for adapters and for `shard`, and the weights on the first rank.
-
-    Args:
-        storage: dtype of packed 4-bit weights; a floating-point one, so that FSDP2 can divide them.
-        read: returns the plain model in the host's memory; called on the first rank only.
-
-    Raises:
-        ModelError: the first rank could not read it; every rank raises the same.
-    """
+    """The model without its weights, ready for adapters and for `shard`, and the weights on the first rank, which alone
+    calls `read`. `storage`: of packed 4-bit weights, floating-point so that FSDP2 can divide them. Raises ModelError on
+    every rank: the first one could not read it."""
     sdpa.repeat_keys(repeated=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
     answer: list[Any] = [None]
@@ -149,16 +143,9 @@ def _is_4bit(parameter: Any) -> bool:
 
 
 def shard(trainer: Any, source: Source, *, layer_class: str, in_fp32: bool) -> None:
-    """Fill the trainer's model and divide it, one unit after the other; all ranks call it.
-
-    The units are accelerate's (`fsdp2_prepare_model`, which does nothing for a model that is already divided): every
-    layer, the embedding, the head with the last norm, the rest. At its peak a rank holds its parts, the current unit
-    whole, and one tensor as it arrived.
-
-    Args:
-        source: as `load_for_sharding` returns it.
-        in_fp32: whether what trains is kept in fp32, beside computation in 16 bits.
-    """
+    """Fill the trainer's model and divide it, one unit after the other; all ranks call it. The units are accelerate's
+    (`fsdp2_prepare_model`, which leaves a divided model alone). At its peak a rank holds its parts, the current unit
+    whole, and one tensor as it arrived. `in_fp32`: what trains is kept in fp32, beside computation in 16 bits."""
     model, device = trainer.model, trainer.args.device
     plugin, mesh = trainer.accelerator.state.fsdp_plugin, trainer.accelerator.torch_device_mesh
     options = {

@@ -122,13 +122,9 @@ def tower_of(whole: Any, language_model: Any) -> Tower | None:
 
 
 def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> Any:
-    """The config of the language model in a config as published, which is that of a text model itself or holds one.
-
-    `AutoModelForCausalLM` builds it from then on, if transformers has a decoder for it.
-
-    Args:
-        published: the fields of config.json, which may say of the whole alone that the head is the embedding.
-    """
+    """The config of the language model in a config as published, which `AutoModelForCausalLM` builds from then on, if
+    transformers has a decoder for it. `published`: the fields of config.json, which may say of the whole alone that the
+    head is the embedding."""
     text = whole.get_text_config()
     if not hasattr(text, "tie_word_embeddings"):  # some say it of the whole class only
         text.tie_word_embeddings = getattr(whole, "tie_word_embeddings", False)

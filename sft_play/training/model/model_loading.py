@@ -42,15 +42,9 @@ def load_model(
     device: str | None,
     storage: DtypeName | None = None,
 ) -> Any:
-    """The model with its weights, quantised where the mode says so, on `device` (`cuda:0`, `cpu`).
-
-    `device` None leaves the placement to DeepSpeed's ZeRO-3, which divides plain weights while they are read; NF4
-    weights are first quantised whole on the process's own device, and divided when the engine starts. `storage` is the
-    dtype in which packed 4-bit weights are kept (None: bytes); FSDP can divide only floating-point ones.
-
-    Raises:
-        ModelError: the weights cannot be fetched, are not safetensors, or some are missing.
-    """
+    """The model with its weights, quantised where the mode says so, on `device`; None leaves the placement to ZeRO-3,
+    which divides plain weights while they are read, and NF4's when the engine starts. `storage`: the dtype of packed
+    4-bit weights (None: bytes); FSDP can divide only floating-point ones. Raises ModelError: as `read_model`."""
     options: dict[str, Any] = {}
     if config.tuning.mode == "qlora":
         options["quantization_config"] = quantization(precision, storage, experts=config.tuning.packs_experts)
@@ -186,12 +180,8 @@ def require_whole(model: Any, info: dict[str, Any], name: str) -> None:
 
 
 def keep_4bit_trainable(model: nn.Module) -> None:
-    """Keep bitsandbytes from repacking 4-bit weights for inference on CPUs with AVX512-BF16.
-
-    The first forward in eval mode without gradients would repack them, and training afterwards passes no gradient
-    through a frozen layer, with one warning only (seen on bitsandbytes 0.50.2; its Linear4bit reads this flag per
-    instance). Versions without the flag are not touched.
-    """
+    """Keep bitsandbytes (0.50.2) from repacking 4-bit weights for inference on CPUs with AVX512-BF16, at the first
+    forward in eval mode: training afterwards passes no gradient through a frozen layer, with one warning only."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit" and hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False

@@ -45,14 +45,8 @@ def attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """sdpa's attention, without grouped heads wherever transformers would leave them to PyTorch.
-
-    Args:
-        query: [B, H, S, D]; `key` and `value` [B, G, S, D] with H a multiple of G.
-
-    Returns:
-        [B, S, H, D].
-    """
+    """sdpa's attention, without grouped heads wherever transformers would leave them to PyTorch: query [B, H, S, D];
+    key and value [B, G, S, D] with H a multiple of G; returns [B, S, H, D]."""
     times = getattr(module, "num_key_value_groups", 1)
     # a paged cache stores keys before they are repeated (transformers 5.23)
     if times > 1 and "cache" not in options and use_gqa_in_sdpa(attention_mask, key, value):

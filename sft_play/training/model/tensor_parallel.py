@@ -68,17 +68,9 @@ def _beside_divided(model: Any, plan: Mapping[str, str]) -> set[str]:
 
 
 def divide(model: Any, plan: Mapping[str, Style], mesh: Any, *, device: torch.device, masters: bool = False) -> None:
-    """Reduce a model that every rank holds whole, with adapters or without, to this rank's part on `device`.
-
-    Args:
-        plan: as `plan_of` returns it for the model before adapters were added.
-        mesh: the one-dimensional device mesh of the tensor-parallel group.
-        masters: keep what trains in fp32, as FSDP2 under mixed precision does (accelerate would do it later, and
-            cannot with parts).
-
-    Raises:
-        ModelError: a layer does not split evenly.
-    """
+    """Reduce a model that every rank holds whole, with adapters or without, to this rank's part on `device`. `plan`:
+    `plan_of` the model before adapters; `masters`: what trains is kept in fp32, which accelerate cannot do with parts.
+    Raises ModelError: a layer does not split evenly."""
     parts: dict[int, nn.Parameter] = {}
     entrance = _Entrance(mesh)
     with torch.no_grad():

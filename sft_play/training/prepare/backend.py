@@ -86,10 +86,7 @@ def fall_back(config: RunConfig, problem: str) -> Backend:
 
 def problem_of_unsloth(config: RunConfig, *, layout: str, nodes: int, launched: bool) -> str | None:
     """Why Unsloth cannot run this here; None where it can. Importing Unsloth takes seconds, so it is asked last.
-
-    Args:
-        launched: whether this process is a rank that a launcher started.
-    """
+    `launched`: a launcher started this process as a rank."""
     has_gpu = torch.cuda.is_available()
     try:
         python = find_python(os.environ)

@@ -100,15 +100,8 @@ def _require_kernels(plan: Plan, config: RunConfig) -> None:
 
 
 def require_room(config: RunConfig, plan: Plan, need: int | None, *, found: str, instead: str) -> None:
-    """Warns that a run needs more than was planned; None: not more.
-
-    Args:
-        found: what was found since the plan was made, and how the run goes on: "... without it".
-        instead: what to set where that does not fit.
-
-    Raises:
-        DoesNotFit: the plan chose its batch for less, and does not fit with this.
-    """
+    """Warns that a run needs more than was planned (None: it does not). `found`: what was found since, and how the run
+    goes on: "... without it"; `instead`: what to set. Raises DoesNotFit: the plan chose its batch for less."""
     if need is None:
         return
     train, room = config.train, plan.budget_bytes
@@ -153,11 +146,7 @@ def out_of_memory_explained(plan: Plan) -> Iterator[None]:
 
 
 def out_of_memory_message(plan: Plan, error: BaseException, batch: BatchPlan | None = None) -> str:
-    """What was predicted and what to do: the plan was wrong, or another process took the memory.
-
-    Args:
-        batch: how rows were divided when memory ran out; None as planned.
-    """
+    """What was predicted and what to do; `batch`: how rows were divided when memory ran out, None as planned."""
     batch = batch or plan.batch
     halved = "" if batch == plan.batch else f", and it ran out with {batch.micro_batch} too"
     return (

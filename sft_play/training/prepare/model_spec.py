@@ -109,19 +109,10 @@ def build_model_spec(
     masks: bool = True,
     by_boundaries: bool = False,
 ) -> ModelSpec:
-    """Everything about the model that can be checked without its weights, on the meta device.
-
-    Args:
-        new_rows: rows of added tokens, as `LoadedTokenizer` has them.
-        repeats_kv: whether sdpa repeats keys and values (`Plan.repeats_kv`).
-        masks: whether padded rows come with a mask (`Step.masks`); False is measured, and refused where it matters.
-        by_boundaries: whether packs are told apart without a mask (`Step.varlen`); measured too.
-
-    Raises:
-        ModelError: the class is unknown, a target, module or pattern matches nothing, the vocabulary does not fit, or
-            the class cannot be divided as the layout divides it.
-        ConfigError: packing is on, and the class does not keep the chats of a row apart.
-    """
+    """Everything about the model that can be checked without its weights, on the meta device. `masks` (`Step.masks`)
+    and `by_boundaries` (`Step.varlen`) are the plan's hopes, which are measured. Raises ModelError: the class is
+    unknown or cannot be divided so, a target, module or pattern matches nothing, or the vocabulary does not fit;
+    ConfigError: packing is on, and the class does not keep the chats of a row apart."""
     whole = _whole_config(config)
     notes = _dequantised(whole, config)
     is_dequantised = bool(notes)

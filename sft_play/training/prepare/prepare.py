@@ -199,13 +199,9 @@ def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[st
 
 
 def digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
-    """What every rank reads from its own disk and must agree on, as `distributed.require_alike` compares it: data,
-    model, settings and versions, each with a short digest.
-
-    Args:
-        facts: `data` of the manifest.
-        writes_date: whether the chat template writes the day.
-    """
+    """What every rank reads from its own disk and must agree on (`distributed.require_alike`): data (`facts`, of the
+    manifest), model, settings and versions, each with a short digest; `writes_date`: the chat template writes the
+    day."""
     installed = versions()
     settings = resolved_without_paths(job.loaded.config)
     return {

@@ -29,13 +29,8 @@ logger = logging.getLogger(__name__)
 @contextlib.contextmanager
 def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
     """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait for it.
-
-    Args:
-        facts: `data` of the manifest.
-
-    Raises:
-        RunFolderError: another process is writing it, or its run had other settings.
-    """
+    `facts`: `data` of the manifest. Raises RunFolderError: another process is writing it, or its run had other
+    settings."""
     if not distributed.is_first():
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield

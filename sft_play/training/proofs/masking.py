@@ -63,15 +63,8 @@ class Apart:
 
 
 def require_packable(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> str:
-    """A line that a model of this config keeps the chats of one row apart, with the measured difference.
-
-    Args:
-        attention: the attention implementation by its name in transformers. Flash attention is measured as sdpa or
-            eager.
-
-    Raises:
-        ConfigError: it does not, or it cannot be measured.
-    """
+    """A line that a model of this config keeps the chats of one row apart, with the measured difference; flash
+    attention is measured as sdpa or eager. Raises ConfigError: it does not, or it cannot be measured."""
     kind = kind_of(hf_config)
     apart, problem = on_small_model(hf_config, measure_apart, attention=attention, trust_remote_code=trust_remote_code)
     if apart is not None and not apart.seen >= TELLING:
@@ -152,11 +145,8 @@ class Difference:
 
 
 def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> Mask:
-    """Whether padded rows of a model of this config need their mask, by measurement; what cannot be measured keeps it.
-
-    Args:
-        attention: as for `require_packable`.
-    """
+    """Whether padded rows of a model of this config need their mask, by measurement; what cannot be measured keeps
+    it."""
     found = on_small_model(
         hf_config, measure_padding, trust_remote_code=trust_remote_code, most=MOST_TRAINED, attention=attention
     )

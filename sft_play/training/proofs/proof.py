@@ -92,11 +92,8 @@ def worst(proofs: Iterable[Proof]) -> Proof:
 
 
 def numbers(model: Any, *, boundaries: bool = False) -> Numbers:
-    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows.
-
-    Args:
-        boundaries: the rows lie one behind the other, told apart by their boundaries (`varlen`).
-    """
+    """Logits and all gradients in fp32, as a model computes them in its dtype of two short rows, or of both one behind
+    the other, told apart by their `boundaries`."""
     draw = torch.Generator().manual_seed(1)
     device = next(model.parameters()).device
     ids = torch.randint(3, model.config.vocab_size, (_ROWS, _LENGTH), generator=draw).to(device)

@@ -63,12 +63,9 @@ class Counted(NamedTuple):
 def communication_report(
     counted: Sequence[Counted], layout: Layout, *, steps: int, planned: Mapping[str, int], moved: int
 ) -> dict[str, Any]:
-    """`profile/communication.json`: the counts of all ranks in a window of `steps`, per optimizer step.
-
-    `planned` and `moved` are the plan's bytes of a step by kind, and what one rank sends in it. Of a kind, `bytes` are
-    of whole messages, `sent_bytes` by one rank, `seconds` on the mean rank. A rank's `waiting_s` is None where ranks
-    did not run the same collectives.
-    """
+    """`profile/communication.json`: the counts of all ranks in a window of `steps`, per optimizer step, beside the
+    plan's bytes by kind, and what one rank sends. Of a kind, `bytes` are of whole messages, `sent_bytes` by one rank,
+    `seconds` on the mean rank."""
     kinds: dict[str, dict[str, Any]] = {}
     for kind, part, is_whole in counted[0].collectives:  # all ranks run the same ones
         one = kinds.setdefault(kind, {"count": 0, "bytes": 0})

@@ -73,12 +73,8 @@ _patient: dict[Any, Any] = {}
 
 
 def patient(*, of: str = "the run") -> Any:
-    """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up after
-    `distributed.timeout_s`; None for one process. All ranks call it.
-
-    Args:
-        of: whose it is: a thread that works beside the training needs one of its own.
-    """
+    """A CPU process group of all ranks that waits as long as a disk takes, where the run's own would give up; None for
+    one process. All ranks call it. `of`: whose it is: a thread that works beside the training needs one of its own."""
     if world_size() == 1:
         return None
     world = dist.group.WORLD

@@ -83,15 +83,9 @@ def _axes(layout: Layout) -> dict[str, Any]:
 
 
 def allow_fsdp_on_cpu(plan: Plan) -> None:
-    """Let accelerate shard over CPU ranks, for which it would choose DDP whatever is asked for.
-
-    `AcceleratorState` considers FSDP only where the distributed type is multi-GPU. So the type is changed between the
-    Trainer's arguments, which create the process group, and the Trainer, which creates that state; the device stays the
-    CPU. Used for CPU ranks only, and `check_engine` verifies the result.
-
-    Raises:
-        TrainingError: this version of accelerate keeps its state differently.
-    """
+    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to multi-GPU between the
+    Trainer's arguments, which create the process group, and the Trainer, which reads it; `check_engine` verifies the
+    result. Raises TrainingError: this version of accelerate keeps its state differently."""
     if not plan.choice.layout.is_fsdp or plan.hardware.device != "cpu":
         return
     from accelerate.state import PartialState
@@ -105,12 +99,8 @@ def allow_fsdp_on_cpu(plan: Plan) -> None:
 
 
 def set_gradients(trainer: Any, plan: Plan, config: RunConfig) -> None:
-    """Tell the loop after how many passes ranks reduce gradients, and accelerate the dtypes of gathered weights and of
-    reduced gradients, before it wraps the model.
-
-    transformers' arguments cannot express them; accelerate's own objects can: DDP's communication hook and FSDP2's
-    mixed-precision policy. DeepSpeed reads them from its own configuration.
-    """
+    """Tell the loop after how many passes ranks reduce gradients, and accelerate's own objects the dtypes of gathered
+    weights and reduced gradients, which transformers' arguments cannot express; before it wraps the model."""
     if trainer.is_deepspeed_enabled:
         # how many passes make a step: transformers says 1, since its own loop accumulates, and accelerate would warn
         trainer.accelerator.gradient_accumulation_steps = plan.counted_batch.grad_accum

@@ -81,13 +81,8 @@ def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
 def worded(
     beats: Sequence[Beat], silent: Collection[int], *, missing: Sequence[int], waited_s: float, now: float
 ) -> str:
-    """Which rank stopped where, and who waits for it.
-
-    Args:
-        silent: ranks that published nothing between two looks.
-        missing: ranks that never published.
-        now: wall clock, in seconds since 1970, against which `published` is read.
-    """
+    """Which rank stopped where, and who waits for it. `silent`: ranks that published nothing between two looks;
+    `missing`: those that never did; `now`: in seconds since 1970."""
     head = f"no progress for {waited_s:.0f} s (distributed.timeout_s)"
     parts = [f"rank {rank} has never given a sign of life" for rank in missing]
     slow = laggards(beats, silent)
@@ -127,12 +122,9 @@ def _bytes_in(folder: Path) -> int:
 
 
 class Heartbeat:
-    """While open, watches that this rank makes progress; after `timeout_s` without any it is ended with a report.
-
-    The clock starts at the first `note`, so that loading a model may take as long as it takes, and restarts with every
-    `moved` byte, so that a disk may be slow. An exception that passes through is recorded at once, before the ranks'
-    connections are closed. Does nothing for one process.
-    """
+    """While open, watches that this rank makes progress; after `timeout_s` without any it is ended with a report. The
+    clock starts at the first `note`, and restarts with every `moved` byte. An exception that passes through is recorded
+    before the ranks' connections are closed. Does nothing for one process."""
 
     def __init__(self, timeout_s: float, *, interval_s: float = INTERVAL_S) -> None:
         self.timeout_s = timeout_s

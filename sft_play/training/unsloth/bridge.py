@@ -95,16 +95,9 @@ def write_rows(dataset: Any, path: Path) -> str:
 
 
 def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
-    """Train in Unsloth's processes with what was prepared here; returns the run's summary.
-
-    Args:
-        started: when the run started, in seconds since 1970.
-
-    Raises:
-        SftPlayError: as Unsloth's process raised it.
-        ModelError: the adapter that it wrote is not the run's.
-        RuntimeError: Unsloth's process failed with another error; its traceback has been printed.
-    """
+    """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
+    Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
+    whose traceback was printed."""
     python, answer = answer_here()
     job.folder.update_manifest(unsloth={"python": str(python), "device": answer.device, **answer.versions})
     logger.info("Unsloth: %s; its process is %s on %s", answer.words, python, answer.device)
