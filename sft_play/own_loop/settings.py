@@ -73,9 +73,8 @@ class CheckedSettings:
 def asked(
     config: str | os.PathLike[str] | Mapping[str, Any] | DistConfig, *, best: Precision, has_deepspeed: bool
 ) -> CheckedSettings:
-    """The settings of a file or a mapping, checked together with the DeepSpeed file that they name. `best`: the dtype
-    that suits this machine's device; "no" is a CPU. Raises ConfigError: the file is missing or not a YAML mapping; keys
-    are unknown or values wrong; or values contradict each other, the device or the DeepSpeed file."""
+    """The settings of a file or a mapping, checked together with their DeepSpeed file; `best`: the dtype that suits
+    this device, "no" on a CPU. Raises ConfigError: there is no such file, keys or values are wrong, or contradict."""
     document, folder = _read(config)
     settings = _settings(document)
     deepspeed, fallback, problems = None, None, list[str]()

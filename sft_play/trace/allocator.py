@@ -91,9 +91,8 @@ class _Pool:
 
 
 class CachingAllocator:
-    """One GPU. `allocated` and `reserved` are what `torch.cuda.memory_stats` calls so; peaks since the last reset.
-    `capacity` bounds the segments, in bytes; beyond it the cache is given back first, then it raises
-    SimulatedOutOfMemory."""
+    """One GPU, with what `torch.cuda.memory_stats` calls allocated and reserved, and peaks since the last reset. Beyond
+    `capacity` bytes of segments the cache is given back, then it raises SimulatedOutOfMemory."""
 
     def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
         self.expandable = expandable_segments
@@ -131,8 +130,7 @@ class CachingAllocator:
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: object) -> None:
-        """Return the block of `key` to the cache, at once or when other streams are done with it; keys without a block
-        are ignored."""
+        """Return the block of `key`, if it has one, to the cache, at once or when other streams are done with it."""
         entry = self._used.pop(key, None)
         if entry is None:
             return
@@ -156,16 +154,14 @@ class CachingAllocator:
         return self._frees
 
     def synchronise(self, until: int | None = None) -> None:
-        """The host knows that all work up to this moment is done (None: all work submitted so far). What was freed by
-        then and waited for another stream is free at the next request."""
+        """The host knows that all work up to this moment is done (None: all): what waited for it is free."""
         done = [block for when, block in self._waiting if until is None or when <= until]
         self._waiting = [] if until is None else [pair for pair in self._waiting if pair[0] > until]
         for block in done:
             self._release(block)
 
     def empty_cache(self) -> None:
-        """`torch.cuda.empty_cache`: waits for all streams; then whole free segments, or free pages of expandable ones,
-        go back to the driver."""
+        """`torch.cuda.empty_cache`: waits for all streams; then whole free segments, or free pages, go back."""
         self.synchronise()
         for pool in self._pools.values():
             for _, _, block in list(pool.free):

@@ -60,9 +60,8 @@ def meter_of(model: Mapping[str, Any], *, code: str | None = None) -> BlockMeter
 
 
 def planned_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of a config.json's language model, for a plan: of a class that the tables lack they are measured on
-    the meta device, and so are its blocks. Raises ModelError: it is no causal language model, or its class refuses the
-    config."""
+    """The shapes of a config.json's language model, for a plan: of a class that the tables lack they, and its blocks,
+    are measured. Raises ModelError: it is no causal language model, or its class refuses the config."""
     try:
         return parse_config(config, name=name)
     except UnknownArchitecture as error:

@@ -146,8 +146,7 @@ class _Look:
         return LayerBytes(forward - sum(casts), kept, backward, gradients, cast=casts[-1], input=kept)
 
     def _casts(self, block: nn.Module) -> int:
-        """Bytes of the half-precision copies that autocast keeps of a block's fp32 leaves with a gradient
-        (autocast_mode.cpp, cached_cast)."""
+        """Bytes of autocast's half-precision copies of a block's fp32 leaves with a gradient (cached_cast)."""
         if self._loop.settings.autocast is None:
             return 0
         return sum(

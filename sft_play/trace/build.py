@@ -66,8 +66,7 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
 
 
 def furnish(model: Any, settings: StepSettings) -> Any:
-    """The skeleton as the trainer would step it: loaded, with adapters and checkpointing, in training mode. Storages
-    are uninitialised and in module order, the base model's first; tied ones stay tied."""
+    """The skeleton as the trainer would step it: loaded in module order, ties kept, in training mode."""
     replaced: dict[nn.Parameter, nn.Parameter] = {}
     _materialise(model, replaced, adapters=False)
     if settings.fp32_rest:
@@ -85,9 +84,8 @@ def furnish(model: Any, settings: StepSettings) -> Any:
 
 
 def block_list(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The list of a model's blocks and its path: among the outermost lists of modules that beside the token embedding
-    (others are an encoder's of sound or images), and of those the one with the most parameters. An empty list where
-    there is none."""
+    """The list of a model's blocks and its path: of the outermost lists of modules that beside the token embedding, or
+    the one with the most parameters; empty where there is none."""
     lists = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     outermost = {
         path: module
@@ -149,8 +147,7 @@ def base_of(model: Any) -> Any:
 
 # --- the bare model ---------------------------------------------------------------------------------------------------
 def config_of(settings: StepSettings) -> Any:
-    """The transformers config; of an image-text model the language model's. Raises TraceUnavailable: transformers does
-    not know the model type."""
+    """The language model's config of transformers. Raises TraceUnavailable: it does not know the model type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConfig
 
     if settings.code is not None:
@@ -301,9 +298,8 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
 
 
 def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
-    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged. TRL 1.16
-    (SFTTrainer.__init__) casts those of a quantised model to bf16, DoRA's magnitudes aside; this toolkit casts them to
-    fp32 where the run computes in another type."""
+    """The dtype that trained tensors are cast to after PEFT created them; None: unchanged. TRL casts those of a
+    quantised model to bf16, DoRA's magnitudes aside; this toolkit to fp32 where the run computes in another type."""
     if settings.adapters is not None:
         return getattr(torch, settings.adapters)
     if settings.mode != "qlora":

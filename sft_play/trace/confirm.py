@@ -188,8 +188,7 @@ def _measure_shape(config: Mapping[str, Any], *, name: str, trust_remote_code: b
 def cached_trace(
     settings: StepSettings, *, folder: Path | None = None, measure: Callable[[StepSettings], TracedPeak] = _trace
 ) -> TracedPeak:
-    """`step.trace_step`, remembered in `folder` (None: in the cache). Raises TraceUnavailable, SimulatedOutOfMemory: as
-    `trace_step`."""
+    """`step.trace_step`, remembered in `folder` (None: in the cache); raises as that does."""
     decides = {"settings": settings.as_json(), "trace": TRACE_VERSION}
     return remembered("traces", decides, _PEAK, partial(measure, settings), folder=folder)
 
@@ -202,8 +201,7 @@ def cached_shape(
     folder: Path | None = None,
     measure: Callable[..., ModelShape] = _measure_shape,
 ) -> ModelShape:
-    """`meta_shape.shape_on_meta`, remembered in `folder` (None: in the cache); not with remote code. Raises ModelError:
-    as `shape_on_meta`."""
+    """`meta_shape.shape_on_meta`, remembered so, but not with remote code; raises as that does."""
     measured = partial(measure, config, name=name, trust_remote_code=trust_remote_code)
     decides = {"config": config, "shape": SHAPE_VERSION}
     shape = remembered("shapes", decides, _SHAPE, measured, folder=folder, keeps=not trust_remote_code)

@@ -31,9 +31,8 @@ def implementation(settings: StepSettings, model_class: Any) -> str | None:
 
 
 def loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """The eager experts of transformers 5. Tokens x hidden in and out; the other two are tokens x experts per token.
-    The classes' own loops find each expert's tokens by value (models/mixtral/modeling_mixtral.py, MixtralExperts),
-    which fake tensors do not have."""
+    """The eager experts of transformers 5: tokens x hidden in and out, the other two tokens x experts per token. The
+    classes' own loops find each expert's tokens by value, which fake tensors do not have."""
     mixed = torch.zeros_like(hidden_states)
     with torch.no_grad():
         chosen = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)

@@ -238,8 +238,7 @@ class StateOptimizer:
 
 
 def adam_8bit_states(elements: int) -> tuple[int, ...]:
-    """One byte for each of two states and an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py).
-    `min_8bit_size=4096`, `blocksize=256` in `init_state` of Optimizer2State."""
+    """A byte for each of two states, an fp32 scale per 256; fp32 below 4096 elements (bitsandbytes optimizer.py)."""
     if elements < 4096:
         return (4 * elements, 4 * elements)
     scales = 4 * math.ceil(elements / 256)
@@ -247,7 +246,6 @@ def adam_8bit_states(elements: int) -> tuple[int, ...]:
 
 
 def paged_adam_8bit_states(elements: int) -> tuple[int, ...]:
-    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not. bitsandbytes
-    optimizer.py, `get_state_buffer`: paged where `p.numel() >= 1e5`."""
+    """States from 1e5 elements on are managed memory, outside the allocator; their scales are not."""
     states = adam_8bit_states(elements)
     return states[2:] if elements >= 100_000 else states

@@ -97,8 +97,7 @@ _WORKSPACES = {
 
 # --- scaled_dot_product_attention by CUDA's choice --------------------------------------------------------------------
 class CudaAttention:
-    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`). It calls the kernels' operators,
-    which have fake implementations. Shapes: batch, heads, tokens, head size."""
+    """`F.scaled_dot_product_attention` as CUDA dispatches it (`planner.attention`): [batch, heads, tokens, size]."""
 
     def __init__(self, settings: StepSettings, cudnn: Callable[[], bool]) -> None:
         """`cudnn`: whether cuDNN's kernel is switched on at the moment."""
@@ -245,9 +244,8 @@ def flash_attn_varlen_func(
     softcap: float = 0.0,
     deterministic: bool = False,
 ) -> torch.Tensor:
-    """The same for rows of many lengths, one after the other. Shapes: all tokens, heads, head size. PyTorch's operator
-    is built from the same kernel, and holds what flash-attn holds: q, k, v, the output, an fp32 logsumexp a head and
-    token, the borders. Head sizes are padded to a multiple of 8 first (flash_attn_interface.py)."""
+    """The same for rows of many lengths, one after the other: [all tokens, heads, head size]. PyTorch's operator is
+    built from the same kernel, and holds what flash-attn holds."""
     size, (q, k, v) = q.shape[-1], _padded(q, k, v)
     longest = (max_seqlen_q, max_seqlen_k)
     return aten._flash_attention_forward(

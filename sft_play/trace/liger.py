@@ -81,8 +81,7 @@ def _by_token(x: Any) -> Any:
 
 @contextlib.contextmanager
 def replaced(model: Any) -> Iterator[None]:
-    """Let a model run these functions in place of its own, as the package changes one that is built. Raises
-    TraceUnavailable: the table of types has not this one, or the class is not arranged as the table says."""
+    """Let a model run these functions in place of its own. Raises TraceUnavailable: nothing is known of its type."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     kind = base.config.model_type
     if kind not in REPLACED:

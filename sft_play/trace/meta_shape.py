@@ -60,9 +60,8 @@ _DOWN = ("down_proj", "fc2", "fc_out", "c_proj", "dense_4h_to_h", "w2", "output_
 
 
 def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bool = False) -> ModelShape:
-    """The shapes of the language model that a config.json describes, measured on its class without weights. Takes
-    seconds and imports torch and transformers. With `trust_remote_code` only code in the folder `name` is run. Raises
-    ModelError: transformers has no causal language model of this type, or its class refuses the config."""
+    """The shapes of the language model that a config.json describes, measured on its class without weights, in seconds.
+    Raises ModelError: transformers has no causal language model of this type, or its class refuses the config."""
     refuse_other_models(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
@@ -100,8 +99,7 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
 
 
 def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
-    """`facts.models.config_fields` with the values of the installed transformers. What is no field of a class (a share
-    of its rotations, which it keeps elsewhere) stays as it is."""
+    """`facts.models.config_fields` with the installed transformers' values; what no class has as a field stays."""
     renewed: dict[str, Defaults] = {}
     for kind, fields in table.items():
         own: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}

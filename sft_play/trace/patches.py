@@ -21,9 +21,8 @@ from sft_play.trace.settings import StepSettings, TraceUnavailable
 
 @dataclass(frozen=True)
 class Patch:
-    """One difference: `target` is `module:attribute`, `parameters` the names that it must have, separated by spaces
-    (none: it must only exist). `make(original, situation)` gives the replacement; None leaves the target unchanged and
-    only guards it."""
+    """One difference: `target` is `module:attribute`, `parameters` the names that it must have, if any; `make(original,
+    situation)` gives the replacement, None only guards the target."""
 
     name: str
     target: str
@@ -232,8 +231,7 @@ PATCHES: list[Patch] = [
 
 @contextlib.contextmanager
 def installed(situation: Situation) -> Iterator[None]:
-    """The patches that these settings need, until the end of the block. Raises TraceUnavailable: a library differs from
-    what a patch expects."""
+    """The patches that these settings need, until the end of the block; raises TraceUnavailable as `holder`."""
     with contextlib.ExitStack() as undo:
         for patch in PATCHES:
             if not patch.needed(situation.settings):

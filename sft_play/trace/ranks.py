@@ -20,9 +20,8 @@ BROADCAST_BUCKET = 250 << 20
 
 # --- DDP --------------------------------------------------------------------------------------------------------------
 class Buckets:
-    """DDP's second copy of all gradients: one flat bucket per dtype, cut again after the first backward pass. The
-    reducer is C++ and reads tensors' data, so its buckets are made here, by PyTorch's own assignment. With
-    `gradient_as_bucket_view` the gradients live in them and nothing is added."""
+    """DDP's second copy of all gradients, cut again after the first backward pass; its reducer is C++ and reads data,
+    so they are made here. With `gradient_as_bucket_view` the gradients live in them and nothing is added."""
 
     def __init__(self, model: nn.Module, settings: StepSettings, log: StorageLog) -> None:
         self._log, self._settings = log, settings
@@ -50,9 +49,8 @@ class Buckets:
 
 
 def bucket_sizes(tensors: list[tuple[str, int]], limits: list[int]) -> list[int]:
-    """Bytes of each bucket for tensors (dtype, bytes) in this order (torch/csrc/distributed/c10d/reducer.cpp).
-    `compute_bucket_assignment_by_size`: each dtype fills its own bucket and closes it once the limit is reached; the
-    first bucket has the first limit, the others the last one."""
+    """Bytes of each bucket for tensors (dtype, bytes) in this order (reducer.cpp, `compute_bucket_assignment_by_size`):
+    each dtype fills its own and closes it at the limit, the first one at the first, the others at the last."""
     open_buckets: dict[str, int] = {}
     limit_of: dict[str, int] = {}
     closed = []
@@ -72,9 +70,8 @@ def _nbytes(tensor: torch.Tensor) -> int:
 # --- FSDP2 ------------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def fake_group(world: int) -> Iterator[Any]:
-    """A device mesh over `world` ranks of which this process is the first; its collectives do nothing. Enter it outside
-    a FakeTensorMode: a mesh reads its ranks' numbers. Raises TraceUnavailable: this process already belongs to a
-    group."""
+    """A device mesh over `world` ranks, this process the first; its collectives do nothing. Enter it outside a
+    FakeTensorMode. Raises TraceUnavailable: this process already belongs to a group."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -89,9 +86,8 @@ def fake_group(world: int) -> Iterator[Any]:
 
 
 def fully_sharded(model: Any, settings: StepSettings, mesh: Any) -> Any:
-    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it, by that function itself. Under mixed
-    precision it keeps what is trained in fp32. 4-bit weights packed as uint8 stay whole on every rank, and nothing is
-    upcast beside them, as that function does for a Params4bit (which a fake is not)."""
+    """The model in the units that accelerate's `fsdp2_prepare_model` makes of it. 4-bit weights packed as uint8 stay
+    whole on every rank, and nothing is upcast beside them, as for a Params4bit (which a fake is not)."""
     from accelerate.utils import fsdp_utils
 
     is_4bit = settings.mode == "qlora"

@@ -43,8 +43,7 @@ def cuda_dropout(input: Any, p: float = 0.5, training: bool = True, inplace: boo
 
 
 class GroupedProduct(torch.autograd.Function):
-    """CUDA's grouped product in other dtypes than bf16: rows of inputs, experts x inputs x outputs in, rows of outputs
-    out."""
+    """CUDA's grouped product in other dtypes than bf16: rows of inputs, experts x inputs x outputs; rows of outputs."""
 
     @staticmethod
     def forward(ctx: Any, rows: Any, weight: Any) -> Any:

@@ -27,8 +27,7 @@ logger = logging.getLogger(__name__)
 
 def trace_step(settings: StepSettings) -> TracedPeak:
     """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
-    cannot run this step on fake tensors, or differ from what a patch expects; SimulatedOutOfMemory: the device's
-    capacity does not hold it."""
+    cannot run it on fake tensors; SimulatedOutOfMemory: the device does not hold it."""
     start = time.perf_counter()
     log, facts = record(settings)
     own = settings.device.expandable_segments
@@ -250,8 +249,7 @@ _WIDE = "_wide_embeddings"
 
 
 def make_optimizer(settings: StepSettings, model: Any, log: StorageLog) -> Any:
-    """The optimizer of that name: PyTorch's and transformers' own, or a fake with bitsandbytes' states. Raises
-    TraceUnavailable: the name is unknown."""
+    """The optimizer of that name, or a fake with bitsandbytes' states; raises TraceUnavailable for an unknown one."""
     if settings.optimizer == "lora_fa":  # freezes every lora_A when it is created (peft/optimizers/lorafa.py)
         for name, parameter in model.named_parameters():
             if "lora_A" in name:

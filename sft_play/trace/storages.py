@@ -175,8 +175,7 @@ class StorageLog(TorchDispatchMode):
             self.dies(key, nbytes)
 
     def see(self, tensor: torch.Tensor) -> None:
-        """A tensor that exists now; known storages stay as they are. Its device is not queried: a fake tensor answers
-        through the dispatcher, as slowly as any operator runs."""
+        """A tensor that exists now. Its device is not queried, which would be as slow as any operator."""
         if self._hidden or isinstance(tensor, DTensor):
             return
         storage = tensor.untyped_storage()
@@ -265,9 +264,8 @@ class StorageLog(TorchDispatchMode):
 
 
 def _engine_adds_in_place(args: Any) -> bool:
-    """True where the autograd engine sums two gradients of one tensor and a run without modes adds in place.
-    `InputBuffer::accumulate` (torch/csrc/autograd/input_buffer.cpp) adds in place when it holds the last reference to
-    the older gradient, but never under dispatch modes or for tensor subclasses: a trace always sees a third tensor."""
+    """Whether the autograd engine sums two gradients of one tensor and a run without modes adds in place: it does so
+    when it holds the last reference (`InputBuffer::accumulate`), but never under dispatch modes or for subclasses."""
     if torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return False
     frame: FrameType | None = sys._getframe(2)

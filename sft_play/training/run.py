@@ -41,9 +41,8 @@ logger = logging.getLogger(__name__)
 
 
 def run(job: RunJob) -> dict[str, Any]:
-    """Train as the job says, stage by stage; returns the summary. Raises SftPlayError: what the user can fix; a new run
-    folder in which nothing was trained is removed again; Interrupted: the user stopped the run, and its state was
-    saved."""
+    """Train as the job says, stage by stage; returns the summary. Raises SftPlayError: what the user can fix; a folder
+    in which nothing was trained is removed; Interrupted: the user stopped the run, its state saved."""
     started, memory = time.time(), MemoryMeter(job.plan)
     quiet_libraries()
     for part in job.parts:

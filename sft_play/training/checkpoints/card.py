@@ -68,8 +68,7 @@ def write_card(folder: Path, facts: CardFacts) -> None:
 
 
 def stops_of(config: RunConfig, tokenizer: Any, renderer: Renderer) -> list[int]:
-    """Tokens that end an answer: the tokenizer's end token, those of the base's generation config, and the template's
-    ends of turn."""
+    """Tokens that end an answer: the tokenizer's, those of the base's generation config, and the template's."""
     from transformers import GenerationConfig
 
     where = location(config)

@@ -58,8 +58,7 @@ def numbered(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any
 
 
 def named(states: Mapping[str, Any], names: list[list[str]]) -> dict[str, Any]:
-    """Optimizer states keyed by number, as one process writes them, keyed by name. Raises TrainingError: they belong to
-    another set of parameters."""
+    """The same keyed by name; raises TrainingError where they belong to another set of parameters."""
     flat = list(itertools.chain(*names))
     sizes = [len(group["params"]) for group in states["param_groups"]]
     if sizes != [len(group) for group in names]:
@@ -77,8 +76,7 @@ def whole_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def fill_optimizer(model: nn.Module, optimizer: Any, states: Mapping[str, Any] | None) -> None:
-    """Load whole states, which the first rank read, into an FSDP optimizer; the other ranks pass None. All ranks call
-    it."""
+    """Load whole states, which the first rank read, into an FSDP optimizer. All ranks call it, others with None."""
     by_name = named(states, names_by_group(model, optimizer)) if states is not None else {}
     set_optimizer_state_dict(model, optimizer, by_name, options=_FROM_FIRST)
 
@@ -98,14 +96,12 @@ def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def is_saved_twice(name: str) -> bool:
-    """Whether a tensor's name in an adapter's file is that of a copy, which PEFT writes beside the one that counts
-    where the vocabulary was resized."""
+    """Whether a name in an adapter's file is a copy's, which PEFT writes where the vocabulary was resized."""
     return ".original_module." in name or ".modules_to_save." in name
 
 
 def fill_adapter(model: Any, folder: Path) -> None:
-    """Load the adapter of an earlier stage or run into a model that its engine has not divided yet. Raises
-    TrainingError: the adapter has other tensors than the model."""
+    """Load an earlier adapter into a model that is not divided yet; raises TrainingError where it has other tensors."""
     weights = read_weights(folder, model)
     parameters = dict(model.named_parameters())
     wanted = set(adapter_names(model).values())
@@ -119,8 +115,7 @@ def fill_adapter(model: Any, folder: Path) -> None:
 
 
 def load_adapter(model: Any, folder: Path) -> Any:
-    """A model with the adapter in a folder, in eval mode; a language model takes one that is named as its whole class
-    is."""
+    """A model with the adapter in a folder, in eval mode; a language model's may be named as in its whole class."""
     from peft import PeftConfig, PeftModel, get_peft_model
 
     tower = tower_in(model)
@@ -183,8 +178,7 @@ def embeddings_of(model: Any) -> list[Any]:
 
 
 def adapter_names(model: Any) -> dict[str, str]:
-    """For the name of each tensor in an adapter's file, its name in memory: the one under which PEFT saves it, for a
-    language model the one of its whole class."""
+    """For each tensor's name in an adapter's file (of a language model that of its whole class), the one in memory."""
     from peft import get_peft_model_state_dict
 
     tensors = model.state_dict()

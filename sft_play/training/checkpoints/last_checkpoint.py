@@ -37,9 +37,8 @@ _NAMED = re.compile(r"GLOBAL ([\w.]+)")
 
 
 def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
-    """The last sound checkpoint on rank 0, None where none was ever written; every rank has to find it too. Later ones
-    that are damaged are named in a warning, and count no more. All ranks call it. Raises RunFolderError: all of them
-    are damaged, or another node does not have it."""
+    """The last sound checkpoint on rank 0, which every rank has to find too, or None; later ones are named in a
+    warning, and count no more. All ranks call it. Raises RunFolderError: all are damaged, or another node lacks it."""
     found: tuple[str | None, dict[Path, str]] = None, {}
     if distributed.is_first():
         shutil.rmtree(checkpoints.staging_path(folder), ignore_errors=True)  # of a save that was killed

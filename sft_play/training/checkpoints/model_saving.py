@@ -204,9 +204,8 @@ def set_stop_tokens(folder: Path, stop: Sequence[int], pad: int | None, *, of: P
 
 
 def saves_embeddings(model: Any) -> bool | str:
-    """Whether PEFT should save a model's embeddings beside its adapter; "auto" where it has to find out itself. Not if
-    all of them are in `modules_to_save`, or have rows that train: a resized one would be saved once more, as the
-    wrapper's `original_module` and `modules_to_save` (0.21). Always if one trains without being there."""
+    """Whether PEFT should save a model's embeddings beside its adapter; "auto": it finds out. Not if all are in
+    `modules_to_save` or have rows that train, which would be saved twice (0.21); always if one trains without."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     layers = embeddings_of(model)
@@ -250,9 +249,8 @@ def check_saved_weights(
     must_have_learned: bool = False,
     moved: Callable[[int], None] | None = None,
 ) -> int:
-    """Bytes of the tensors saved in a folder, each read back; `moved` is called with the bytes of each. Raises
-    ModelError: there are none, one is empty, of another shape or not finite, one of `expected` is missing, or every
-    lora_B is zero though the adapter `must_have_learned`."""
+    """Bytes of the tensors saved in a folder, each read back; `moved` is called with them. Raises ModelError: there are
+    none, one is empty, of another shape, not finite or missing, or no lora_B `must_have_learned`."""
     shapes: dict[str, tuple[int, ...]] = {}
     size, learned = 0, not must_have_learned
     for name, one in tensors_in(folder).items():

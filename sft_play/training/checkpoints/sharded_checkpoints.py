@@ -127,8 +127,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group:
 
 
 def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name, whole shape and dtype of every weight in a checkpoint. Raises TrainingError: the table of contents cannot
-    be read."""
+    """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that is not read."""
     entries = _Reader(checkpoint / FOLDER, _Counter(None)).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
@@ -138,8 +137,7 @@ def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.d
 
 
 def read_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tensor]:
-    """Some whole weights of a checkpoint, read in this process alone. Raises TrainingError: one of them is missing, or
-    cannot be read."""
+    """Some whole weights, read in this process alone; raises TrainingError where one is missing or not read."""
     stored = stored_weights(checkpoint)
     lacking = [name for name in names if name not in stored]
     if lacking:

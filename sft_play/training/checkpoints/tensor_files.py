@@ -41,8 +41,7 @@ class FileTensor:
 
 
 def tensors_in(folder: Path) -> dict[str, FileTensor]:
-    """Every tensor in a folder's weights by its name; none is read yet. Raises ModelError: a quantised tensor has no
-    scales."""
+    """Every tensor in a folder's weights, none read yet; raises ModelError for a quantised one without scales."""
     opened: dict[str, FileTensor] = {}
     for file in weight_files(folder):
         tensors: Any = safe_open(file, framework="pt")  # maps the file, as long as any of its tensors is held
@@ -76,8 +75,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def base_files(name: str, *, revision: str | None) -> Path:
-    """The folder with a base's files: the local one, or the hub's, of which what is not there yet is downloaded. Raises
-    ModelError: it cannot be fetched."""
+    """A base's folder: the local one, or the hub's, downloaded; raises ModelError where it cannot be fetched."""
     folder = local_folder(name)
     if folder is not None:
         return folder

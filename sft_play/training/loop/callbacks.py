@@ -94,9 +94,8 @@ def _has_gradient(parameter: nn.Parameter) -> bool:
 
 
 class LossScaleCheck(TrainerCallback):
-    """Logs the steps that loss scaling skips, and stops a run in which it skips one after the other: fp16 finds its
-    scale so, from 65,536 down; below 1 gradients overflow without it too. A skipped step is recognised by the scale,
-    since a fused optimizer skips by itself, which accelerate does not notice."""
+    """Logs the steps that loss scaling skips, which is how fp16 finds its scale, and stops where it skips one after the
+    other. A skipped step is recognised by the scale: a fused optimizer skips by itself, unnoticed by accelerate."""
 
     MOST = 17
     """Skipped steps in a row: 65,536 / 2^17 is one half."""
@@ -161,8 +160,7 @@ class MetricsFile(TrainerCallback):
     def on_log(
         self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, model: Any = None, **_: Any
     ) -> None:
-        """Write one line; raises TrainingError when the loss is NaN or infinite (in fp16 that of the evaluation before
-        training too)."""
+        """Write one line; raises TrainingError for a loss that is NaN or infinite (in fp16 before training too)."""
         if not state.is_world_process_zero or not logs:
             return
         entry: dict[str, Any] = {
@@ -271,8 +269,7 @@ def stopping(stop: StopAfter) -> StopSignals:
 
 
 class Progress(TrainerCallback):
-    """Loss, tokens per second, memory and time left: a line every few seconds, the same on a terminal, in a pipe and in
-    the run's log."""
+    """Loss, tokens per second, memory and time left: a line every few seconds, the same in the run's log."""
 
     def __init__(self, *, tokens: Callable[[], int], now: Callable[[], float] = time.monotonic) -> None:
         self._tokens, self._now = tokens, now

@@ -48,8 +48,7 @@ class Stages:
 
     def train(self) -> dict[str, Any]:
         """Train every stage that is not finished yet; returns the summary of the whole run. Raises RunFolderError: a
-        node would not see the weights that the stage before has written; Interrupted: the user stopped the run, and its
-        state was saved."""
+        node would not see the weights of the stage before; Interrupted: the user stopped the run."""
         is_adapter, manifest = self._prepared[0].is_adapter, self._job.folder.manifest_path
         distributed.require_all(
             manifest.is_file(),

@@ -45,9 +45,8 @@ class FiniteSteps(TrainerCallback):
         self._loss_before, self._logged_step = self._trainer._tr_loss.clone(), self._trainer._globalstep_last_logged
 
     def judge(self, norm: Any) -> None:
-        """Called once a step's gradients are whole, before the update; `norm` is None where an engine keeps it. Waits
-        for the device once, and for the other ranks. Raises TrainingError: the step is not finite, and the run is to
-        stop for it."""
+        """Called once a step's gradients are whole, before the update; waits for the device once, and for the other
+        ranks. `norm`: None where an engine keeps it. Raises TrainingError: the run is to stop for this step."""
         trainer = self._trainer
         if trainer.args.fp16:
             return

@@ -43,9 +43,8 @@ def load_trainer(
     begins_from: Path | None,
     in_parts: bool,
 ) -> PlannedLoop:
-    """The trainer; its arguments come before the model, since making them sets up the device. `begins_from`: the folder
-    of the weights of the stage before, or of the adapter that the run continues; None: the model's own. `in_parts`:
-    every rank writes its own part of a checkpoint."""
+    """The trainer. `begins_from`: the folder of the weights of the stage before, or of the adapter that the run
+    continues; None: the model's own. `in_parts`: every rank writes its own part of a checkpoint."""
     config, plan, model_spec = job.loaded.config, job.plan, prepared.model_spec
     arguments = training_arguments(
         config,

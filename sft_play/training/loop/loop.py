@@ -156,8 +156,7 @@ class PlannedLoop(CheckpointedLoop):
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """The batches of an epoch, this rank's alone: they are cut for each rank, where accelerate would give out
-        batches of one size in turn. Worker processes end with this one."""
+        """The batches of an epoch, cut for this rank, where accelerate would give out batches of one size in turn."""
         workers = self.args.dataloader_num_workers
         loader = DataLoader(
             self.train_dataset,
@@ -233,9 +232,8 @@ class PlannedLoop(CheckpointedLoop):
                 self.remove_callback(callback)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """The optimizer without empty parameter groups. Adapters have no biases or norms, so the group without decay is
-        empty. DeepSpeed from 0.18 drops such a group, and a schedule that was made for two then fails in torch from
-        2.10 (https://github.com/OpenRLHF/OpenRLHF/issues/1225)."""
+        """The optimizer without empty parameter groups, such as that of an adapter's biases: DeepSpeed drops one, and a
+        schedule made for two then fails (https://github.com/OpenRLHF/OpenRLHF/issues/1225)."""
         is_new = self.optimizer is None  # under DeepSpeed the Trainer asks twice for the same one
         optimizer = super().create_optimizer(model)
         groups = optimizer.param_groups

@@ -161,8 +161,7 @@ class CheckpointedLoop(Trainer):
             raise
 
     def finish_saving(self) -> None:
-        """Wait until the checkpoint that is written beside the training is whole. All ranks call it. Raises
-        RunFolderError: the disk took no more."""
+        """Wait until the checkpoint written beside the training is whole; all ranks. Raises RunFolderError: no room."""
         writing, self._writing = self._writing, None
         if writing is None:
             return
@@ -259,9 +258,8 @@ class CheckpointedLoop(Trainer):
 
     @contextlib.contextmanager
     def writing(self, folder: Path) -> Iterator[None]:
-        """While open, the heartbeat watches the files of `folder` grow; ranks other than the first count as waiting.
-        Parts of a checkpoint are not watched here: their own writer counts them on each rank, so that one that hangs is
-        noticed although the others write."""
+        """While open, the heartbeat watches the files of `folder` grow; other ranks than the first wait. Parts are
+        counted by their own writer, so that a rank that hangs is noticed although the others write."""
         with self.beat.watching(folder), contextlib.ExitStack() as waiting:
             if not distributed.is_first():
                 waiting.enter_context(self.beat.waiting())
@@ -273,8 +271,7 @@ class CheckpointedLoop(Trainer):
             distributed.barrier(distributed.patient())
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the weights. Over ranks an adapter is gathered without its base; weights in parts are written together
-        with the optimizer's states."""
+        """Write the weights; over ranks an adapter without its base, weights in parts with the optimizer's states."""
         with self._named_as_in_memory():
             if self.in_parts and self._staging is not None:
                 self._save(output_dir, state_dict={})  # config and tokenizer only

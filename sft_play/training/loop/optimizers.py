@@ -149,7 +149,6 @@ class _Rounding(Optimizer):
 
 
 def rounding(kind: type[Optimizer]) -> type[Optimizer]:
-    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding. It takes
-    the library's arguments and `rounding_seed`: the noise follows from seed, step and the tensor's number, so it is the
-    same on all ranks of DDP and in a resumed run."""
+    """The class of an optimizer (torch.optim's or alike) that steps bf16 parameters by stochastic rounding, with noise
+    from `rounding_seed`, step and the tensor's number: the same on all ranks of DDP and in a resumed run."""
     return type(f"Rounding{kind.__name__}", (_Rounding, kind), {})

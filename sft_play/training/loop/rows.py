@@ -93,16 +93,14 @@ def filled(dataset: Dataset, *, unit: int) -> Dataset:
 
 
 def evened(rows: int, *, most: int, ranks: int) -> int:
-    """The smallest batch size with which `ranks` need as few passes over `rows` as with `most`: the last pass is then
-    nearly full."""
+    """The smallest batch size with which `ranks` need as few passes over `rows` as with `most`."""
     passes = max(1, -(-rows // (most * ranks)))
     return max(1, -(-rows // (passes * ranks)))
 
 
 def longest_first(dataset: Dataset, *, batch: int = 1, copies: int = 1) -> npt.NDArray[np.int64]:
-    """Row numbers by length, the longest first and equal ones in their order: a batch has rows of similar length, and
-    the first batch needs the most memory. Every batch is there `copies` times in a row: ranks take turns, and each of a
-    context-parallel group needs it."""
+    """Row numbers by length, the longest first: a batch has rows of similar length. Every batch is there `copies` times
+    in a row: ranks take turns, and each of a context-parallel group needs it."""
     order = np.argsort(-lengths_of(dataset), kind="stable")
     batches = np.split(order, range(batch, len(order), batch))
     return np.concatenate([np.tile(rows, copies) for rows in batches])
@@ -175,9 +173,8 @@ def _masked(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class EpochOrder(torch.utils.data.Sampler[int]):
-    """Indices of an epoch: `count` rows in an order drawn from seed and epoch. The order is that of accelerate's
-    seedable sampler for the same seed. With `lengths`, each `window` of rows (an optimizer step's) is sorted by them,
-    the longest first. With `mix`, an epoch has the rows that it chooses instead of all."""
+    """Indices of an epoch: `count` rows, or those of `mix`, in accelerate's seedable order for seed and epoch. With
+    `lengths`, each `window` of rows (an optimizer step's) is sorted by them, the longest first."""
 
     def __init__(
         self, count: int, *, seed: int, lengths: npt.NDArray[np.int64] | None = None, window: int = 1,
@@ -211,9 +208,8 @@ class EpochOrder(torch.utils.data.Sampler[int]):
 
 
 class StepBatches(torch.utils.data.Sampler[list[int]]):
-    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where the step
-    needs fewer. The Trainer counts a fixed number of batches to a step, and synchronises gradients in the last of
-    them."""
+    """The rows of this rank's micro-batches: `slots` to an optimizer step, of which the first are empty where it needs
+    fewer. The Trainer counts a fixed number, and synchronises gradients in the last."""
 
     batch_size = 1
     """accelerate divides the number of rows by it to find rows that it has repeated; there are none."""

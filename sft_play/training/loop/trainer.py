@@ -155,9 +155,8 @@ class PlannedTrainer(PlannedLoop, SFTTrainer):
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """TRL's loss, with its figures summed on the device. To log them, TRL's own method gathers four numbers from
-        all ranks and waits for the device in every pass; here they are gathered once per log. The losses by source are
-        sums of the terms of the loss itself, and cost neither a second pass nor logits."""
+        """TRL's loss, with its figures, and the losses by source, summed on the device and gathered once per log: TRL's
+        own method waits for the device and all ranks in every pass."""
         has_balance = self.aux_loss_enabled  # of a mixture of experts: its routers' balancing loss
         options = {"output_router_logits": True} if has_balance else {}
         outputs = model(
@@ -200,9 +199,8 @@ def checkpoint_first_layers(model: torch.nn.Module, count: int) -> None:
 
 
 def set_adapter_dtype(model: Any, config: RunConfig, plan: Plan) -> None:
-    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it: TRL makes the adapters
-    of a quantised base bf16, in which most elements of lora_A would not move. DoRA's magnitudes stay fp32. DeepSpeed
-    computes with all of them in the compute dtype, and steps fp32 copies."""
+    """Cast everything that trains beside a frozen base to its dtype, before an engine shards it: TRL makes adapters of
+    a quantised base bf16, in which most of lora_A would not move. Under DeepSpeed all compute in its compute dtype."""
     is_zero = plan.choice.layout.is_zero
     dtype = getattr(torch, plan.precision.compute if is_zero else adapter_dtype(config, plan.precision))
     for name, parameter in model.named_parameters():
@@ -290,9 +288,8 @@ def plan_callbacks(
     resume_step: int | None = None,
     metrics: Sequence[str] = (),
 ) -> list[TrainerCallback]:
-    """The callbacks that follow from plan and config alone, to be added before training: selective checkpointing,
-    TensorBoard, a profile. TensorBoard's curves drop what an earlier start wrote after `resume_step` (None: all of it);
-    `metrics` are the tags of the run's held-out figures."""
+    """The callbacks that follow from plan and config alone: selective checkpointing, TensorBoard (its curves after
+    `resume_step` are dropped; `metrics` are the tags of held-out figures), a profile."""
     callbacks: list[TrainerCallback] = []
     if plan.choice.checkpointing == "selective":
         callbacks.append(_CheckpointFirstLayers(plan.choice.checkpointed))

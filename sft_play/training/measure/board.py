@@ -177,9 +177,8 @@ def _hparams_table(hparams: Mapping[str, Any], metrics: Sequence[str]) -> tuple[
 
 
 def keep_events_until(folders: Iterable[Path], step: int | None) -> set[str]:
-    """Drop events after `step` (None: all of them) from the event files of these folders; returns the tags that stay. A
-    resumed run writes those steps again. TensorBoard's own way, a marker in the new file (`purge_step`), leaves the
-    points of a tag until that tag has one at an earlier step (2.21, with both of its loaders)."""
+    """Drop events after `step` (None: all) from these folders' event files; returns the tags that stay. TensorBoard's
+    own marker (`purge_step`) leaves points of a tag until it has one at an earlier step (2.21)."""
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
     from tensorboard.summary.writer.record_writer import RecordWriter
 

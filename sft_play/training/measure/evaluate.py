@@ -94,9 +94,8 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
 
 
 class BeforeTraining(TrainerCallback):
-    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows. An
-    engine wraps the model when training begins, so with one this is a callback. Without one, `measure` is called before
-    training."""
+    """Measures before the first step: what the engine holds, what loading took, the figures of the held-out rows; as a
+    callback where an engine wraps the model when training begins."""
 
     def __init__(
         self, job: RunJob, trainer: PlannedLoop, eval_set: EvalSet, loading: LoadMeter, *, is_resumed: bool
@@ -114,8 +113,7 @@ class BeforeTraining(TrainerCallback):
         self.measure()
 
     def measure(self) -> None:
-        """Measure what loading took, and the figures of the held-out rows; a run that was resumed from a checkpoint
-        keeps those of its first start."""
+        """Measure loading and the held-out rows; a resumed run keeps the figures of its first start."""
         self.loading = self._loading.stop()
         folder, is_first = self._job.folder, distributed.is_first()
         if not self._job.loaded.config.eval.before_training or self.eval_set.split is None:

@@ -117,8 +117,7 @@ def answers(
 
 
 def batches(order: Sequence[int], tokens: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Cut indices, ordered by growing `tokens`, into batches of at most `most` tokens (rows x the longest of them); a
-    longer item gets a batch of its own."""
+    """Cut indices, ordered by growing `tokens`, into batches of at most `most` tokens (rows x longest), or one item."""
     batch: list[int] = []
     for index in order:
         if batch and (len(batch) + 1) * tokens[index] > most:

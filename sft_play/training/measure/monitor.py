@@ -62,8 +62,7 @@ class _Clock:
 
 
 class Monitor(TrainerCallback):
-    """Measures this rank between two logs, and combines the figures of all ranks into what is logged. The Trainer tells
-    it when training and the optimizer's steps begin; the loop tells it the rest."""
+    """Measures this rank between two logs, and combines the figures of all ranks into what is logged."""
 
     def __init__(
         self,
@@ -152,8 +151,7 @@ class Monitor(TrainerCallback):
         self._clock.add("optimizer", self._optimizer_start)
 
     def saw(self, inputs: Any, *, masked: int) -> None:
-        """Count a batch that is about to be trained on; `masked` is the label of tokens that are not. A batch of packs
-        has no attention mask, and brings its counts along."""
+        """Count a batch that is about to be trained on; `masked` is the label of tokens that are not."""
         labels = inputs["labels"]
         trained = scored_labels(inputs) != masked
         self._tokens = self._tokens + tokens_in(inputs)
@@ -172,8 +170,7 @@ class Monitor(TrainerCallback):
             self._sources = sources if self._sources is None else self._sources + sources
 
     def take(self, *, steps: int, device: torch.device) -> dict[str, float]:
-        """The figures since the last log, `steps` optimizer steps ago, then start again from zero; all ranks call
-        it."""
+        """The figures since the last log, `steps` optimizer steps ago, then start again; all ranks call it."""
         seconds = self._clock.take()
         if self._compiling:
             seconds["compile"] = self._compiling
@@ -262,8 +259,7 @@ def head_sums(outputs: Any) -> torch.Tensor:
 
 
 def head_figures(ranks: list[list[float]], *, prefix: str = "") -> dict[str, float]:
-    """TRL's figures from the sums of every rank: entropy and accuracy are means over trained tokens, `aux_loss` over
-    passes, as the loss has it."""
+    """TRL's figures from all ranks' sums: means over trained tokens, of `aux_loss` over passes."""
     entropy, right, scored, balance, passes = (sum(column) for column in zip(*ranks, strict=True))
     figures = {"entropy": entropy / max(1, scored), "mean_token_accuracy": right / max(1, scored)}
     figures |= {"aux_loss": balance / passes} if passes else {}

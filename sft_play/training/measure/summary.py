@@ -121,8 +121,7 @@ def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def samples(before: Figures | None, after: Figures | None) -> list[dict[str, Any]]:
-    """Some questions with the answers of the untrained and the trained model (`before` is None where it was not asked),
-    evenly spaced over those that were asked; long texts are cut."""
+    """Some questions, evenly spaced, with the answers of the untrained (if asked) and the trained model."""
     answers = after.answers if after else ()
     old = {answer.question.shown: _cut(answer.text) for answer in before.answers} if before else {}
     count = min(KEPT_SAMPLES, len(answers))

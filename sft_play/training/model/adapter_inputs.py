@@ -20,9 +20,8 @@ class _OutsideAutocast:
 
 
 def cast_outside_autocast(model: nn.Module) -> int:
-    """Let LoRA layers cast their inputs only where autocast is off; returns how many there are. Left as they are: DoRA,
-    which takes the dtype of its weights from the input; dropout, which draws and scales in the input's dtype; layers
-    that are not linear."""
+    """Let LoRA layers cast their inputs only where autocast is off; returns how many there are. Not DoRA, which takes
+    its weights' dtype from the input, nor dropout, which draws in it, nor layers that are not linear."""
     chosen = [module for module in model.modules() if _is_plain(module)]
     for layer in chosen:
         # PEFT asks this flag in every forward pass (tuners_utils.py, `_cast_input_dtype`, 0.21)

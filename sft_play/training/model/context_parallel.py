@@ -30,8 +30,7 @@ _groups: dict[str, DeviceMesh] = {}
 
 
 def join_group(layout: Layout, device: torch.device) -> None:
-    """Create the context-parallel groups of a layout; does nothing for a layout without. All ranks call it, once there
-    is a process group."""
+    """Create the context-parallel groups of a layout that has some; all ranks call it, once there is a group."""
     parts = layout.context_parallel
     if parts == 1:
         return
@@ -75,8 +74,7 @@ def _exchange(heads: torch.Tensor, mesh: DeviceMesh, divided: int, to_divide: in
 
 @contextlib.contextmanager
 def whole_rows(model: Any) -> Iterator[None]:
-    """While open, the model has the usual attention: in generation every rank has whole rows, and padding at their
-    beginning is masked."""
+    """While open, the model has the usual attention: in generation every rank has whole rows, padded on the left."""
     own = model.config.get_text_config()._attn_implementation
     if own not in (ATTENTION, varlen.ATTENTION):
         yield

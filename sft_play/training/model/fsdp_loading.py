@@ -47,9 +47,8 @@ def load_for_sharding(
     storage: DtypeName | None,
     read: Callable[[], Any],
 ) -> tuple[Any, Source]:
-    """The model without its weights, ready for adapters and for `shard`, and the weights on the first rank, which alone
-    calls `read`. `storage`: of packed 4-bit weights, floating-point so that FSDP2 can divide them. Raises ModelError on
-    every rank: the first one could not read it."""
+    """The model without its weights, ready for adapters and `shard`, and the weights on the first rank, which alone
+    calls `read`; `storage`: of packed 4-bit weights. Raises ModelError on every rank: it could not read it."""
     sdpa.repeat_keys(repeated=model_spec.attention.repeats_kv)
     weights: dict[str, torch.Tensor] = {}
     answer: list[Any] = [None]

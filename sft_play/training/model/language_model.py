@@ -65,8 +65,7 @@ class Tower:
         }
 
     def skeleton(self) -> Any:
-        """The whole class without weights; None where it is not one of images and text, or its other parts need a
-        package that is not there."""
+        """The whole class without weights; None where it is none of images and text, or lacks a package."""
         try:
             with torch.device("meta"):
                 return AutoModelForImageTextToText.from_config(copy.deepcopy(self.whole))
@@ -146,8 +145,7 @@ def language_config(whole: Any, published: Mapping[str, Any] | None = None) -> A
 
 
 def fit_ties(whole: Any, text: Any, names: Callable[[], set[str]]) -> None:
-    """Tie a language model's head to its embedding, or not, where its own config and that of its whole class disagree:
-    as the names of the tensors in its files have it."""
+    """Tie the head to the embedding or not, as the names in its files have it, where the two configs disagree."""
     if text is whole or bool(text.tie_word_embeddings) == bool(getattr(whole, "tie_word_embeddings", False)):
         return
     found = names()

@@ -63,9 +63,8 @@ def load_model(
 def read_model(
     config: RunConfig, precision: Precision, model_spec: ModelSpec, options: Mapping[str, Any] | None = None
 ) -> Any:
-    """The model with its weights and the embeddings that its tokenizer needs, in the host's memory unless the `options`
-    for `from_pretrained` say otherwise. Raises ModelError: the weights cannot be fetched, are not safetensors, or some
-    are missing."""
+    """The model with its weights and the embeddings that its tokenizer needs, in RAM unless the `options` for
+    `from_pretrained` say otherwise. Raises ModelError: weights are missing, not safetensors, or cannot be fetched."""
     chosen: dict[str, Any] = {
         "config": model_spec.hf_config,
         "revision": config.model.revision,
@@ -120,9 +119,8 @@ def read_model(
 
 @torch.no_grad()
 def begin_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
-    """Let the rows of added tokens begin as the mean of their pieces', in each table of embeddings. So a model begins
-    near what the text meant to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html compares it with
-    random rows, which take over the next token's distribution)."""
+    """Let the rows of added tokens begin as the mean of their pieces', so that a model begins near what the text meant
+    to it before (https://nlp.stanford.edu/~johnhew/vocab-expansion.html)."""
     tables = {id(one.weight): one.weight for one in embeddings_of(model)}.values()
     for table in tables if any(new_rows.values()) else ():
         with gathered_by_zero3(table, writer=0):
@@ -188,9 +186,8 @@ def keep_4bit_trainable(model: nn.Module) -> None:
 
 
 def weights_facts(name: str, hf_config: Any) -> dict[str, str | None]:
-    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB. Whole
-    files are not read: 140 GB would take minutes, and different weights differ at their ends too, since a safetensors
-    file begins with its index and training moves every tensor."""
+    """What identifies the base weights: the hub's commit, or a digest of each file's size, first and last MiB: whole
+    files would take minutes, and training moves every tensor."""
     folder = local_folder(name)
     if folder is None:
         return {"path": name, "sha256": getattr(hf_config, "_commit_hash", None)}

@@ -27,8 +27,7 @@ from sft_play.training.proofs.adapter_trial import read_past
 
 # --- a packed weight --------------------------------------------------------------------------------------------------
 class PackedWeight:
-    """How a packed weight is read: by its `packing`, and with the adapter that PEFT adds; as it is until it has been
-    packed (None)."""
+    """How a packed weight is read: by its `packing` (None: not packed yet), with the adapter that PEFT adds."""
 
     def __init__(self, packing: Packing | None = None) -> None:
         self.packing = packing
@@ -145,8 +144,7 @@ class ExpertQuantizer(Bnb4BitHfQuantizer):
 
     @staticmethod
     def get_modules_to_not_convert(model: Any, *given: Any, **options: Any) -> list[str]:
-        """Names, and patterns of names, of what stays as it is: the head, what a class excludes, weights that its code
-        reads itself."""
+        """What stays as it is: the head, what a class excludes, weights that its code reads itself."""
         left_out = Bnb4BitHfQuantizer.get_modules_to_not_convert(model, *given, **options)
         return [*left_out, *read_past(model)]
 

@@ -143,8 +143,7 @@ def one_by_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int],
     *, scale: float, window: int | None,
 ) -> torch.Tensor:  # fmt: skip
-    """The same by one call of sdpa per chat; a window is a mask as long as the chat is. `value` may have another width
-    than `key`."""
+    """The same by one call of sdpa per chat; a window is a mask as long as the chat is."""
     lengths = list(lengths)
     times = query.shape[1] // key.shape[1]
     if times > 1:  # only flash attention on a GPU has grouped heads

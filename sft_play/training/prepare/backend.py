@@ -60,9 +60,8 @@ class Backend:
 def choose_backend(
     config: RunConfig, *, layout: str = "single", nodes: int = 1, launched: bool = False, staged: bool = False
 ) -> Backend:
-    """The backend that runs here, in this layout over so many nodes. `launched`: this process is a rank that a launcher
-    started; `staged`: the config is that of a stage. Raises BackendError: the one that was asked for cannot, and no
-    fallback was named."""
+    """The backend that runs here. `launched`: this process is a rank of a launcher; `staged`: the config is a stage's.
+    Raises BackendError: the one that was asked for cannot, and no fallback was named."""
     if config.tuning.backend == "bnb":
         return Backend("bnb", "bnb: transformers, PEFT and bitsandbytes")
     problem = problem_of_unsloth(config, layout=layout, nodes=nodes, launched=launched)
@@ -152,8 +151,7 @@ def model_problem(model_spec: ModelSpec, precision: Precision) -> str | None:
 
 
 def answer_here() -> tuple[Path, UnslothAnswer]:
-    """The environment that `problem_of_unsloth` found, and what Unsloth says about it. Raises BackendError: there is
-    none."""
+    """The environment that was found, and what Unsloth says about it; raises BackendError where there is none."""
     python = find_python(os.environ)
     if python is None:
         raise BackendError(f"Unsloth needs an environment of its own, and there is none: {SETUP}")

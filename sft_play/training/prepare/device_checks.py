@@ -45,9 +45,8 @@ def check_device(plan: Plan, config: RunConfig) -> None:
 
 
 def check_gpu(plan: Plan, config: RunConfig) -> None:
-    """Compare the plan with what the GPU can do, and with its free memory as the driver reports it, before anything is
-    loaded. Raises HardwareError: torch or bitsandbytes has no kernels for it; DoesNotFit: less is free than the plan
-    needs, and the batch was left to the plan."""
+    """Compare the plan with what the GPU can do and has free, before anything is loaded. Raises HardwareError: torch or
+    bitsandbytes has no kernels for it; DoesNotFit: less is free than planned, and the batch was the plan's."""
     if plan.hardware.device != "cuda":
         return
     _require_kernels(plan, config)

@@ -29,9 +29,8 @@ _LIST = re.compile(r"(^|\.)experts$")
 def grouped_mm_in_autocast(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """transformers' grouped products in autocast's dtype: tokens x hidden in and out, the other two tokens x experts.
-    Autocast leaves grouped products alone, and transformers then multiplies in the dtype of the weights: fp32 weights
-    would be multiplied in fp32, where eager experts and every other product run in 16 bits."""
+    """transformers' grouped products in autocast's dtype, which autocast leaves alone: fp32 weights would be multiplied
+    in fp32. Tokens x hidden in and out, the other two tokens x experts."""
     device = hidden_states.device.type
     if torch.is_autocast_enabled(device):
         self = _Cast(self, torch.get_autocast_dtype(device))
@@ -72,9 +71,8 @@ def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision)
 
 
 def fit_balance_loss(hf_config: Any, *, trust_remote_code: bool = False) -> None:
-    """Make TRL's balance loss that of the class: its names for the numbers of experts, and a weight of 0 where a class
-    whose config has one computes none (Llama 4, Doge without experts). TRL 1.16 reads `num_experts` and
-    `num_experts_per_tok`; configs that call them otherwise have an `attribute_map`."""
+    """Make TRL's balance loss that of the class: its names for the numbers of experts (TRL 1.16 reads two), and a
+    weight of 0 where a class whose config has one computes none (Llama 4, Doge without experts)."""
     if not balance_coefficient(hf_config):
         return
     kind = type(hf_config)
@@ -102,8 +100,7 @@ def _computes_balance(small: Any, *, trust_remote_code: bool = False) -> bool:
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Weights that are one tensor for all experts: path and module of the experts, and the weight's name there; packed
-    ones too."""
+    """Weights, packed ones too, that are one tensor for all experts: path and module, and the weight's name there."""
     for path, module in model.named_modules():
         if is_routed(path, module):
             own = vars(module).get(PACKED, ())

@@ -31,9 +31,8 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 def peft_config_of(
     config: RunConfig, skeleton: Any, *, new_rows: Sequence[int] = ()
 ) -> tuple[PeftLoraConfig, list[str]]:
-    """PEFT's config for a model of this class, whose weights may be on the meta device, with notes on where adapters
-    are, and where they are not. `new_rows`: those of added tokens. Raises ModelError: a target or a module to save
-    matches nothing, or a module gets both."""
+    """PEFT's config for a model of this class, with notes on where adapters are, and are not; `new_rows`: of added
+    tokens. Raises ModelError: a target or a module to save matches nothing, or a module gets both."""
     lora = config.tuning.lora
     places, lost = adapter_places(skeleton, trust_remote_code=config.model.trust_remote_code)
     layers = {name: layer for name, layer in linear_layers(skeleton).items() if name not in lost}

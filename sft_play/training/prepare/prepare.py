@@ -199,9 +199,8 @@ def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[st
 
 
 def digests(job: RunJob, facts: Mapping[str, Any], *, writes_date: bool) -> dict[str, str]:
-    """What every rank reads from its own disk and must agree on (`distributed.require_alike`): data (`facts`, of the
-    manifest), model, settings and versions, each with a short digest; `writes_date`: the chat template writes the
-    day."""
+    """What every rank reads from its own disk and must agree on (`distributed.require_alike`): data (`facts`), model,
+    settings and versions, each with a short digest; `writes_date`: the chat template writes the day."""
     installed = versions()
     settings = resolved_without_paths(job.loaded.config)
     return {

@@ -28,9 +28,8 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def run_folder(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Iterator[None]:
-    """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait for it.
-    `facts`: `data` of the manifest. Raises RunFolderError: another process is writing it, or its run had other
-    settings."""
+    """The first rank creates the run folder or checks the one to resume, and writes its log; the others wait. Raises
+    RunFolderError: another process is writing it, or its run had other settings."""
     if not distributed.is_first():
         distributed.barrier()  # rank 0 creates the folder, or fails and says why
         yield
@@ -59,8 +58,7 @@ def batch_facts(plan: Plan) -> dict[str, int]:
 
 
 def spread_facts(plan: Plan) -> dict[str, Any]:
-    """How a run is spread, for the manifest: batch, layout, and all processes (more than `ranks` where some share
-    rows)."""
+    """How a run is spread, for the manifest; `processes` are more than `ranks` where some share rows."""
     return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 

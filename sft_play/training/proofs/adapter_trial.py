@@ -94,9 +94,8 @@ def _end(name: str, length: int) -> str:
 
 
 def without_gradient(model: Any, *, trust_remote_code: bool = False) -> frozenset[str]:
-    """Names (* for numbers) of a model's parameters that a step of its class gives no gradient: biases that only choose
-    experts, indexers, parts that text does not pass. Its weights may be on the meta device; none where no small model
-    computes."""
+    """Names (* for numbers) of parameters that a step of the class gives no gradient: biases that only choose experts,
+    indexers, parts that text does not pass; none where no small model computes."""
     hf_config = model.config
     if str(hf_config.model_type) in FAMILIES:
         return frozenset()
@@ -147,8 +146,7 @@ def _tried(hf_config: Any, trial: Callable[..., dict[str, str]], trust_remote_co
 
 
 def try_out(small: Any, *, trust_remote_code: bool = False) -> dict[str, str]:
-    """The linear layers of a model of this config on which an adapter fails in any block, and why. Raises Exception:
-    the class does not compute without adapters either."""
+    """The linear layers on which an adapter fails in any block, and why; raises where the class does not compute."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what PEFT says of a choice that is only tried
         model = _small_random(small, trust_remote_code)
@@ -211,9 +209,8 @@ def _step(model: Any, draw: int) -> None:
 
 
 def read_past(model: nn.Module) -> dict[str, str]:
-    """The linear layers (* for numbers) whose weight their owner's code reads itself: for a fused kernel, which this
-    machine may lack, or a product of its own. It would not see an adapter, nor can it read 4 bits. Slices are those of
-    tensor-parallel pretraining (BLOOM), which no run has."""
+    """The linear layers (* for numbers) whose weight their owner's code reads itself, which would not see an adapter,
+    nor can it read 4 bits. Slices are those of tensor-parallel pretraining (BLOOM), which no run has."""
     sources: dict[type, str] = {}
     found = {}
     for name in linear_layers(model):

@@ -46,8 +46,7 @@ class CompileFacts:
 
 
 class Compiler(TrainerCallback):
-    """Compiled blocks of a model that trains: their time, and what became of them. `close` ends the watch. `waiting`
-    are told, in seconds, how long each compiling held up the training."""
+    """Compiled blocks: their time, told to `waiting`, and what became of them; `close` ends the watch."""
 
     def __init__(self) -> None:
         from torch._dynamo import config
@@ -123,9 +122,8 @@ def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.d
 
 
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
-    """How far compiled blocks are from the plain code for models of this config; no random state is changed, and what
-    was compiled is forgotten. Attention between boundaries has a kernel for 16 bits only: in fp32 the same rows are
-    padded ones. Raises ValueError: the class has no blocks that transformers knows, or none that compiles."""
+    """How far compiled blocks are from the plain code; nothing stays compiled. Attention between boundaries has a
+    kernel for 16 bits only: in fp32 the same rows are padded ones. Raises ValueError: no block compiles."""
     is_apart = attention == varlen.ATTENTION and dtype != torch.float32
     with torch.random.fork_rng(devices=[]):
         small = small_config(hf_config)

@@ -60,9 +60,8 @@ def check_kernels(config: RunConfig, plan: Plan) -> None:
 
 
 def take_kernels(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Taken:
-    """Replace what Liger has kernels for, if the config wants it and they are proven; returns what was replaced. The
-    model is one of transformers, without adapters yet. All ranks call it, and do the same. Raises DoesNotFit: the plan
-    counted Liger's, and does not fit with the plain ones."""
+    """Replace what Liger has kernels for, if the config wants it and they are proven, in a model without adapters yet;
+    all ranks do the same. Raises DoesNotFit: the plan counted Liger's, and does not fit with the plain ones."""
     if _left_by:  # another stage of this process
         _put_back(_left_by.pop())
     if config.train.kernels == "none":
@@ -96,9 +95,8 @@ def _require_room(config: RunConfig, plan: Plan, reason: str) -> None:
 
 
 def prove(hf_config: Any, *, attention: str, device: torch.device, dtype: torch.dtype) -> Proof:
-    """How far Liger's kernels are from the plain code for models of this config; no random state is changed. Two small
-    models are tried, one with hidden states and one with an MLP as wide as the real one's: the kernels work on rows,
-    and wide rows take other ways through them."""
+    """How far Liger's kernels are from the plain code, on two small models, one with hidden states and one with an MLP
+    as wide as the real one's: wide rows take other ways through them."""
     found = []
     for width in ("hidden_size", "intermediate_size"):
         small = small_config(hf_config)

@@ -179,8 +179,7 @@ def _judged(kind: str, found: Difference | None, problem: str, *, kept: str, fre
 
 
 def measure_padding(small: Any, *, attention: str, trust_remote_code: bool = False) -> Difference:
-    """What the mask of two padded rows changes, on the CPU, with the experts' balance loss where TRL adds it; no random
-    state is changed."""
+    """What the mask of two padded rows changes, on the CPU, with the experts' balance loss where TRL adds it."""
     with torch.random.fork_rng(devices=[]):
         model = small_model(small, attention, trust_remote_code)
         balance = {"output_router_logits": True} if balance_coefficient(model.config.get_text_config()) else {}
@@ -210,9 +209,8 @@ def measure_padding(small: Any, *, attention: str, trust_remote_code: bool = Fal
 
 
 def measure_boundaries(small: Any, *, trust_remote_code: bool = False) -> Difference:
-    """How the same chats differ as packs in rows with sdpa and its mask, and one behind the other with `varlen`, in
-    fp32 on the CPU; and padded rows of them, which evaluation has. No random state is changed. Each chat is a call of
-    its own here; where a GPU's kernel runs only the last call differs (`proof.trust_kernel`)."""
+    """How the same chats differ as packs with sdpa and its mask, and one behind the other with `varlen`, in fp32 on the
+    CPU; and padded rows of them, which evaluation has."""
     with torch.random.fork_rng(devices=[]):
         usual, own = (small_model(small, name, trust_remote_code) for name in ("sdpa", varlen.ATTENTION))
         draw = np.random.default_rng(2)

@@ -67,9 +67,8 @@ class Proof:
 
 
 def agreed(look: Callable[[], tuple[Found, str | None]]) -> tuple[Found | None, str | None]:
-    """What `look` finds where it has no problem on any rank; else None and the problem, or that another rank has one.
-    All ranks call it, and do the same. What `look` raises is a problem too: a class can break at anything that is put
-    into it, compiled for this machine, or run by a kernel that it may lack."""
+    """What `look` finds where it has no problem on any rank; else None and the problem. All ranks call it. What `look`
+    raises is a problem too: a class can break at anything that is put into it."""
     found, problem = None, None
     try:
         found, problem = look()
@@ -179,8 +178,7 @@ def relative_error(
     kernel: Callable[..., torch.Tensor], heads: Heads, *, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> float:
     """How far a kernel (`varlen.kernel`) is from a call for each chat in fp32 on the CPU: the largest 2-norm of an
-    output's or gradient's difference in one chat, over that of its values; nan where any is. No random state changes.
-    """
+    output's or gradient's difference in one chat, over that of its values."""
     draw = torch.Generator().manual_seed(1)
     shapes = [(sum(LENGTHS), count, heads.width) for count in (heads.queries, heads.keys, heads.keys, heads.queries)]
     *exact, weight = (torch.randn(shape, generator=draw).to(dtype).float() for shape in shapes)

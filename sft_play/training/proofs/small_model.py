@@ -60,9 +60,8 @@ def on_small_model(
     whole_depth: bool = False,
     **options: Any,
 ) -> tuple[Found | None, str]:
-    """What `look(config, trust_remote_code=..., **options)` finds with the config of a small model of the class: few
-    narrow layers of every kind, at full width where the class refuses. None where no such model of at most `most`
-    parameters computes, and why. `whole_depth`: all layers first, narrow. Looked at once a process."""
+    """What `look` finds with the config of a small model of the class: few narrow layers of every kind, or full width
+    where the class refuses; None where none of at most `most` parameters computes, and why. Once a process."""
     options["trust_remote_code"] = trust_remote_code
     settings = json.dumps(hf_config.to_dict(), default=repr)  # code of a model's own may hold any object in its config
     key = look, type(hf_config), settings, most, whole_depth, tuple(sorted(options.items()))
@@ -99,8 +98,7 @@ def small_config(hf_config: Any) -> Any:
 
 
 def small_model(small: Any, attention: str, trust_remote_code: bool) -> Any:
-    """A model in fp32 with weights so large that any influence shows in its logits, the same at every call; in
-    evaluation mode."""
+    """A model in fp32, the same at every call, with weights so large that any influence shows; in evaluation mode."""
     wanted = ["sdpa", "eager"] if "flash" in attention else [attention]
     for name in wanted:
         try:
@@ -134,9 +132,8 @@ class Passed:
 def passed(
     model: Any, rows: list[dict[str, Any]], *, flat: bool = False, masks: bool = True, trains: bool = True, **more: Any
 ) -> Passed:
-    """A pass over rows as in training, forward and, where it `trains`, backward. `flat`: packs lie one behind the
-    other, told apart by their boundaries; `masks`: padded rows come with their mask; `more`: what else the model is
-    given."""
+    """A pass over rows as in training, backward too where it `trains`; `flat`: packs lie one behind the other, told
+    apart by boundaries; `masks`: padded rows come with theirs; `more`: what else the model is given."""
     batch = Collator(pad_id=0, flat=flat, masks=masks, tells_lengths=flat)(rows)
     left_out = COUNTS if trains else (*COUNTS, "labels")
     inputs = {name: value for name, value in batch.items() if name not in left_out}

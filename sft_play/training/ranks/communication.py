@@ -47,9 +47,8 @@ _KINDS = {
 
 
 class Counted(NamedTuple):
-    """What one rank recorded in a window: seconds of it, of communication (`busy_s`) and of the part of that in which
-    nothing is computed; each collective in order (kind, bytes, whether they are the whole message); and kind and
-    seconds of the backend's work for them."""
+    """What one rank recorded: seconds of the window, of communication and of its exposed part; each collective (kind,
+    bytes, whether they are the whole message); kind and seconds of the backend's work for them."""
 
     rank: int
     host: str
@@ -148,8 +147,7 @@ def waiting(timed: Sequence[Sequence[tuple[str, float]]]) -> list[float] | None:
 
 
 def collectives_of(tree: Iterable[Any]) -> list[tuple[str, int, bool]]:
-    """Kind, bytes and whether they are the whole message, of each collective in the profiler's tree of events, in
-    order."""
+    """Kind, bytes and whether they are the whole message, of each collective in the profiler's tree, in order."""
     left, nodes = list(tree), []
     while left:
         node = left.pop()
@@ -185,9 +183,8 @@ def kind_of(name: str) -> str | None:
 def timed_of(
     work: Sequence[tuple[str, float, float]], collectives: Sequence[tuple[str, int, bool]]
 ) -> list[tuple[str, float]]:
-    """Kind and seconds of the backend's work (name, start and end in microseconds), in order. gloo implements
-    reduce-scatter by an all-reduce: where there is one piece of work for each collective, it gets the collective's
-    kind."""
+    """Kind and seconds of the backend's work (name, start, end in microseconds). gloo implements reduce-scatter by an
+    all-reduce: where there is one piece for each collective, it gets that one's kind."""
     pieces = sorted((start, end, kind) for name, start, end in work if (kind := kind_of(name)) is not None)
     kinds = [kind for _, _, kind in pieces]
     if len(pieces) == len(collectives):

@@ -43,8 +43,7 @@ def world_size() -> int:
 
 
 def own_devices() -> list[int] | None:
-    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it; None
-    where torch's own choice is right."""
+    """The GPU of this rank, for `fork_rng`, which else keeps the states of all GPUs of the node and warns of it."""
     return [torch.cuda.current_device()] if torch.cuda.is_available() else None
 
 
@@ -87,9 +86,8 @@ def patient(*, of: str = "the run") -> Any:
 
 @contextlib.contextmanager
 def process_group(plan: Plan, *, timeout_s: float, deepspeed: bool = False) -> Any:
-    """The process group of all ranks, made here so that it has our timeout, and destroyed at the end of the run.
-    DeepSpeed gets it at once: ZeRO-3 divides weights while they are read, and would otherwise see a world of one
-    rank."""
+    """The process group of all ranks, with our timeout, destroyed at the end of the run; DeepSpeed gets it at once,
+    since ZeRO-3 divides weights while they are read."""
     if plan.choice.layout.ranks == 1 and "RANK" not in os.environ:
         yield
         return
@@ -209,9 +207,8 @@ def batch_rank(layout: Layout) -> int:
 
 
 def init_deepspeed(*, on_cpu: bool) -> None:
-    """Join DeepSpeed's ranks, which torch's process group has where there is one: by gloo on CPUs, else by NCCL. On
-    CPUs DeepSpeed's shared-memory collectives stay out: DeepSpeed (0.19) compiles them before it begins, for more than
-    a minute on two cores, and only its inference calls them."""
+    """Join DeepSpeed's ranks, by gloo on CPUs, else by NCCL. On CPUs its shared-memory collectives stay out, which it
+    compiles for more than a minute (0.19), and which only its inference calls."""
     if not on_cpu:
         from deepspeed import comm
 

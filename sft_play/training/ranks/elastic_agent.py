@@ -134,8 +134,7 @@ def report(ended: Sequence[Ended], world: int | None, *, stopped: bool) -> tuple
 
 def death(ended: Sequence[Ended], world: int | None, *, asked: bool) -> str | None:
     """How a rank died, in one line, where the ranks may live if they are started again: it left no message, lost
-    another rank or waited in vain, or its GPU failed. None where the error would come again, or a stop was asked
-    for."""
+    another, waited in vain, or its GPU failed; else None, and where a stop was asked for."""
     root = root_of(ended, stopped=asked)
     own = root.own
     helps = own is None or own.kind in ("peer", "hung") or (own.kind == "fault" and own.name in _OF_A_GPU)

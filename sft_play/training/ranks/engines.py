@@ -83,9 +83,8 @@ def _axes(layout: Layout) -> dict[str, Any]:
 
 
 def allow_fsdp_on_cpu(plan: Plan) -> None:
-    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to multi-GPU between the
-    Trainer's arguments, which create the process group, and the Trainer, which reads it; `check_engine` verifies the
-    result. Raises TrainingError: this version of accelerate keeps its state differently."""
+    """Let accelerate shard over CPU ranks, for which it would choose DDP: its type is changed to multi-GPU after the
+    Trainer's arguments have made the group; `check_engine` verifies it. Raises TrainingError: its state differs."""
     if not plan.choice.layout.is_fsdp or plan.hardware.device != "cpu":
         return
     from accelerate.state import PartialState
@@ -171,9 +170,8 @@ def masters(engine: Any) -> list[torch.Tensor]:
 
 
 def release(trainer: Any) -> None:
-    """End the engine of a trainer that is done, so that its model is freed. DeepSpeed keeps modules and parameters in
-    tables of its own, which only destroying the engine empties; ZeRO-3 also keeps the model in a list of modules and in
-    the caches of its coordinator's methods (0.19)."""
+    """End the engine of a trainer that is done, so that its model is freed: DeepSpeed keeps modules in tables that only
+    destroying it empties; ZeRO-3 in a list and in the caches of its coordinator's methods too (0.19)."""
     engine = getattr(trainer, "deepspeed", None)
     if engine is None:
         return
@@ -190,9 +188,8 @@ def release(trainer: Any) -> None:
 
 
 def device_of(plan: Plan, config: RunConfig) -> str | None:
-    """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them before they move; None for
-    ZeRO-3, which divides plain weights while they are read, and takes NF4's from this rank's device, where transformers
-    quantises them whole (it refuses a `device_map` under ZeRO-3)."""
+    """Where a rank's weights are loaded to: its GPU; the host for FSDP, which divides them there; None for ZeRO-3,
+    where transformers refuses a `device_map`."""
     layout = plan.choice.layout
     if layout.is_zero and layout.shards_params:
         return None
@@ -310,8 +307,7 @@ def engine_check_of_one(trainer: Any) -> EngineCheck:
 
 
 def held_bytes(trainer: Any) -> tuple[int, int]:
-    """Bytes of the trained weights, whole and on this rank; under DeepSpeed of the fp32 partitions of them, which its
-    optimizer updates."""
+    """Bytes of the trained weights, whole and on this rank; under DeepSpeed of their fp32 partitions."""
     wrapped = trainer.model_wrapped
     trained = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
     if is_deepspeed(wrapped):

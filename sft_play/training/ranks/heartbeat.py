@@ -39,9 +39,8 @@ STORE_S = 10.0
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its code is. `published`
-    is in seconds since 1970 by the rank's own clock, `number` counts its signs of life. `file` has the latest note at
-    once; signs of life lag behind by up to their interval."""
+    """A rank's sign of life: what it last began (the `count`th thing), how long ago, and where its code is; `published`
+    is in seconds since 1970, `number` counts them. `file` has the latest note at once."""
 
     rank: int
     host: str
@@ -64,9 +63,8 @@ class Beat:
 
 
 def laggards(beats: Sequence[Beat], silent: Collection[int]) -> list[Beat]:
-    """Those that the others wait for: ranks without a sign of life, else those that began the fewest things. Of ranks
-    that write, those whose bytes still move are left out. Empty where all are equal: each of them waits, or the one
-    that hangs does so between two notes."""
+    """Those that the others wait for: ranks without a sign of life, else those that began the fewest things and whose
+    bytes do not move. Empty where all are equal."""
     dead = [beat for beat in beats if beat.rank in silent]
     if dead:
         return dead

@@ -65,8 +65,7 @@ class Met:
 
 
 def card_of(config: RunConfig, hardware: Hardware, *, strategy: str | None, deepspeed: bool) -> dict[str, Any]:
-    """A node's description: its settings, package versions, device and number of ranks. Paths and the output are left
-    out: nodes may keep the same files in different places. The ranks, which read the files, compare their content."""
+    """A node's description, without paths, which may differ; the ranks compare the files' content."""
     packages = versions()
     return {
         "host": socket.gethostname(),

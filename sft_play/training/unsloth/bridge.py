@@ -165,8 +165,7 @@ def _document(job: RunJob, prepared: Prepared, eval_set: EvalSet, started: float
 
 def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: Any, steps: int) -> None:
     """Check that the adapter is complete and the run's own, as PEFT reads it here, and save our tokenizer beside it.
-    Raises ModelError: a tensor is missing, of another shape, not finite or never trained, or PEFT reads other
-    settings."""
+    Raises ModelError: a tensor is missing, not finite, never trained, or of other settings."""
     from peft import PeftConfig
 
     expected = {name: tuple(shape) for name, shape in document.tensors.items()}

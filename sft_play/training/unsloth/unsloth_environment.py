@@ -45,8 +45,7 @@ class UnslothAnswer:
 
 
 def find_python(environment: Mapping[str, str]) -> Path | None:
-    """The Python of Unsloth's environment; None if there is no such environment. Raises BackendError: UNSLOTH_VENV
-    names a folder without a Python."""
+    """The Python of Unsloth's environment, if there is one; raises BackendError where UNSLOTH_VENV names none."""
     given = environment.get(VARIABLE, "").strip()
     if given:
         python = Path(given) / "bin" / "python"
@@ -64,9 +63,8 @@ def find_python(environment: Mapping[str, str]) -> Path | None:
 
 
 def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment variables for Unsloth's Python, without those of this Python's packages or a launcher's ranks.
-    Unsloth downloads a file that counts its users, and writes generated code into the working folder: the first is
-    turned off, the second goes into the cache."""
+    """The variables for Unsloth's Python, without those of this one's packages or a launcher's ranks; its count of
+    users is turned off, and its generated code goes into the cache."""
     kept = for_another_run(environment)
     for name in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "ACCELERATE_CONFIG"):
         kept.pop(name, None)

@@ -167,8 +167,7 @@ def _arguments(config: RunConfig, plan: Plan, folder: RunFolder, *, has_eval: bo
 
 
 def load(document: Document, config: RunConfig, plan: Plan) -> Any:
-    """Unsloth's model with the adapters of the document. Raises BackendError: Unsloth cannot load it, or puts adapters
-    elsewhere than the run says."""
+    """Unsloth's model with the document's adapters; raises BackendError where they differ, or it cannot load."""
     from unsloth import FastLanguageModel
 
     model, lora = config.model, config.tuning.lora

@@ -78,8 +78,7 @@ def main(words: Sequence[str]) -> int:
 
 def start(path: Path) -> int:
     """Train as the document at `path` says, in this rank; returns sft-play's exit code. A failure is written into the
-    file that the parent named, as a launcher's ranks do. Nothing that is imported here loads torch: Unsloth has to be
-    first, inside the handlers that turn its errors into messages."""
+    file that the parent named. Nothing here loads torch before Unsloth, whose errors become messages."""
     from sft_play.errors import BackendError, SftPlayError
     from sft_play.log import one_line, set_up_logging, survive_lost_output
     from sft_play.process import endings, failures
