@@ -6,7 +6,7 @@ Sources are files of PyTorch 2.13 (github.com/pytorch/pytorch) unless another is
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -214,36 +214,17 @@ FLASH = "sft_play_flash_attention_2"
 
 
 def flash_attn_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> torch.Tensor:
+    q: Any, k: Any, v: Any, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, **_: Any
+) -> Any:
     """flash-attn 2's function for rows of one length. Shapes: batch, tokens, heads, head size."""
     query, key, value = (tensor.transpose(1, 2) for tensor in (q, k, v))
     return flash(query, key, value, dropout_p, causal, softmax_scale).transpose(1, 2)
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0,
-    deterministic: bool = False,
-) -> torch.Tensor:
+    q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False, **_: Any,
+) -> Any:  # fmt: skip
     """The same for rows of many lengths, one after the other: [all tokens, heads, head size]. PyTorch's operator is
     built from the same kernel, and holds what flash-attn holds."""
     size, (q, k, v) = q.shape[-1], _padded(q, k, v)
@@ -253,17 +234,7 @@ def flash_attn_varlen_func(
     )[0][..., :size]
 
 
-def between_boundaries(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    ends: torch.Tensor,
-    longest: int,
-    *,
-    lengths: Sequence[int] | None = None,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
+def between_boundaries(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
     """`training.model.varlen.kernel` on CUDA: torch's varlen_attn is the same operator. Shapes: all tokens, heads, head
     size; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

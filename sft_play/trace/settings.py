@@ -75,10 +75,8 @@ class StepSettings:
     loss: Literal[
         "chunked", "logits", "logits_float", "logits_shifted", "logits_shifted_float", "logits_shifted_half"
     ] = "chunked"  # fmt: skip
-    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; logits_float: the same where fp32
-    logits replace the half ones before the loss; logits_shifted: transformers before 4.50, which copied the shifted
-    fp32 logits; logits_shifted_float: before 4.46, whose models also replaced the half logits by fp32 ones;
-    logits_shifted_half: the older classes whose loss stayed in the logits' own dtype."""
+    """chunked: TRL 1.16's head; logits: the model's own loss over whole fp32 logits; the others those of older versions
+    of transformers: shifted, before 4.50, copied, float replaced the half logits, half stayed in their dtype."""
     label_fraction: float = 1.0
     attention: Literal["sdpa", "eager", "flash_attention_2", "varlen", "one_by_one"] = "sdpa"
     """varlen: this toolkit's own, by the boundaries of packs (training/model/varlen.py); one_by_one: the same by a
@@ -130,8 +128,7 @@ class StepSettings:
     """The evaluation's mask, where it differs from the training's."""
     # --- ranks ------------------------------------------------------------------------------------------------------
     strategy: Literal["single", "ddp", "fsdp1", "fsdp2", "zero1", "zero2", "zero3"] = "single"
-    """fsdp1: PyTorch's FullyShardedDataParallel with flat parameters, which older scripts ran; zero1 to zero3:
-    DeepSpeed, which is never traced and which the estimate covers."""
+    """fsdp1: with flat parameters, which older scripts ran; zero1 to zero3: DeepSpeed, which is never traced."""
     world: int = 1
     mixed_precision: DtypeName | None = "bfloat16"
     """accelerate's mixed precision of sharded steps: trained weights are kept in fp32, gathered and reduced in this."""
@@ -140,8 +137,7 @@ class StepSettings:
     reduces_in: DtypeName | None = None
     """FSDP2's reduce_dtype, where gradients are not sent as computed."""
     checkpoints_wrappers: bool = False
-    """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper inside, as transformers did before its
-    layers checkpointed themselves; a recomputed layer then gathers its weights once more."""
+    """For fsdp1: the script checkpoints each layer's call with its FSDP wrapper, and gathers its weights once more."""
     reshard_after_forward: bool = True
     gradient_as_bucket_view: bool = False
     device: Device = field(default_factory=Device)
@@ -164,6 +160,5 @@ class TracedPeak:
     params: int
     trained_params: int
     reserved_either: int = 0
-    """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments; `reserved` is that of
-    the device's own."""
+    """The larger reserved peak of the allocator's two modes, fixed-size and expandable segments."""
     seconds: float = 0.0

@@ -99,9 +99,10 @@ class FiniteSteps(TrainerCallback):
         step = int(self._trainer.state.global_step) + 1
         kept = checkpoints.kept(Path(self._trainer.args.output_dir))
         new_run = "start a new run with a lower train.learning_rate"
-        if was_taken:
-            raise TrainingError(f"step {step}: {what}, and DeepSpeed has updated the weights with it; {kept}. Take "
-                                f"bf16.check_grad_overflow: false out of its file, or {new_run}")  # fmt: skip
+        if was_taken:  # bf16.check_grad_overflow: false
+            raise TrainingError(
+                f"step {step}: {what}, and DeepSpeed has updated the weights with it; {kept}: {new_run}"
+            )
         if self._on_nan == "stop":
             raise TrainingError(
                 f"step {step}: {what}, so the step was not taken: nothing was changed; {kept}. A resumed run meets "

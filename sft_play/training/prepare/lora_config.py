@@ -194,13 +194,11 @@ def chosen_note(config: RunConfig, model: nn.Module) -> str:
 def _no_match(config: RunConfig, pattern: str, names: Iterable[str]) -> str:
     # without torch's and PEFT's own words, which every name has
     pieces = {part for name in names for part in name.split(".")} - {"default", "weight", "bias", "base_model"}
-    numbers = sorted(int(piece) for piece in pieces if piece.isdigit())
     words = sorted(piece for piece in pieces if not piece.isdigit())
-    near = did_you_mean(pattern.rpartition(".")[2], words)
     return (
         f"tuning.trainable: {one_line(pattern)} names no weight that tuning.mode={config.tuning.mode} trains"
-        f"{f' ({near})' if near else ''}. The parts of their names are: {one_line(', '.join(words), limit=500)}"
-        f"{f'; layers are numbered 0 to {numbers[-1]}' if numbers else ''}"
+        f"{_nearest(pattern.rpartition('.')[2], words)}. The parts of their names, beside the layers' numbers, are: "
+        f"{one_line(', '.join(words), limit=500)}"
     )
 
 

@@ -50,14 +50,6 @@ class Attention:
     reason: str
     repeats_kv: bool = False
 
-    @property
-    def repeating(self) -> Attention:
-        """The same with keys and values repeated, and the reason for it, where it is sdpa."""
-        if self.name not in ("sdpa", context_parallel.ATTENTION):
-            return self
-        why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
-        return replace(self, reason=f"{self.reason}; {why}", repeats_kv=True)
-
 
 @dataclass(frozen=True)
 class ModelSpec:
@@ -120,7 +112,9 @@ def build_model_spec(
     fit_ties(whole, hf_config, lambda: _names_of(config))
     model_class = _model_class(hf_config, config, is_dequantised=is_dequantised)
     attention = choose_attention(config, model_class, shares_rows=layout.context_parallel > 1)
-    attention = attention.repeating if repeats_kv else attention
+    if repeats_kv and attention.name in ("sdpa", context_parallel.ATTENTION):
+        why = "keys and values are repeated to all heads, since no kernel for grouped heads runs on this GPU"
+        attention = Attention(attention.name, f"{attention.reason}; {why}", repeats_kv=True)
     experts.fit_balance_loss(hf_config, trust_remote_code=config.model.trust_remote_code)
     skeleton = _skeleton(hf_config, config)
     chosen = experts.choose_experts(config, skeleton, precision)

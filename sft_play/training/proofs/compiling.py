@@ -10,7 +10,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -29,20 +28,6 @@ BACKEND = "inductor"
 GRAPHS_OF_A_BLOCK = 32
 """Graphs of one function beyond which dynamo compiles no more and runs plain code: kinds of blocks, each for one row
 and for several, with inputs that need a gradient and without, checkpointed or not. torch's own limit of 8 is less."""
-
-
-@dataclass(frozen=True)
-class CompileFacts:
-    """What compiling came to: `compile` of the summary. `seconds` are those in training passes, which the speed leaves
-    out; `breaks`, places at which plain code runs: between two graphs, or since too many kinds of passes were seen."""
-
-    seconds: float
-    graphs: int
-    breaks: int
-
-    def as_json(self) -> dict[str, Any]:
-        """As in the summary, seconds rounded."""
-        return {**asdict(self), "seconds": round(self.seconds, 2)}
 
 
 class Compiler(TrainerCallback):
@@ -70,11 +55,11 @@ class Compiler(TrainerCallback):
         """Watch no longer, and put torch's settings back; the blocks stay compiled."""
         self._open.close()
 
-    @property
-    def facts(self) -> CompileFacts:
-        """What compiling came to so far."""
+    def facts(self) -> dict[str, Any]:
+        """`compile` of the summary: seconds in training passes, which the speed leaves out, graphs, and `breaks`, at
+        which plain code runs: between two graphs, or since too many kinds of passes were seen."""
         graphs, breaks = (now - then for now, then in zip(_counted(), self._before, strict=True))
-        return CompileFacts(self._seconds, graphs, breaks)
+        return {"seconds": round(self._seconds, 2), "graphs": graphs, "breaks": breaks}
 
     def _start(self, _: Any) -> None:
         self._began = time.perf_counter()
@@ -87,16 +72,15 @@ class Compiler(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Warn once of what is not compiled."""
-        facts = self.facts
-        if not self._warned and (facts.breaks or not facts.graphs):
+        facts = self.facts()
+        if not self._warned and (facts["breaks"] or not facts["graphs"]):
             self._warned = True
             logger.warning("Compiled blocks: %d graphs, and plain code runs at %d places (TORCH_LOGS=graph_breaks says "
-                           "where and why)", facts.graphs, facts.breaks)  # fmt: skip
+                           "where and why)", facts["graphs"], facts["breaks"])  # fmt: skip
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Say what was compiled."""
-        logger.debug("Compiled blocks: %d graphs in %.0f s, which do not count for tokens/s", self.facts.graphs,
-                     self.facts.seconds)  # fmt: skip
+        logger.debug("Compiled blocks: %s; the seconds do not count for tokens/s", self.facts())
 
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Compiler | None:

@@ -183,12 +183,9 @@ def require_disk(written: Path, plan: Plan) -> bool:
         )
     if all(of_all(shared)):
         return True
-    logger.info("The nodes have disks of their own: checkpoints and the trained weights are on rank 0's; to resume "
-                "from a checkpoint, copy %s to every node first", written.parent)  # fmt: skip
-    if plan.memory.checkpoint == "sharded" and is_first():
-        logger.warning("Checkpoints: rank 0 gathers and writes all %.1f GiB, using %.1f GiB of its RAM: set output.dir "
-                       "to a disk that all nodes share, and each rank writes its part",
-                       plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB)  # fmt: skip
+    logger.info("The nodes have disks of their own: rank 0 gathers checkpoints (%.1f GiB, using %.1f GiB of its RAM); "
+                "to resume from one, copy %s to every node first",
+                plan.memory.checkpoint_bytes / GIB, plan.memory.host_gather_bytes / GIB, written.parent)  # fmt: skip
     return False
 
 

@@ -212,16 +212,6 @@ SHARD_SLACK = 0.10
 
 
 @dataclass(frozen=True)
-class Held:
-    """Bytes of some weights: whole, and what this rank holds of them. `device` counts those on the device that
-    computes; the rest is offloaded to RAM."""
-
-    whole: int
-    here: int
-    device: int
-
-
-@dataclass(frozen=True)
 class EngineCheck:
     """What an engine did with the model; bytes are what each rank holds. `frozen_*` are the weights that do not train,
     as they are stored (NF4's packed bytes, without its constants); `frozen_device_*` without what is offloaded."""
@@ -259,18 +249,18 @@ def check_engine(trainer: Any, plan: Plan) -> EngineCheck:
     if layout.is_zero and (stage := wrapped.zero_optimization_stage()) != int(layout.name[4]):  # zeroN, zeroN_offload
         raise TrainingError(f"the plan says {layout.name}, but DeepSpeed runs stage {stage}; nothing was trained")
     whole, mine = held_bytes(trainer)
-    frozen, kept_whole = frozen_bytes(wrapped)
-    sizes, frozen_sizes = distributed.of_all(mine), distributed.of_all((frozen.here, frozen.device))
+    frozen, here, on_device, kept_whole = frozen_bytes(wrapped)
+    sizes, frozen_sizes = distributed.of_all(mine), distributed.of_all((here, on_device))
     engine_check = EngineCheck(
-        layout.name, type(wrapped).__name__, distributed.world_size(), whole, tuple(sizes), frozen.whole,
+        layout.name, type(wrapped).__name__, distributed.world_size(), whole, tuple(sizes), frozen,
         tuple(here for here, _ in frozen_sizes), tuple(device for _, device in frozen_sizes),
     )  # fmt: skip
     trained_alike, frozen_alike = (_alike_over_tp(wrapped, trains) for trains in (True, False))
     expected = _share(whole, trained_alike, layout) if layout.shards_states else whole
     _refuse_undivided(layout, "trained", whole, sizes, share=expected)
     cut = [size - kept_whole for size in engine_check.frozen_bytes_by_rank]
-    expected = _share(frozen.whole - kept_whole, frozen_alike, layout) if layout.shards_params else frozen.whole
-    _refuse_undivided(layout, "frozen", frozen.whole - kept_whole, cut, share=expected)
+    expected = _share(frozen - kept_whole, frozen_alike, layout) if layout.shards_params else frozen
+    _refuse_undivided(layout, "frozen", frozen - kept_whole, cut, share=expected)
     return engine_check
 
 
@@ -316,9 +306,9 @@ def held_bytes(trainer: Any) -> tuple[int, int]:
     return sum(parameter.nbytes for parameter in trained), sum(local(parameter).nbytes for parameter in trained)
 
 
-def frozen_bytes(wrapped: Any) -> tuple[Held, int]:
-    """The weights that do not train, and how many bytes of them DeepSpeed keeps whole on every rank on purpose (those
-    up to `stage3_param_persistence_threshold`)."""
+def frozen_bytes(wrapped: Any) -> tuple[int, int, int, int]:
+    """Bytes of the weights that do not train: whole, on this rank, of those on the device that computes, and what
+    DeepSpeed keeps whole on every rank on purpose (up to `stage3_param_persistence_threshold`)."""
     whole = here = device = persistent = 0
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
@@ -334,4 +324,4 @@ def frozen_bytes(wrapped: Any) -> tuple[Held, int]:
         else:
             size, part, on_device = width * parameter.numel(), width * local(parameter).numel(), True
         whole, here, device = whole + size, here + part, device + (part if on_device else 0)
-    return Held(whole, here, device), persistent
+    return whole, here, device, persistent
