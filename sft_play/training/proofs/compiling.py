@@ -80,7 +80,7 @@ class Compiler(TrainerCallback):
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Say what was compiled."""
-        logger.debug("Compiled blocks: %s; the seconds do not count for tokens/s", self.facts())
+        logger.debug("Compiled blocks: %(graphs)d graphs in %(seconds).0f s, not counted for tokens/s", self.facts())
 
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Compiler | None:
