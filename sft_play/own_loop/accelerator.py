@@ -75,8 +75,7 @@ def _without_accelerate(config: Any) -> Any:
         )
     _warn("the package accelerate is not installed: one process trains, without DDP, FSDP or ZeRO (NoOpAccelerator)")
     accelerator = NoOpAccelerator(
-        mixed_precision=wanted.mixed_precision,
-        gradient_accumulation_steps=wanted.settings.gradient_accumulation_steps,
+        mixed_precision=wanted.mixed_precision, gradient_accumulation_steps=wanted.settings.gradient_accumulation_steps
     )
     accelerator.dist_config = wanted.settings
     return accelerator
@@ -173,8 +172,6 @@ def _warn(text: str) -> None:
 
 
 # --- what is trained --------------------------------------------------------------------------------------------------
-
-
 def wrap_model_optimizer(
     accelerator: Any,
     model: Any,

@@ -67,8 +67,6 @@ def save_sharded(accelerator: Any, model: Any, folder: str | os.PathLike[str], *
 
 
 # --- ranks that fail --------------------------------------------------------------------------------------------------
-
-
 def _run(accelerator: Any, work: Callable[[], Any], path: Path, *, left: str = _UNTOUCHED) -> Any:
     try:
         return work()
@@ -118,8 +116,6 @@ def _told_to_stop() -> Iterator[None]:
 
 
 # --- folders ----------------------------------------------------------------------------------------------------------
-
-
 def _begin(path: Path, aside: Path) -> None:
     atomic.bring_back(path)
     if path.exists() and not path.is_dir():
@@ -153,8 +149,6 @@ def _link(source: str, target: str) -> None:
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
-
-
 def _gathered(accelerator: Any, model: Any, bare: Any, *, keep: bool) -> dict[str, torch.Tensor]:
     if accelerator.distributed_type == "FSDP" and not accelerator.is_fsdp2:
         weights = accelerator.get_state_dict(model)  # FSDP1: flat parameters, complete on rank 0

@@ -164,8 +164,6 @@ def _precision(settings: DistConfig, allowed: Sequence[Precision], best: Precisi
 
 
 # --- DeepSpeed's file -------------------------------------------------------------------------------------------------
-
-
 def _deepspeed_file(
     settings: DistConfig, folder: Path | None, *, has_deepspeed: bool
 ) -> tuple[str, dict[str, Any] | None, str | None]:

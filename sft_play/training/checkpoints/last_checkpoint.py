@@ -73,8 +73,6 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def without_code(checkpoint: Path) -> Iterator[None]:
     """Within it no pickle runs code, whoever reads it with `torch.load`; with TRUST=1, what DeepSpeed wrote may. Raises

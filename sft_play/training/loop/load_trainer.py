@@ -35,13 +35,7 @@ from sft_play.training.ranks import distributed, engines
 
 
 def load_trainer(
-    job: RunJob,
-    prepared: Prepared,
-    eval_set: EvalSet,
-    watch: Watch,
-    *,
-    begins_from: Path | None,
-    in_parts: bool,
+    job: RunJob, prepared: Prepared, eval_set: EvalSet, watch: Watch, *, begins_from: Path | None, in_parts: bool
 ) -> PlannedLoop:
     """The trainer. `begins_from`: the folder of the weights of the stage before, or of the adapter that the run
     continues; None: the model's own. `in_parts`: every rank writes its own part of a checkpoint."""

@@ -154,7 +154,6 @@ class PlannedLoop(CheckpointedLoop):
         )  # fmt: skip
 
     # --- rows ---------------------------------------------------------------------------------------------------------
-
     def get_train_dataloader(self) -> Any:
         """The batches of an epoch, cut for this rank, where accelerate would give out batches of one size in turn."""
         workers = self.args.dataloader_num_workers
@@ -200,7 +199,6 @@ class PlannedLoop(CheckpointedLoop):
         return 0
 
     # --- training -----------------------------------------------------------------------------------------------------
-
     @property
     def tokens_seen(self) -> int:
         """Tokens in the training batches since this process started, without padding."""
@@ -327,7 +325,6 @@ class PlannedLoop(CheckpointedLoop):
         return figures | {f"{prefix}num_tokens": self._monitor.tokens_before + seen_now}
 
     # --- evaluation ---------------------------------------------------------------------------------------------------
-
     def prediction_step(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         """One evaluation batch, its loss weighted so that the mean over rows is the mean over trained tokens."""
         self.beat.note(self.state.global_step, "evaluating")

@@ -22,12 +22,7 @@ from transformers import Trainer, TrainerCallback
 from sft_play.errors import SftPlayError, TrainingError
 from sft_play.log import one_line
 from sft_play.runs.files import flush, free_bytes, room
-from sft_play.training.checkpoints import (
-    checkpoints,
-    full_state_dict,
-    sharded_checkpoints,
-    universal,
-)
+from sft_play.training.checkpoints import checkpoints, full_state_dict, sharded_checkpoints, universal
 from sft_play.training.checkpoints.model_saving import saves_embeddings
 from sft_play.training.loop.finite import FiniteSteps, require_finite
 from sft_play.training.measure.monitor import Monitor
@@ -127,7 +122,6 @@ class CheckpointedLoop(Trainer):
         super().__init__(**options)
 
     # --- writing ------------------------------------------------------------------------------------------------------
-
     def _mean_loss_sum(self) -> float:
         """Sum of losses since the last log, the mean over ranks; all ranks call it."""
         return float(self.accelerator.gather(self._tr_loss.detach().reshape(1)).mean().item())
@@ -349,7 +343,6 @@ class CheckpointedLoop(Trainer):
                 (Path(output_dir) / name).write_bytes(content)
 
     # --- reading ------------------------------------------------------------------------------------------------------
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         # what `_save_optimizer_and_scheduler` wrote, under any layout: the Trainer reads only its own layout's form
         path = Path(checkpoint) if checkpoint is not None else None

@@ -33,9 +33,7 @@ SOURCES = ("chat", "text")
 _ROWS_AT_ONCE = 50_000
 """Rows of a table that are read at once."""
 
-_FEATURES = Features(
-    {"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")},
-)
+_FEATURES = Features({"input_ids": List(Value("int32")), "labels": List(Value("int32")), "source": Value("int8")})
 
 
 def to_dataset(rows: Sequence[TokenRow] | Dataset) -> Dataset:

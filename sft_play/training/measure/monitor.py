@@ -65,12 +65,7 @@ class Monitor(TrainerCallback):
     """Measures this rank between two logs, and combines the figures of all ranks into what is logged."""
 
     def __init__(
-        self,
-        plan: Plan | None = None,
-        *,
-        copies: int = 1,
-        sources: Sequence[str] = SOURCES,
-        peaks: Peaks | None = None,
+        self, plan: Plan | None = None, *, copies: int = 1, sources: Sequence[str] = SOURCES, peaks: Peaks | None = None
     ) -> None:
         """`plan`: what the measured figures are compared with; `copies`: consecutive ranks that see the same rows and
         are counted once; `sources`: names of the sources whose losses are reported; `peaks`: the peaks by moment, which

@@ -58,11 +58,7 @@ class Tower:
     @property
     def key_mapping(self) -> dict[str, str]:
         """What `from_pretrained` of the language model needs to find its weights in files of the whole class."""
-        return {
-            **dict(self.renamings),
-            **OLDER_LAYOUTS,
-            **{rf"^{re.escape(whole)}": own for own, whole in self.places},
-        }
+        return {**dict(self.renamings), **OLDER_LAYOUTS, **{rf"^{re.escape(whole)}": own for own, whole in self.places}}
 
     def skeleton(self) -> Any:
         """The whole class without weights; None where it is none of images and text, or lacks a package."""

@@ -27,11 +27,7 @@ from sft_play.training.prepare.model_spec import ModelSpec, location
 
 logger = logging.getLogger(__name__)
 
-DTYPES: dict[DtypeName, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+DTYPES: dict[DtypeName, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def load_model(

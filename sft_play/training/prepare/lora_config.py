@@ -153,8 +153,6 @@ def _nearest(target: str, names: Iterable[str]) -> str:
 
 
 # --- tuning.trainable -------------------------------------------------------------------------------------------------
-
-
 def is_meant(pattern: str, name: str) -> bool:
     """Whether a pattern matches a weight: its pieces occur in the weight's name, one directly after the other."""
     pieces, parts = pattern.split("."), name.split(".")

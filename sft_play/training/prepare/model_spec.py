@@ -281,8 +281,6 @@ def _resize(config: RunConfig, vocab_size: int, tokenizer_size: int, *, added: s
 
 
 # --- attention --------------------------------------------------------------------------------------------------------
-
-
 def choose_attention(config: RunConfig, model_class: Any, *, shares_rows: bool = False) -> Attention:
     """The implementation that was asked for, or sdpa where the model has it; `shares_rows`: one for rows whose tokens
     several ranks share. Raises ModelError: the model lacks the one that was asked for, or cannot share rows."""

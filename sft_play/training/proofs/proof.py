@@ -135,8 +135,6 @@ def _largest(figures: Iterable[float]) -> float:
 
 
 # --- PyTorch's varlen kernel ------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, order=True)
 class Heads:
     """Heads of queries and of keys, and their width."""

@@ -226,8 +226,6 @@ def init_deepspeed(*, on_cpu: bool) -> None:
 
 
 # --- the store beside the process group -------------------------------------------------------------------------------
-
-
 def meeting_point(name: str) -> Any:
     """A namespace of the launcher's store over a connection of its own: one that waits does not block another."""
     store, _, _ = next(dist.rendezvous("env://", timeout=_MEETING))

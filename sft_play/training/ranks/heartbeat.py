@@ -218,7 +218,6 @@ class Heartbeat:
             self._file = -1
 
     # --- the thread ---------------------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
         self._publish()
         # until the next sign of life, or until this rank has waited too long

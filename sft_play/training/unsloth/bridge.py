@@ -49,9 +49,8 @@ PEER_S = 20.0
 _ROWS_AT_ONCE = 10_000
 _COLUMNS = pa.schema([("input_ids", pa.list_(pa.int32())), ("labels", pa.list_(pa.int32())), ("source", pa.int8())])
 
+
 # --- what is handed over ----------------------------------------------------------------------------------------------
-
-
 class Document(BaseModel):
     """All that the worker needs beside the settings and the plan; times are in seconds, `started` since 1970."""
 
@@ -92,8 +91,6 @@ def write_rows(dataset: Any, path: Path) -> str:
 
 
 # --- the run ----------------------------------------------------------------------------------------------------------
-
-
 def train(job: RunJob, prepared: Prepared, eval_set: EvalSet, *, started: float) -> dict[str, Any]:
     """Train in Unsloth's processes with what was prepared here; returns the run's summary. Raises SftPlayError: as
     Unsloth's process raised it; ModelError: the adapter that it wrote is not the run's; RuntimeError: another error,
@@ -185,8 +182,6 @@ def read_back(path: Path, lora: LoraConfig, document: Document, *, tokenizer: An
 
 
 # --- the processes ----------------------------------------------------------------------------------------------------
-
-
 class _Worker(NamedTuple):
     process: subprocess.Popen[bytes]
     error_file: Path
