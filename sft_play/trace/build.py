@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import inspect
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -13,15 +14,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from sft_play.errors import ModelError
 from sft_play.log import one_line
-from sft_play.trace import experts, fakes, kernels
+from sft_play.trace import fakes, kernels
 from sft_play.trace.delta_rule import chunk_gated_delta_rule
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TraceUnavailable
 from sft_play.training.model import nf4_experts
 from sft_play.training.model.language_model import language_config
-from sft_play.training.prepare.experts import meant_experts, stacked_experts
+from sft_play.training.prepare import experts
 from sft_play.training.prepare.lora_config import trained_rows
 
 HEAD_OUTPUTS = ("log_probs", "entropy", "is_top1")
@@ -46,7 +48,7 @@ def skeleton(settings: StepSettings, *, depth: int | None = None) -> Any:
         attention = kernels.FLASH
         AttentionInterface.register(attention, flash_attention_forward)
         masking_utils.AttentionMaskInterface.register(attention, masking_utils.flash_attention_mask)
-    if (implementation := experts.implementation(settings, model_class)) is not None:
+    if (implementation := _experts_implementation(settings, model_class)) is not None:
         config._experts_implementation = implementation
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -209,7 +211,7 @@ def _quantise(model: Any, settings: StepSettings) -> None:
             model.set_submodule(name, fakes.fake_nf4(layer, settings))
     if settings.quant_experts:
         nf4_experts.register()  # PEFT's part
-        for _, module, name in list(stacked_experts(model)):
+        for _, module, name in list(experts.stacked_experts(model)):
             fakes.fake_nf4_experts(module, name, settings)
     model.is_loaded_in_4bit = True
     model.quantization_method = "bitsandbytes"
@@ -279,7 +281,7 @@ def _with_adapters(model: Any, settings: StepSettings) -> Any:
     assert settings.peft is not None
     config = peft_config_of(settings.peft)
     if getattr(config, "target_parameters", None):
-        config.target_parameters = meant_experts(model, config.target_parameters)
+        config.target_parameters = experts.meant_experts(model, config.target_parameters)
     size = model.config.vocab_size
     new_rows = range(size - settings.new_tokens, size)
     config.trainable_token_indices = trained_rows(model, new_rows, whole=config.modules_to_save or ())
@@ -305,6 +307,50 @@ def adapter_dtype(settings: StepSettings) -> torch.dtype | None:
     if settings.mode != "qlora":
         return None
     return torch.float32 if settings.autocast == "float16" or settings.weights == "float32" else torch.bfloat16
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+LOOP = "sft_play_traced_loop"
+"""The name under which `loop` is registered in transformers."""
+
+
+def _experts_implementation(settings: StepSettings, model_class: Any) -> str | None:
+    """What transformers is to call the experts by; None leaves classes alone whose own code it does not reach."""
+    if not model_class._can_set_experts_implementation():
+        return None
+    if settings.experts == "cast":
+        experts.register()
+        return experts.CASTING
+    if settings.experts == "eager":
+        ALL_EXPERTS_FUNCTIONS.register(LOOP, _loop)
+        return LOOP
+    return "grouped_mm"
+
+
+def _loop(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
+    """The eager experts of transformers 5: tokens x hidden in and out, the other two tokens x experts per token. The
+    classes' own loops find each expert's tokens by value, which fake tensors do not have."""
+    mixed = torch.zeros_like(hidden_states)
+    with torch.no_grad():
+        chosen = nn.functional.one_hot(top_k_index, num_classes=self.num_experts + 1).permute(2, 1, 0)
+    share = math.ceil(top_k_index.numel() / self.num_experts)
+    for expert in range(self.num_experts):
+        place, token = (torch.zeros(share, dtype=torch.int64) for _ in range(2))
+        both = _product(self, hidden_states[token], "gate_up_proj" if self.has_gate else "up_proj", expert)
+        inner = self._apply_gate(both) if self.has_gate else self.act_fn(both)
+        out = _product(self, inner, "down_proj", expert)
+        out = out * top_k_weights[token, place, None]
+        mixed.index_add_(0, token, out.to(mixed.dtype))
+    del chosen
+    return mixed
+
+
+def _product(module: Any, rows: Any, name: str, expert: int) -> Any:
+    weight = getattr(module, name)[expert]
+    if not module.is_transposed:
+        return nn.functional.linear(rows, weight, getattr(module, f"{name}_bias")[expert] if module.has_bias else None)
+    out = rows @ weight
+    return out + getattr(module, f"{name}_bias")[expert] if module.has_bias else out
 
 
 # --- what the trainer sets --------------------------------------------------------------------------------------------

@@ -95,13 +95,9 @@ def replaced(model: Any) -> Iterator[None]:
     for mlp in gates:
         mlp.forward = MethodType(_gated_mlp, mlp)
     module = importlib.import_module(type(base).__module__)
-    missing = [] if norms else ["norms"]
-    missing += ["gated MLPs"] if chosen.gate and not has_experts and not gates else []
-    missing += [ROTATION] if chosen.rotation and not hasattr(module, ROTATION) else []
-    if missing:
-        raise TraceUnavailable(
-            f"{type(base).__name__} has no {', '.join(missing)} that liger-kernel {LIGER_VERSION} replaces"
-        )
+    lacks_gates = chosen.gate and not has_experts and not gates
+    if not norms or lacks_gates or (chosen.rotation and not hasattr(module, ROTATION)):
+        raise TraceUnavailable(f"{type(base).__name__} lacks what liger-kernel {LIGER_VERSION} replaces in {kind}")
     with contextlib.ExitStack() as undo:
         if chosen.rotation:
             undo.callback(setattr, module, ROTATION, getattr(module, ROTATION))

@@ -65,15 +65,17 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
     refuse_other_models(config, name=name)
     refuse_absurd_sizes(config, name=name)
     refuse_remote_code(dict(config), name=name, allowed=trust_remote_code)
-    hf_config = _hf_config(config, name, trust_remote_code)
-    if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (trust_remote_code and config.get("auto_map")):
-        raise ModelError(
-            f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
-            "language model; this toolkit trains causal language models"
-        )
     try:
+        hf_config = _hf_config(config, name, trust_remote_code)
+        if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not (trust_remote_code and config.get("auto_map")):
+            raise ModelError(
+                f"model {one_line(name)} is a {type(hf_config).__name__}, which transformers does not know as a causal "
+                "language model; this toolkit trains causal language models"
+            )
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=trust_remote_code)
+    except ModelError:
+        raise
     except Exception as error:  # each model class checks its config in its own way
         raise ModelError(
             f"model {one_line(name)}: transformers cannot build its class from config.json (model_type "
@@ -85,17 +87,10 @@ def shape_on_meta(config: Mapping[str, Any], *, name: str, trust_remote_code: bo
 
 
 def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) -> Any:
-    kind = str(config["model_type"])
+    if trust_remote_code and config.get("auto_map"):
+        return AutoConfig.from_pretrained(name, trust_remote_code=True).get_text_config()
     fields = {key: value for key, value in config.items() if key != "model_type"}
-    try:
-        if trust_remote_code and config.get("auto_map"):
-            return AutoConfig.from_pretrained(name, trust_remote_code=True).get_text_config()
-        return language_config(AutoConfig.for_model(kind, **fields), config)
-    except Exception as error:
-        raise ModelError(
-            f"model {one_line(name)}: transformers cannot read its config.json (model_type {one_line(kind)}): "
-            f"{type(error).__name__}: {one_line(str(error))}"
-        ) from None
+    return language_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
 
 
 def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:

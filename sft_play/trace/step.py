@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
 import logging
 import time
 import traceback
@@ -322,15 +321,11 @@ def _collected() -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Turn off the libraries' advice to users of models: nothing trains here."""
-    importlib.import_module("transformers.utils.logging").get_logger()  # sets its level when it is first used
-    names = ("transformers", "peft", "trl", "accelerate", "torch.distributed")
-    levels = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
+        logging.disable(before)

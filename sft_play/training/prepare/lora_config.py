@@ -128,11 +128,9 @@ def _check_saved(config: RunConfig, model: nn.Module) -> None:
     modules = [name for name, module in model.named_modules() if name and any(True for _ in module.parameters())]
     for saved in config.tuning.lora.modules_to_save:
         if not any(_matches(saved, name) for name in modules):
-            names = ", ".join(sorted({name.rpartition(".")[2] for name in modules if not name[-1].isdigit()}))
-            raise ModelError(
-                f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing{_nearest(saved, modules)}. "
-                f"The modules are: {one_line(names, limit=400)}"
-            )
+            names = one_line(", ".join(sorted({name.rpartition(".")[2] for name in modules})), limit=400)
+            raise ModelError(f"tuning.lora.modules_to_save: {one_line(saved)} matches nothing"
+                             f"{_nearest(saved, modules)}. The modules are: {names}")  # fmt: skip
         inside = [layer for layer in linear_layers(model) if f".{saved}." in f".{layer}."]
         if inside:
             raise ModelError(f"tuning.lora.modules_to_save: {one_line(saved)} holds linear layers that get adapters or "

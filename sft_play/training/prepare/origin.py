@@ -63,18 +63,20 @@ def _require_tensors(file: Path, config: RunConfig, model_spec: ModelSpec) -> in
         with safe_open(file, framework="pt") as tensors:
             names = {in_file(name): name for name in tensors.keys() if not is_saved_twice(name)}  # noqa: SIM118
             shapes = {name: tuple(tensors.get_slice(stored).get_shape()) for name, stored in names.items()}
-            bad = sorted(name for name in {**wanted, **shapes} if wanted.get(name) != shapes.get(name))
-            problem = (
-                f"{bad[0]} has the shape {shapes.get(bad[0])} there and {wanted.get(bad[0])} here" if bad else None
-            )
-            for name, stored in names.items() if problem is None else ():
-                if not tensors.get_tensor(stored).isfinite().all():
-                    problem = problem or f"{name} has values that are not finite"
+            problems = [
+                f"{name} has the shape {shapes.get(name)} there and {wanted.get(name)} here"
+                for name in sorted({**wanted, **shapes})
+                if wanted.get(name) != shapes.get(name)
+            ] or [
+                f"{name} has values that are not finite"
+                for name, stored in names.items()
+                if not tensors.get_tensor(stored).isfinite().all()
+            ]
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{KEY}: {file} cannot be read: {one_line(str(error))}") from None
-    if problem:
-        more = f" ({len(bad)} such)" if len(bad) > 1 else ""
-        raise ModelError(f"{KEY}: {file} does not fit {one_line(config.model.name)}: {one_line(problem)}{more}")
+    if problems:
+        what = f"{one_line(problems[0])} ({len(problems)} such)"
+        raise ModelError(f"{KEY}: {file} does not fit {one_line(config.model.name)}: {what}")
     return len(names)
 
 

@@ -79,9 +79,6 @@ def prepare(job: RunJob) -> Prepared:
         )
         if backend.fallback_from:
             logger.warning("Backend: %s", backend.reason)
-        if backend.name == "bnb":
-            check_trackers(config)
-            check_kernels(config, job.plan)
         check_available(config.model.name, revision=config.model.revision)
         # before the rows: tokenizing may take long, and each of these may refuse the run in seconds
         tokenizer = load_tokenizer(config)
@@ -93,6 +90,7 @@ def prepare(job: RunJob) -> Prepared:
                 raise BackendError(f"tuning.backend=unsloth cannot run here: {problem}; use tuning.backend=bnb")
             backend = fall_back(config, problem)
             logger.warning("Backend: %s", backend.reason)
+        if backend.name == "bnb":
             check_trackers(config)
             check_kernels(config, job.plan)
         origin = origin_of(config, model_spec)

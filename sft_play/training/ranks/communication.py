@@ -105,13 +105,10 @@ def lines_of(report: Mapping[str, Any]) -> list[str]:
         f"Communication of {report['steps']} steps, each: {kinds}; {report['communication_s']:.4f} of "
         f"{report['step_s']:.4f} s"
     ]
-    ranks = report["ranks"]
-    if all(one["waiting_s"] is not None for one in ranks):
-        last, first = (sorted(ranks, key=lambda one: one["waiting_s"])[place] for place in (0, -1))
-        lines.append(
-            f"Communication: ranks wait {last['waiting_s']:.4f} to {first['waiting_s']:.4f} s a step for others; rank "
-            f"{last['rank']} on {last['host']} the least: the others wait for it"
-        )
+    ranks = [one for one in report["ranks"] if one["waiting_s"] is not None]
+    if ranks:
+        last = min(ranks, key=lambda one: one["waiting_s"])
+        lines.append(f"Communication: rank {last['rank']} on {last['host']} waits the least: the others wait for it")
     if report["difference"] is not None:
         verdict = "agree" if report["agrees"] else f"are more than {TOLERANCE:.0%} apart"
         lines.append(
