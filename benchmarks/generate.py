@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from benchmarks import starter_language, what_fits
 from sft_play.config.leaves import leaves, sections, yaml_value
 from sft_play.config.schema import DTYPES, ELSEWHERE, OWNER, RunConfig
-from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, defaults_text
+from sft_play.facts.models.config_fields import CLASS_DEFAULTS, DEFAULTS_FILE, Defaults, defaults_text
 from sft_play.process.variables import MAINTAINING, VARIABLES
 
 _VARIABLES_OF_HELP = re.compile(r"(?m)(?<=^##@ Variables \(from the command line or the environment\)\n)(#: .*\n)*")
@@ -25,8 +26,6 @@ def generated() -> Iterator[tuple[Path, str]]:
     yield from starter_language.bundled_files().items()
     table = Path("sft_play/facts/models") / DEFAULTS_FILE.name
     if table.is_file():
-        from sft_play.trace.meta_shape import class_defaults
-
         yield table, defaults_text(class_defaults(CLASS_DEFAULTS))
     fits = Path("docs/what-fits.md")
     if fits.is_file():
@@ -35,6 +34,17 @@ def generated() -> Iterator[tuple[Path, str]]:
         if makefile.is_file():
             text = makefile.read_text(encoding="utf-8")
             yield makefile, with_variables(text, maintaining=makefile.parent.name != "")
+
+
+def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
+    """`facts.models.config_fields` with the installed transformers' values; what no class has as a field stays."""
+    from transformers import CONFIG_MAPPING
+
+    renewed: dict[str, Defaults] = {}
+    for kind, fields in table.items():
+        own: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
+        renewed[kind] = {key: own.get(key, value) for key, value in fields.items()}
+    return renewed
 
 
 def generate() -> list[str]:

@@ -136,7 +136,7 @@ def _settings(document: YamlDocument) -> DistConfig:
     for key in data.keys() - fields.keys():
         hint = did_you_mean(key, fields) or f"the keys are {_KEYS}"
         add(key, f"unknown key (value {_shown(data[key])}); {hint}")
-    settings = DistConfig()
+    settings = DistConfig.model_validate({})
     try:
         settings = DistConfig.model_validate({key: data[key] for key in data if key in fields})
     except ValidationError as error:

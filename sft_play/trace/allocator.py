@@ -97,11 +97,11 @@ class CachingAllocator:
     def __init__(self, *, expandable_segments: bool = False, capacity: int | None = None) -> None:
         self.expandable = expandable_segments
         self.capacity = capacity
-        self.allocated = self.reserved = self.requested = 0
+        self.allocated = self.reserved = 0
         self.peak_allocated = self.peak_reserved = 0
         self.retries = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
-        self._used: dict[object, tuple[_Block, int]] = {}
+        self._used: dict[object, _Block] = {}
         self._uses: dict[object, set[int]] = {}
         self._waiting: list[tuple[int, _Block]] = []
         self._frees = 0
@@ -124,19 +124,16 @@ class CachingAllocator:
                 block = self._new_block(pool, size)
         self._split(block, size)
         block.used = True
-        self._used[key] = (block, nbytes)
+        self._used[key] = block
         self.allocated += block.size
-        self.requested += nbytes
         self.peak_allocated = max(self.peak_allocated, self.allocated)
 
     def free(self, key: object) -> None:
         """Return the block of `key`, if it has one, to the cache, at once or when other streams are done with it."""
-        entry = self._used.pop(key, None)
-        if entry is None:
+        block = self._used.pop(key, None)
+        if block is None:
             return
-        block, nbytes = entry
         self.allocated -= block.size
-        self.requested -= nbytes
         self._frees += 1
         if self._uses.pop(key, None):
             self._waiting.append((self._frees, block))
@@ -145,8 +142,8 @@ class CachingAllocator:
 
     def record_stream(self, key: object, stream: int) -> None:
         """`Tensor.record_stream`: once freed, the block of `key` also waits for this stream; its own needs no wait."""
-        entry = self._used.get(key)
-        if entry is not None and stream != entry[0].pool.stream:
+        block = self._used.get(key)
+        if block is not None and stream != block.pool.stream:
             self._uses.setdefault(key, set()).add(stream)
 
     def moment(self) -> int:
@@ -174,14 +171,6 @@ class CachingAllocator:
     def reset_peaks(self) -> None:
         """`torch.cuda.reset_peak_memory_stats`."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-
-    def free_bytes(self) -> int:
-        """Bytes of all cached blocks, for checks: allocated + free + waiting = reserved."""
-        return sum(size for pool in self._pools.values() for size, _, _ in pool.free)
-
-    def waiting_bytes(self) -> int:
-        """Bytes of freed blocks that wait for another stream."""
-        return sum(block.size for _, block in self._waiting)
 
     # --- inside -------------------------------------------------------------------------------------------------------
     def _pool(self, is_small: bool, stream: int) -> _Pool:

@@ -5,7 +5,6 @@ Parameter counts are exact. What a step keeps for the backward pass is measured 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
 import math
@@ -16,14 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from sft_play.errors import ModelError
 from sft_play.facts.installed import LINEAR_ATTENTION
 from sft_play.facts.models.architecture import refuse_remote_code
-from sft_play.facts.models.config_fields import ALIASES, Defaults, refuse_absurd_sizes, refuse_other_models
+from sft_play.facts.models.config_fields import ALIASES, refuse_absurd_sizes, refuse_other_models
 from sft_play.facts.models.families import FAMILIES
 from sft_play.facts.models.model_shape import AttentionKind, LayerKind, Linear, ModelShape, Stacked
 from sft_play.log import one_line
@@ -93,15 +92,6 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
     return language_config(AutoConfig.for_model(str(config["model_type"]), **fields), config)
 
 
-def class_defaults(table: Mapping[str, Defaults]) -> dict[str, Defaults]:
-    """`facts.models.config_fields` with the installed transformers' values; what no class has as a field stays."""
-    renewed: dict[str, Defaults] = {}
-    for kind, fields in table.items():
-        own: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(CONFIG_MAPPING[kind])}
-        renewed[kind] = {key: own.get(key, value) for key, value in fields.items()}
-    return renewed
-
-
 def measure(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
@@ -144,7 +134,7 @@ def measure(
         head_bias=getattr(head, "bias", None) is not None,
         norms_per_layer=_norms(blocks[measured.index(common)], hidden),
         embedding_width=0 if width == hidden else width,
-        alibi=shows_alibi(hf_config),
+        alibi=bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt"),
         attention_dropout=next((float(rate) for name in _DROPOUT if (rate := _field(hf_config, name))), 0.0),
         position_rows=_learned_positions(model, hidden),
         outer_linears=_outer_linears(model, head, path, without_adapter),
@@ -192,11 +182,6 @@ def _outer_linears(model: nn.Module, head: Any, path: str, without_adapter: Cont
         for place, module in model.named_modules()
         if _is_linear(module) and module is not head and not place.startswith(f"{path}.")
     )
-
-
-def shows_alibi(hf_config: Any) -> bool:
-    """Whether positions are a bias of the attention scores."""
-    return bool(_field(hf_config, "alibi")) or hf_config.model_type in ("bloom", "mpt")
 
 
 def _norms(block: nn.Module, hidden: int) -> int:

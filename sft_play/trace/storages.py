@@ -38,7 +38,6 @@ class Peaks:
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
     after: dict[str, int] = field(default_factory=dict)
     """Allocated bytes when a phase first ended."""
-    retries: int = 0
 
 
 def replay(
@@ -75,7 +74,6 @@ def replay(
             phase = str(key)
             counts = counts or count_from == "loaded" or number >= 1
     _close(peaks, phase, allocator, counts)
-    peaks.retries = allocator.retries
     return peaks
 
 

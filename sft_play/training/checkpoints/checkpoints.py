@@ -164,11 +164,6 @@ def last_sound(folder: Path, *, moved: Callable[[int], None] | None = None) -> t
     return None, bad
 
 
-def disown(checkpoint: Path) -> None:
-    """Let a damaged checkpoint count no more: retention would keep it, as the newest, in place of a good one."""
-    (checkpoint / COMPLETE).unlink(missing_ok=True)
-
-
 def _numbered(folder: Path) -> Iterator[Path]:
     for path in folder.iterdir() if folder.is_dir() else []:
         if path.name.startswith(PREFIX) and path.name.removeprefix(PREFIX).isdigit():

@@ -66,7 +66,8 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
     if distributed.is_first():
         for path, why in bad.items():
             logger.warning("%s", checkpoints.skipped(path, why))
-            checkpoints.disown(path)
+            # retention would keep it, as the newest, in place of a good one
+            (path / checkpoints.COMPLETE).unlink(missing_ok=True)
         if bad:
             logger.warning("The run falls back to the checkpoint of step %d", checkpoints.step_of(own))
     return own

@@ -52,11 +52,6 @@ def register() -> None:
     ALL_EXPERTS_FUNCTIONS.register(CASTING, grouped_mm_in_autocast)
 
 
-def name_in_transformers(experts: Experts) -> str:
-    """What transformers calls the implementation; `register` comes first."""
-    return CASTING if experts.casts else experts.name
-
-
 def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> Experts | None:
     """The implementation for a model of this class (its weights may be on the meta device); None without experts.
     Raises ConfigError: the config names one that cannot run, or there are no experts."""

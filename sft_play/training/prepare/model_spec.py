@@ -120,7 +120,7 @@ def build_model_spec(
     chosen = experts.choose_experts(config, skeleton, precision)
     if chosen is not None:  # the config says it to whatever builds or loads the model
         experts.register()
-        hf_config._experts_implementation = experts.name_in_transformers(chosen)
+        hf_config._experts_implementation = experts.CASTING if chosen.casts else chosen.name
         notes.append(f"Experts: {chosen.reason}")
     vocab_size = skeleton.get_input_embeddings().weight.shape[0]
     new_rows = new_rows or {}

@@ -62,11 +62,6 @@ def spread_facts(plan: Plan) -> dict[str, Any]:
     return {"batch": batch_facts(plan), "layout": plan.layout, "processes": plan.choice.layout.ranks}
 
 
-def cpu_facts() -> dict[str, Any]:
-    """What sums on a CPU are rounded by: threads of each rank, and the instructions that torch's kernels use."""
-    return {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
-
-
 def _resumed(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> Lock:
     mark = job.mark or lock(job.folder, by=job.by)
     if not job.folder.has_trained:
@@ -104,7 +99,8 @@ def _write_deepspeed(job: RunJob) -> None:
 def _manifest(job: RunJob, prepared: Sequence[Prepared], facts: Mapping[str, Any]) -> dict[str, Any]:
     manifest = new_manifest(job.loaded, hardware=job.plan.hardware.as_json(), data=dict(facts))
     manifest |= spread_facts(job.plan)
-    manifest["cpu"] = cpu_facts()
+    # what sums on a CPU are rounded by
+    manifest["cpu"] = {"threads": torch.get_num_threads(), "capability": torch.backends.cpu.get_cpu_capability()}
     if job.resume:  # no step was trained, since memory ran out or a process died
         before = job.folder.manifest()
         manifest |= {name: before[name] for name in (ENTRY, RESTARTS) if name in before}
