@@ -215,7 +215,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _tell(text: str, code: int) -> None:
     if text:
-        _say(text)
+        sys.stdout.flush()
+        sys.stderr.write(redact(f"{escape_control(text)}\n"))
+        sys.stderr.flush()
     answer = os.environ.get(failures.ANSWER_VARIABLE)
     if answer is not None:
         write_json_line(with_ending(json.loads(answer), code, redact(_error_of(text.splitlines())) if code else None))
@@ -248,12 +250,6 @@ def _world(given: Any) -> int | None:
         return int(given.nproc_per_node) * int(str(given.nnodes).rpartition(":")[2])
     except ValueError:
         return None
-
-
-def _say(text: str) -> None:
-    sys.stdout.flush()
-    sys.stderr.write(redact(f"{escape_control(text)}\n"))
-    sys.stderr.flush()
 
 
 def _note_in_run(lines: Sequence[str], code: int, died: str | None) -> None:
