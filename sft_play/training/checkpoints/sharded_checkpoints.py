@@ -59,6 +59,9 @@ Moved = Callable[[int], None]
 """Called with the bytes that were written or read."""
 
 
+def _untold(count: int) -> None: ...
+
+
 def is_sharded(checkpoint: Path) -> bool:
     """Whether a checkpoint is sharded."""
     return (checkpoint / CONTENTS).is_file()
@@ -91,18 +94,15 @@ def part_of(model: nn.Module, optimizer: Any) -> Part:
     return Part({**_weights(model), **_states(states)}, {"param_groups": states["param_groups"], "values": values})
 
 
-def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None] = lambda: None) -> int:
-    """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all ranks see; returns
-    bytes of this rank's file. All ranks call it; no tensor is gathered. `group`: one that waits as long as a disk
-    takes; `moved` is called with the bytes that reach the disk, `done` once all of this rank are there. Raises
-    TrainingError: a part could not be written, on any rank."""
-    counter = _Counter(moved)
-    writer = _Writer(checkpoint / FOLDER, counter, done)
+def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callable[[], None] = lambda: None) -> None:
+    """Write a checkpoint's weights and optimizer states, each rank its part, into a folder that all see; all call it.
+    No tensor is gathered. `group`: one that waits as long as a disk takes; `moved` is called with the bytes that reach
+    the disk, `done` once all of this rank are there. Raises TrainingError: a rank could not write."""
+    writer = _Writer(checkpoint / FOLDER, moved, done)
     with _worded(f"the checkpoint {checkpoint} could not be written"):
         dcp.save(part.tensors, storage_writer=writer, process_group=group)
     if dist.get_rank() == 0:
         torch.save(part.record, checkpoint / GROUPS)
-    return counter.total
 
 
 def load_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
@@ -128,7 +128,7 @@ def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group:
 
 def stored_weights(checkpoint: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name, shape and dtype of every weight in a checkpoint; raises TrainingError for a table that is not read."""
-    entries = _Reader(checkpoint / FOLDER, _Counter(None)).read_metadata().state_dict_metadata
+    entries = _Reader(checkpoint / FOLDER).read_metadata().state_dict_metadata
     return {
         name.removeprefix("model."): (tuple(entry.size), entry.properties.dtype)
         for name, entry in entries.items()
@@ -144,7 +144,7 @@ def read_weights(checkpoint: Path, names: Iterable[str]) -> dict[str, torch.Tens
         raise TrainingError(f"the checkpoint {checkpoint} lacks {lacking[0]}")
     weights = {name: torch.empty(stored[name][0], dtype=stored[name][1]) for name in names}
     named = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _fill(named, checkpoint, group=None, moved=None)
+    _fill(named, checkpoint, group=None)
     return weights
 
 
@@ -163,8 +163,8 @@ def _states(states: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     }
 
 
-def _fill(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved | None) -> None:
-    reader = _Reader(checkpoint / FOLDER, _Counter(moved))
+def _fill(tensors: dict[str, torch.Tensor], checkpoint: Path, *, group: Any | None, moved: Moved = _untold) -> None:
+    reader = _Reader(checkpoint / FOLDER, moved)
     # without a group one process reads alone; dcp would otherwise ask for a default group
     with _worded(f"the checkpoint {checkpoint} cannot be read"):
         dcp.load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -180,22 +180,12 @@ def _worded(failure: str) -> Iterator[None]:
         raise TrainingError(f"{failure}: rank {rank}: {type(cause).__name__}: {cause}") from error
 
 
-class _Counter:
-    def __init__(self, moved: Moved | None) -> None:
-        self._moved, self.total = moved, 0
-
-    def __call__(self, count: int) -> None:
-        self.total += count
-        if self._moved is not None:
-            self._moved(count)
-
-
 class _Counted(io.FileIO):
     """A file whose bytes are counted once they are on the disk."""
 
-    def __init__(self, path: Path, mode: str, counter: _Counter) -> None:
+    def __init__(self, path: Path, mode: str, moved: Moved) -> None:
         super().__init__(path, mode)
-        self._counter, self._cached = counter, 0
+        self._moved, self._cached = moved, 0
 
     def write(self, data: Any) -> int:
         """At most a piece, as raw files may; the buffer above writes the rest."""
@@ -204,23 +194,23 @@ class _Counted(io.FileIO):
         if self._cached >= PIECE_BYTES:
             getattr(os, "fdatasync", os.fsync)(self.fileno())  # macOS has no fdatasync
             self._cached = 0
-        self._counter(count)
+        self._moved(count)
         return count
 
     def readinto(self, buffer: Any) -> int:
         count = super().readinto(buffer) or 0
-        self._counter(count)
+        self._moved(count)
         return count
 
 
 class _Disk(FileSystem):
-    def __init__(self, counter: _Counter) -> None:
+    def __init__(self, moved: Moved) -> None:
         super().__init__()
-        self._counter = counter
+        self._moved = moved
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        raw = _Counted(Path(path), mode, self._counter)
+        raw = _Counted(Path(path), mode, self._moved)
         with io.BufferedWriter(raw) if "w" in mode else io.BufferedReader(raw) as stream:
             yield stream
 
@@ -228,9 +218,9 @@ class _Disk(FileSystem):
 class _Writer(dcp.FileSystemWriter):
     """torch's writer, counted; it calls `done` when this rank has nothing more to write."""
 
-    def __init__(self, path: Path, counter: _Counter, done: Callable[[], None]) -> None:
+    def __init__(self, path: Path, moved: Moved, done: Callable[[], None]) -> None:
         super().__init__(path, overwrite=False)
-        self.fs = _Disk(counter)
+        self.fs = _Disk(moved)
         self._done = done
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -246,9 +236,9 @@ class _Writer(dcp.FileSystemWriter):
 class _Reader(dcp.FileSystemReader):
     """torch's reader, counted; it unpickles nothing but descriptions of tensors from the table of contents."""
 
-    def __init__(self, path: Path, counter: _Counter) -> None:
+    def __init__(self, path: Path, moved: Moved = _untold) -> None:
         super().__init__(path)
-        self.fs = _Disk(counter)
+        self.fs = _Disk(moved)
 
     def read_metadata(self, *args: Any, **options: Any) -> Metadata:
         """With tensors only: anything else would be unpickled by torch's planner."""

@@ -29,7 +29,6 @@ from sft_play.training.measure.monitor import Monitor
 from sft_play.training.prepare.device_checks import free_memory, ran_out
 from sft_play.training.ranks import distributed, engines
 from sft_play.training.ranks.heartbeat import Heartbeat
-from sft_play.units import GIB
 
 logger = logging.getLogger(__name__)
 
@@ -321,13 +320,9 @@ class CheckpointedLoop(Trainer):
             if self._async_save:
                 self._part = part.in_ram()
                 return
-            own_bytes = sharded_checkpoints.save(
-                part, path, group=distributed.patient(), moved=self.beat.moved, done=done
-            )
-        logger.info(
-            "Checkpoint of step %d: %.2f GiB in %d parts, %.0f s",
-            step, distributed.total(own_bytes) / GIB, distributed.world_size(), time.monotonic() - started,
-        )  # fmt: skip
+            sharded_checkpoints.save(part, path, group=distributed.patient(), moved=self.beat.moved, done=done)
+        parts, seconds = distributed.world_size(), time.monotonic() - started
+        logger.info("Checkpoint of step %d: %d parts in %.0f s", step, parts, seconds)
 
     def _save_rng_state(self, output_dir: str) -> None:
         """Write the random states of all ranks where the first rank writes: other nodes may have another disk."""
