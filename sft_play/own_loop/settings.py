@@ -60,8 +60,7 @@ _KEYS = ", ".join(DistConfig.model_fields)
 
 @dataclass(frozen=True)
 class CheckedSettings:
-    """Consistent settings, and DeepSpeed's configuration in current keys where DeepSpeed runs; `mixed_precision` is
-    resolved, and `fallback` says why accelerate runs though DeepSpeed was asked for."""
+    """Consistent settings, DeepSpeed's configuration where it runs, and why it does not though asked for."""
 
     settings: DistConfig
     name: str

@@ -90,8 +90,7 @@ class BlockMeter:
         *,
         accumulates: bool = False,
     ) -> MeasuredPass:
-        """A pass of `batch` rows of the step; the other arguments are those of its walk. Raises ModelError: the class's
-        blocks run neither on tensors without bytes nor on this machine's CPU."""
+        """A pass of `batch` rows of the step; raises ModelError where its blocks cannot be run here."""
         # a run plans before it has counted its rows and after: short ones need not be measured twice
         step = replace(step, seq_len=max(step.seq_len, SHORTEST * step.layout.context_parallel))
         places = first_blocks(shape.layer_order)

@@ -124,8 +124,7 @@ def replaceable(model: nn.Module) -> list[tuple[str, str]]:
 
 @contextlib.contextmanager
 def without_packages(model: nn.Module, settings: StepSettings) -> Iterator[None]:
-    """The class's own functions in place of those of packages, whose kernels do not run on fake tensors; what
-    allocates as flash-linear-attention does where the run has it."""
+    """The class's own functions in place of packages', or what allocates as flash-linear-attention does."""
     file = sys.modules[type(model).__module__]
     replaced = {name: getattr(file, name) for _, name in replaceable(model)}
     for name, function in replaced.items():
@@ -255,8 +254,7 @@ _NOT_SETTINGS = ("auto_mapping", "peft_type", "revision", "base_model_name_or_pa
 
 
 def peft_config_of(plain: Mapping[str, Any]) -> Any:
-    """PEFT's config object from plain data; `DORA` is LoRA with `use_dora`. Fields unknown to PEFT are left out. Raises
-    TraceUnavailable: PEFT has no such method."""
+    """PEFT's config of plain data; `DORA` is LoRA with `use_dora`. Raises TraceUnavailable: no such method."""
     mapping = importlib.import_module("peft.mapping").PEFT_TYPE_TO_CONFIG_MAPPING
     given = json.loads(json.dumps(dict(plain)))
     kind = str(given.get("peft_type", "LORA")).upper()

@@ -52,8 +52,7 @@ OPTIMIZERS = {
 def trace_candidate(
     config: RunConfig, model: Mapping[str, Any], shape: ModelShape, precision: Precision, candidate: Candidate
 ) -> Traced:
-    """What a trace of the candidate's step measures; `unavailable` says why there is none. Raises ModelError: PEFT
-    refuses the adapters, as it would in a run."""
+    """What a trace of the candidate's step measures, or why there is none; raises ModelError as PEFT would."""
     if not config.plan.trace:
         return Traced(unavailable="plan.trace is false")
     if not candidate.step.on_gpu:

@@ -145,8 +145,7 @@ def dequantised_weight(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 # --- TRL's chunked head -----------------------------------------------------------------------------------------------
 class ChunkedLogProb(torch.autograd.Function):
-    """TRL 1.16's `ChunkedLogProbFunction` on CUDA: Triton folds each tile of logits, products are summed in fp32.
-    hidden: [tokens, width]; weight: [vocabulary, width]."""
+    """TRL 1.16's `ChunkedLogProbFunction` on CUDA. hidden: [tokens, width]; weight: [vocabulary, width]."""
 
     @staticmethod
     def forward(

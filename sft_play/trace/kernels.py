@@ -235,6 +235,5 @@ def flash_attn_varlen_func(
 
 
 def between_boundaries(query: Any, key: Any, value: Any, ends: Any, longest: int, *, scale: float, **_: Any) -> Any:
-    """`training.model.varlen.kernel` on CUDA: torch's varlen_attn is the same operator. Shapes: all tokens, heads, head
-    size; a window changes no size."""
+    """`training.model.varlen.kernel` on CUDA: [all tokens, heads, head size]; a window changes no size."""
     return flash_attn_varlen_func(query, key, value, ends, ends, longest, longest, softmax_scale=scale, causal=True)

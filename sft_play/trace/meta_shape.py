@@ -95,8 +95,7 @@ def _hf_config(config: Mapping[str, Any], name: str, trust_remote_code: bool) ->
 def measure(
     model: nn.Module, hf_config: Any, *, name: str, without_adapter: Container[str] = frozenset()
 ) -> ModelShape:
-    """The shapes of a causal language model (on any device), from its modules; `without_adapter`: full names of the
-    linear layers that get none. Raises ModelError: it has no token embedding or no repeated blocks."""
+    """The shapes of a model, by its modules; raises ModelError without a token embedding or repeated blocks."""
     embedding, head = _answer(model, "get_input_embeddings"), _answer(model, "get_output_embeddings")
     path, blocks = block_list(model)
     if not isinstance(getattr(embedding, "weight", None), torch.Tensor) or not len(blocks):

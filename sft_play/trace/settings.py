@@ -23,8 +23,7 @@ BY_BOUNDARIES = ("varlen", "one_by_one")
 
 @dataclass(frozen=True)
 class Device:
-    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound).
-    `expandable_segments`: the allocator's setting of that name."""
+    """The GPU that is simulated. `capacity` bounds the allocator's segments (bytes; None: no bound)."""
 
     capability: tuple[int, int] = (9, 0)
     capacity: int | None = None

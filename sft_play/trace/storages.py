@@ -47,8 +47,7 @@ def replay(
     capacity: int | None = None,
     count_from: Literal["loaded", "start", "second_step"] = "loaded",
 ) -> Peaks:
-    """Peaks of the events, counted from the first event, from the end of loading, or from the second step. Raises
-    SimulatedOutOfMemory: `capacity` (bytes) does not hold the step."""
+    """Peaks of the events, counted from then on; raises SimulatedOutOfMemory where `capacity` is too little."""
     allocator = CachingAllocator(expandable_segments=expandable_segments, capacity=capacity)
     peaks, phase, counts = Peaks(), "build", count_from == "start"
     malloc, free = allocator.malloc, allocator.free

@@ -145,8 +145,7 @@ def gathered_by_zero3(parameter: Any, *, writer: int | None = None) -> Any:
 
 
 def gathered(tensors: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Whole copies, in host memory, of tensors that ZeRO-3 or FSDP2 may have divided, gathered one at a time. Tied ones
-    are gathered once. Empty where not `keep`. All ranks call it."""
+    """Whole copies in RAM of tensors that ZeRO-3 or FSDP2 divided, one at a time; empty where not `keep`."""
     copies: dict[int, torch.Tensor] = {}
     names: dict[str, int] = {}
     for name, tensor in tensors:
@@ -190,8 +189,7 @@ def adapter_names(model: Any) -> dict[str, str]:
 
 
 def fill_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
-    """Load whole weights, which the first rank read, into an FSDP model; the others pass none. All ranks call it.
-    Raises TrainingError: the model has no tensor of a name in the checkpoint."""
+    """Load whole weights of the first rank into an FSDP model; all call it. Raises TrainingError: unknown ones."""
     unknown = sorted(set(weights) - set(model.state_dict()))
     if unknown:
         raise TrainingError(f"the model has no {unknown[0]}, which the checkpoint holds: another version wrote it")
@@ -225,8 +223,7 @@ def whole_state(trainer: Any, *, in_fp32: bool = False) -> dict[str, Any] | None
 
 
 def whole_tensors(model: Any) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Names and whole tensors of an FSDP model, tied ones once, gathered one at a time: on the first rank in the host's
-    RAM, None on the others. All ranks iterate to the end."""
+    """Names and whole tensors of an FSDP model, one at a time, on the first rank; all iterate to the end."""
     tied = tied_names(model)
     for name, tensor in model.state_dict().items():  # its hooks reshard units that a forward pass left whole
         if name not in tied:

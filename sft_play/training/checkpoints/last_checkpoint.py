@@ -76,8 +76,7 @@ def last_checkpoint(folder: Path, beat: Heartbeat) -> Path | None:
 # --- pickles ----------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def without_code(checkpoint: Path) -> Iterator[None]:
-    """Within it no pickle runs code, whoever reads it with `torch.load`; with TRUST=1, what DeepSpeed wrote may. Raises
-    RunFolderError: a file holds something that could run code."""
+    """Within it no pickle runs code, but DeepSpeed's with TRUST=1; raises RunFolderError for one that could."""
     is_deepspeed = (checkpoint / "latest").is_file()
     if is_deepspeed and os.environ.get(TRUST, "0") not in ("", "0"):
         logger.warning("TRUST=1: what is stored in %s may run code while it is read", checkpoint)

@@ -230,8 +230,7 @@ def saved_dtypes(model: Any, dtype: torch.dtype | None) -> Callable[[str, torch.
 
 
 def whole_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    """Name in a saved file and whole shape of every tensor that saving has to write, tied ones once. A parameter knows
-    its whole shape under ZeRO-3, where it is empty here, and under FSDP, where it is a part."""
+    """Name and whole shape, also under ZeRO-3 and FSDP, of every tensor that saving writes, tied ones once."""
     parameters = {
         name: tuple(getattr(parameter, "ds_shape", parameter.shape)) for name, parameter in model.named_parameters()
     }
@@ -291,8 +290,7 @@ Tensors = Iterable[tuple[str, torch.Tensor | None]]
 
 
 def keeps_names(model: Any, names: Iterable[str]) -> bool:
-    """Whether transformers saves the model's tensors under the names and shapes that they have in memory. Otherwise
-    (experts are saved one by one) it has to be given all of them at once."""
+    """Whether transformers saves the tensors as they are in memory; else it has to be given all at once."""
     empty = {name: torch.empty(0, device="meta") for name in names}
     try:
         return set(revert_weight_conversion(model, dict(empty))) == set(empty)

@@ -106,14 +106,12 @@ def save(part: Part, checkpoint: Path, *, group: Any, moved: Moved, done: Callab
 
 
 def load_weights(model: nn.Module, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
-    """Load a checkpoint's weights into a model, divided over any number of ranks or whole. All ranks call it. Raises
-    TrainingError: the checkpoint lacks a tensor of the model, or it cannot be read."""
+    """Load weights into a model, divided or whole; all ranks. Raises TrainingError: one is missing or not read."""
     _fill(_weights(model), checkpoint, group=group, moved=moved)
 
 
 def load_optimizer(model: nn.Module, optimizer: Any, checkpoint: Path, *, group: Any | None, moved: Moved) -> None:
-    """Load a checkpoint's states and groups into an optimizer, over any number of ranks. All ranks call it. Raises
-    TrainingError: they belong to another set of parameters, or cannot be read."""
+    """Load states and groups into an optimizer; all ranks. Raises TrainingError: they are of other parameters."""
     saved = torch.load(checkpoint / GROUPS, weights_only=True)
     states = get_optimizer_state_dict(model, optimizer)  # creates them where no step was taken yet
     saved_names, names = ([sorted(group["params"]) for group in one["param_groups"]] for one in (saved, states))

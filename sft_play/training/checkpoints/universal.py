@@ -56,8 +56,7 @@ def readable(trainer: Any, checkpoint: Path) -> Iterator[Path]:
 
 
 def loaded(trainer: Any, checkpoint: Path) -> None:
-    """After the engine has read a copy: put back the groups of its optimizer, let it read checkpoints as usual, and
-    remove the copy. All ranks call it."""
+    """After the engine has read a copy: put back its optimizer's groups and its reading, and remove the copy."""
     if not (checkpoint / "latest_universal").is_file():
         return
     optimizer = engines.innermost(trainer.optimizer)

@@ -129,8 +129,7 @@ def _value(number: float | None) -> str:
 
 
 def require_finite(trainer: Any) -> None:
-    """Raises TrainingError on every rank where a trained weight or a state of the optimizer is not finite on one. Each
-    rank looks at its part, in memory: before a checkpoint is written."""
+    """Raises TrainingError on every rank where a weight that trains or a state is not finite on one of them."""
     bad = next((name for name, tensor in _trained(trainer) if not is_finite(tensor)), None)
     found = next((name for name in distributed.of_all(bad) if name), None)
     if found is not None:

@@ -41,8 +41,7 @@ _LAST_SAVE_S = 300.0
 
 
 class RestoreSums(TrainerCallback):
-    """Restores the sums of losses, of the run and since the last log, and of rows and tokens, once the Trainer has set
-    them to zero. They are of all ranks, or the mean over them, and do not depend on their number."""
+    """Restores the sums that do not depend on the number of ranks, once the Trainer has set them to zero."""
 
     def __init__(self, trainer: Any, checkpoint: Path) -> None:
         self._trainer, self._path = trainer, checkpoint / LOGGING_STATE

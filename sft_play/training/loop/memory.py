@@ -75,8 +75,7 @@ class StepMemory(TrainerCallback):
         self._trainer.beat.note(self._trainer.state.global_step + 1, UPDATING)
 
     def repeated(self, compute: Callable[[bool], T]) -> T:
-        """What the passes of a step give; where memory lacks, they are repeated from its start in micro-batches of half
-        the size. `compute` is told whether it is called again."""
+        """What the passes of a step give; `compute` is told whether it is called again, in halved micro-batches."""
         is_again = False
         while True:
             try:

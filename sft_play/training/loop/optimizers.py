@@ -32,8 +32,7 @@ def matrices_of(model: Any) -> frozenset[nn.Parameter]:
 
 
 class MuonWithAdamW(Optimizer):
-    """Two optimizers as one: groups of parameters are split, and each part is stepped by its own. `matrices` are those
-    that Muon steps; the other options are AdamW's."""
+    """Two optimizers as one: Muon steps the `matrices` of each group, AdamW the rest."""
 
     def __init__(
         self, params: Any, *, matrices: Collection[nn.Parameter], lr: float, weight_decay: float = 0.0, **adamw: Any
@@ -83,8 +82,7 @@ def split_by_rate(group: dict[str, Any], fast: frozenset[int], *, ratio: float) 
 
 
 def round_stochastically(exact: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """fp32 numbers [...] rounded to one of their two bf16 neighbours, nearer ones more often: the mean is the number.
-    `exact` is overwritten. Numbers that bf16 can represent stay, infinities and NaN too."""
+    """fp32 numbers [...], overwritten, as one of their two bf16 neighbours: the mean is the number."""
     bits = exact.view(torch.int32)
     noise = torch.randint(_DISCARDED, bits.shape, dtype=torch.int32, device=exact.device, generator=generator)
     bits.add_(noise.masked_fill_(~torch.isfinite(exact), 0)).bitwise_and_(-_DISCARDED)

@@ -60,8 +60,7 @@ def training_arguments(
     engine: Mapping[str, Any] | None = None,
     make: Callable[..., Any] | None = None,
 ) -> Any:
-    """The arguments of TRL's trainer for this run and plan. `engine`: those that turn on its layout; `make` takes the
-    place of SFTConfig, for a trainer that is not TRL's."""
+    """The arguments of TRL's trainer, or of what `make` makes; `engine`: those that turn on its layout."""
     train = config.train
     # rows are tokenised and cut already, so TRL must not do either
     trl_only = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}} if make is None else {}

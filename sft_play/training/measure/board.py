@@ -84,8 +84,7 @@ def hparams_of(config: RunConfig, plan: Plan) -> dict[str, str | int | float | b
 
 
 class Board(TrainerCallback):
-    """Writes what is logged, with texts and hparams at the start, and the answers of each evaluation at its step. A tag
-    has one value a step. The layout is written again when there is a tag for a chart that it has not."""
+    """Writes what is logged, one value of a tag a step, texts, hparams, answers, and the layout of what there is."""
 
     def __init__(
         self,

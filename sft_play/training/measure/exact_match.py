@@ -62,8 +62,7 @@ def configured_stops(model: Any) -> Configured:
 
 
 def stop_ids(task_mode: str, tokenizer: Any, renderer: Renderer, configured: Configured) -> list[int]:
-    """Tokens that end an answer: the tokenizer's and the generation config's eos, and the template's ends of turn. Of a
-    run that trained on text alone (`task_mode` cpt) there are no turns to end."""
+    """Tokens that end an answer: the tokenizer's and the generation config's, and the template's ends of turn."""
     stops = {tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])}
     added = tokenizer.added_tokens_decoder
     for end in () if task_mode == "cpt" else renderer.turns().ends.markers:

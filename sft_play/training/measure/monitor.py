@@ -244,8 +244,7 @@ def tokens_in(inputs: Any) -> torch.Tensor:
 
 
 def head_sums(outputs: Any) -> torch.Tensor:
-    """Of a pass with TRL's head: the sums of entropy, right predictions and scored tokens, the balancing loss of the
-    routers, and 1 if there is one: [5], on the device."""
+    """Sums of entropy, right predictions, scored tokens and routers' balance loss, and 1 if it has one: [5]."""
     sums = [part.detach().sum(dtype=_SUMMED) for part in (outputs.entropy, outputs.is_top1, outputs.label_mask)]
     none = torch.zeros_like(sums[0])  # filled on the device: a number that is copied there would be waited for
     has_balance = outputs.aux_loss is not None

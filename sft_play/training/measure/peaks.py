@@ -176,15 +176,13 @@ class Watch:
 
 
 class LoadMeter:
-    """Watches this process from `__enter__` to `stop`, which all ranks call once their engines are ready: bytes of the
-    GPU's allocator, and `ram`, the rank's own memory, without mapped pages of the weights' files, which ranks share."""
+    """Watches this process until `stop`: the GPU's allocator, and `ram`, its own memory without mapped files."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan, self._on_gpu = plan, plan.hardware.device == "cuda"
         self._done = threading.Event()
         self._level = self._highest = 0
         self._thread = threading.Thread(target=self._watch, name="load-memory", daemon=True)
-        self._measured: dict[str, Any] | None = None
 
     def __enter__(self) -> LoadMeter:
         """Start measuring."""
@@ -205,8 +203,6 @@ class LoadMeter:
     def stop(self) -> dict[str, Any]:
         """`loading` of the summary: what was predicted for one rank, and measured on all, gathered once. On a GPU it
         also frees what loading left in the allocator and resets the peak: a run's figures are those of its steps."""
-        if self._measured is not None:
-            return self._measured
         self._done.set()
         self._thread.join()
         ram = max(self._highest, own_bytes()) - self._level  # the peak may be newer than the last sample
@@ -214,14 +210,13 @@ class LoadMeter:
         figures = distributed.of_all((device, ram))
         memory = self._plan.memory
         devices, rams = zip(*figures, strict=True)
-        self._measured = {
-            "predicted_device": memory.load_bytes, "device_by_rank": devices,
-            "predicted_ram": memory.host_load_bytes, "ram_by_rank": rams,
-        }  # fmt: skip
         if self._on_gpu:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        return self._measured
+        return {
+            "predicted_device": memory.load_bytes, "device_by_rank": devices,
+            "predicted_ram": memory.host_load_bytes, "ram_by_rank": rams,
+        }  # fmt: skip
 
 
 def own_bytes() -> int:

@@ -78,8 +78,7 @@ def summary_of(
 
 
 def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> list[str]:
-    """The last lines of a run: figures before and after, sample answers, memory, speed, paths, what is next. `earlier`:
-    steps of earlier starts."""
+    """The last lines of a run; `earlier`: steps of earlier starts."""
     predicted, steps = summary["predicted_tokens_per_s"], summary["steps"]
     now = f"{steps - earlier} of {steps}, after a resume," if earlier else f"{steps}"
     now += f" ({summary['skipped_steps']} skipped: not finite)" if summary["skipped_steps"] else ""

@@ -80,8 +80,7 @@ def principal(matrix: torch.Tensor, rank: int, *, scale: float) -> tuple[torch.T
 
 
 def freeze_half(model: nn.Module, lora: LoraConfig, *, is_divided_later: bool = False) -> None:
-    """Let the second half of PiSSA's adapters have no gradient; called when the model is divided as it will be. Raises
-    ModelError: accelerate divides it later (`is_divided_later`), into parameters of its own."""
+    """Let half of PiSSA's adapters have no gradient; raises ModelError where FSDP divides them only later."""
     if lora.init != "pissa":
         return
     if is_divided_later:

@@ -93,8 +93,7 @@ def tower_in(model: Any) -> Tower | None:
 
 
 def tower_of(whole: Any, language_model: Any) -> Tower | None:
-    """Where a language model (without weights, as `language_config` has it built) lies in the class of a config as
-    published; None where that is the language model's own."""
+    """Where a language model lies in the class of a config as published; None where that is its own."""
     if whole.get_text_config() is whole:
         return None
     model = Tower(whole, ()).skeleton()

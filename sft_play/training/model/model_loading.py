@@ -125,8 +125,7 @@ def begin_rows(model: Any, new_rows: Mapping[int, Sequence[int]]) -> None:
 
 
 def dequantised(config: RunConfig, *, whole: bool) -> dict[str, Any]:
-    """The base's tensors by name, each dequantised when it is read; `whole`: now, for DeepSpeed, which divides tensors
-    that it is given."""
+    """The base's tensors by name, dequantised when read; `whole`: now, for DeepSpeed."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     folder = base_files(config.model.name, revision=config.model.revision)

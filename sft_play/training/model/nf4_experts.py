@@ -94,8 +94,7 @@ MOST_AT_ONCE = 2**31 - 1
 
 @dataclass(frozen=True)
 class Packing:
-    """What reads a packed weight: bitsandbytes' state of each of its parts, some experts after the other. A part is one
-    row to bitsandbytes, whose CPU kernel takes the scales of narrower rows from the wrong blocks."""
+    """bitsandbytes' state of each part of a packed weight, one row to it: its CPU kernel reads others wrongly."""
 
     states: tuple[Any, ...]
     shape: torch.Size

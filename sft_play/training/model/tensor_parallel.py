@@ -34,8 +34,7 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def plan_of(model: Any) -> dict[str, Style]:
-    """How the modules of a transformers model are divided, by their names with `*` for the block's number. Raises
-    ModelError: transformers has no plan for the class, or one that is not supported here."""
+    """How a model's modules are divided, by names with `*`; raises ModelError without a plan that is known here."""
     plan = dict(getattr(model, "tp_plan", None) or {})
     foreign = {
         style for name, style in plan.items()

@@ -53,8 +53,7 @@ def register() -> None:
 
 
 def choose_experts(config: RunConfig, skeleton: nn.Module, precision: Precision) -> Experts | None:
-    """The implementation for a model of this class (its weights may be on the meta device); None without experts.
-    Raises ConfigError: the config names one that cannot run, or there are no experts."""
+    """The implementation for a model of this class, or None; raises ConfigError for one that cannot run."""
     # the attribute that transformers' decorator sets on experts that it runs (integrations/moe.py, 5.23)
     through_transformers = [module for module in skeleton.modules() if hasattr(module, "is_concatenated")]
     if not through_transformers and not has_own_experts(skeleton):

@@ -172,8 +172,7 @@ def chosen(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def chosen_note(config: RunConfig, model: nn.Module) -> str:
-    """A line on what `tuning.trainable` chooses of a model, whose weights may be on the meta device. Raises ModelError:
-    a pattern matches nothing that the mode trains."""
+    """A line on what `tuning.trainable` chooses; raises ModelError for a pattern that matches nothing."""
     patterns = config.tuning.trainable
     sizes = {name: weight.numel() for name, weight in model.named_parameters() if weight.requires_grad}
     for pattern in patterns:

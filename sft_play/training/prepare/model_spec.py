@@ -43,8 +43,7 @@ from sft_play.training.proofs.masking import boundaries_of, padding_of, require_
 
 @dataclass(frozen=True)
 class Attention:
-    """An attention implementation by its name in transformers, and why it was chosen; `repeats_kv`: keys and values
-    are repeated to all heads (`training.model.sdpa`)."""
+    """An attention of transformers, why it was chosen, and whether keys and values are repeated (`sdpa`)."""
 
     name: str
     reason: str

@@ -64,8 +64,7 @@ class Prepared:
 
 
 def prepare(job: RunJob) -> Prepared:
-    """Load the tokenizer, the model on the meta device and the rows, and log every decision; nothing is written. Raises
-    SftPlayError: what the user can fix, naming the stage."""
+    """Load tokenizer, model on the meta device and rows; raises SftPlayError, naming the stage."""
     if job.folder.stage is not None:
         logger.debug("Stage %s:", job.folder.stage)
     with in_stage(job.folder.stage):
@@ -177,8 +176,7 @@ def _log(lines: Iterable[str]) -> None:
 
 
 def data_facts(parts: Sequence[RunJob], prepared: Sequence[Prepared]) -> dict[str, Any]:
-    """`data` of the manifest: path, digest and report of each file that is used, digests of base weights and tokenizer.
-    With stages, the name of each file begins with its stage's."""
+    """`data` of the manifest: path, digest and report of each file, with its stage's name before it."""
     facts: dict[str, Any] = {}
     for part, one in zip(parts, prepared, strict=True):
         stage = f"stage {part.folder.stage} " if part.folder.stage else ""

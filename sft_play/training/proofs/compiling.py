@@ -84,8 +84,7 @@ class Compiler(TrainerCallback):
 
 
 def compile_blocks(model: Any, config: RunConfig, plan: Plan, *, device: torch.device) -> Compiler | None:
-    """Compile the blocks of a model, if the config wants it and a small model of its class shows that it computes the
-    same; None where the plain code stays. All ranks call it, and do the same."""
+    """Compile a model's blocks, if wanted and proven; None where the plain code stays. All ranks do the same."""
     if not config.train.compile:
         return None
     inner = model.get_base_model() if hasattr(model, "get_base_model") else model

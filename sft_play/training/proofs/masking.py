@@ -145,8 +145,7 @@ class Difference:
 
 
 def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = False) -> Mask:
-    """Whether padded rows of a model of this config need their mask, by measurement; what cannot be measured keeps
-    it."""
+    """Whether padded rows of a model of this config need their mask; what cannot be measured keeps it."""
     found = on_small_model(
         hf_config, measure_padding, trust_remote_code=trust_remote_code, most=MOST_TRAINED, attention=attention
     )
@@ -157,8 +156,7 @@ def padding_of(hf_config: Any, *, attention: str, trust_remote_code: bool = Fals
 
 
 def boundaries_of(hf_config: Any, *, trust_remote_code: bool = False) -> Mask:
-    """Whether packs of a model of this config need a mask beside their boundaries (`varlen`), by measurement; what
-    cannot be measured keeps it."""
+    """Whether packs need a mask beside their boundaries (`varlen`); what cannot be measured keeps it."""
     found = on_small_model(hf_config, measure_boundaries, trust_remote_code=trust_remote_code, most=MOST_TRAINED)
     return _judged(
         kind_of(hf_config), *found, kept="chats of one row keep a mask between them",

@@ -145,8 +145,7 @@ class Heads:
 
 
 def trust_kernel(model_spec: ModelSpec, plan: Plan, *, device: torch.device) -> None:
-    """Use PyTorch's kernel from here on where the plan counts on it and it is proven on this device; else each chat is
-    a call of its own. All ranks call it, and do the same."""
+    """Use PyTorch's kernel where the plan counts on it and it is proven here; all ranks do the same."""
     varlen.use_flash(used=False)
     if model_spec.attention.name != varlen.ATTENTION or plan.choice.step.one_by_one:
         return

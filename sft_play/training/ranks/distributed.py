@@ -169,8 +169,7 @@ def require_alike(facts: Mapping[str, str]) -> None:
 
 
 def require_disk(written: Path, plan: Plan) -> bool:
-    """Whether all ranks see what rank 0 has just written; logged where they do not. Raises RunFolderError: they do not,
-    and DeepSpeed is the engine, whose ranks each write a part of every checkpoint."""
+    """Whether all ranks see what rank 0 has written; raises RunFolderError where not, under DeepSpeed."""
     if plan.hardware.nodes == 1:
         return True
     seen = written.read_bytes() if written.is_file() else b""

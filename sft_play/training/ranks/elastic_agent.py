@@ -78,8 +78,7 @@ class Ended:
 
 
 def root_of(ended: Sequence[Ended], *, stopped: bool) -> Ended:
-    """The failure that caused the others: the first that is not a consequence. A broken connection, or a rank that was
-    told to end, is a consequence as long as there is another failure."""
+    """The first failure that is no consequence: a broken connection or a rank told to end is one."""
 
     def order(one: Ended) -> tuple[int, float]:
         is_consequence = (one.own is not None and one.own.kind == "peer") or (one.was_told and not stopped)

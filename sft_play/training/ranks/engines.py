@@ -158,8 +158,7 @@ def trained_bytes(trainer: Any, dtype: torch.dtype | None = None) -> int:
 
 
 def masters(engine: Any) -> list[torch.Tensor]:
-    """DeepSpeed's fp32 partitions of the trained weights on this rank, which its optimizer updates. Raises
-    TrainingError: this version of DeepSpeed keeps them elsewhere."""
+    """DeepSpeed's fp32 partitions of the trained weights; raises TrainingError where it keeps them elsewhere."""
     optimizer = engine.optimizer
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups"):
         groups = getattr(optimizer, name, None)

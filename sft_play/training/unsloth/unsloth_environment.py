@@ -76,8 +76,7 @@ def worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def ask(python: Path) -> UnslothAnswer:
-    """What the environment of this Python reports after importing Unsloth; asked once in a process. Raises
-    BackendError: Unsloth cannot be imported there, or lacks what the worker calls; with Unsloth's reason."""
+    """What the environment reports after importing Unsloth, asked once; raises BackendError with its reason."""
     # part of the cache's key, since it decides which GPUs Unsloth sees
     return _ask(python, os.environ.get("CUDA_VISIBLE_DEVICES"))
 

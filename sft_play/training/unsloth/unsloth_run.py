@@ -109,8 +109,7 @@ class UnslothLoop(PlannedLoop):
     """The loop of every run, which generates answers in Unsloth's inference mode."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
-        """The loss; in an evaluation the mean over this rank's batch, which `prediction_step` weights. The Trainer,
-        unlike TRL's, would divide by the tokens of all ranks' batches."""
+        """In an evaluation the mean over this rank's batch; the Trainer would divide by all ranks' tokens."""
         if not model.training:
             options["num_items_in_batch"] = None
         return super().compute_loss(model, inputs, *args, **options)
