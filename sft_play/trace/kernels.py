@@ -208,9 +208,8 @@ def _composite(query: Any, key: Any, value: Any, mask: Any, is_causal: bool, sca
 
 # --- the package flash-attn, under transformers' own interface --------------------------------------------------------
 FLASH = "sft_play_flash_attention_2"
-"""The name under which transformers' own flash attention is registered, with the functions below as its package.
-
-"flash" is part of it, because model classes check for that; `flash_attention_2` itself requires the package."""
+"""The name under which transformers' own flash attention is registered, with the functions below as its package, which
+`flash_attention_2` requires; model classes check for "flash"."""
 
 
 def flash_attn_func(

@@ -92,16 +92,12 @@ class StepSettings:
     """When sdpa may run cuDNN's kernel, which PyTorch prefers on some GPUs (`planner.attention`); training: not in an
     evaluation."""
     optimizer: str = "adamw_fused"
-    """adamw_fused, adamw_foreach, adamw_8bit, paged_adamw_8bit, adamw_32bit_bnb, lion_32bit_bnb, lion_8bit, muon,
-    adafactor, sgd, lora_fa, none. 8-bit ones with `_wide_embeddings` keep the states of embeddings in fp32.
-
-    lora_fa: AdamW, one tensor at a time, with every LoRA A frozen once the optimizer is created.
-    """
+    """A name that `step.make_optimizer` knows. 8-bit ones with `_wide_embeddings` keep embeddings' states in fp32;
+    lora_fa is AdamW, one tensor at a time, and freezes every LoRA A."""
     clip: bool = True
     experts: Literal["stacked", "cast", "eager", "loop"] = "stacked"
-    """stacked: grouped products, as the installed transformers runs them by itself; cast: the same in autocast's dtype
-    (training/prepare/experts.py); eager: one expert after another; loop: that with separate linear layers, as before
-    transformers 5.0."""
+    """stacked: transformers' grouped products; cast: the same in autocast's dtype (training/prepare/experts.py); eager:
+    one expert after another; loop: that with separate linear layers, as before transformers 5.0."""
     kernels: Literal["plain", "liger"] = "plain"
     """Of norms, gated activations and rotations: the model's own, or liger-kernel's in their place (`trace.liger`)."""
     delta_rule: Literal["plain", "fla"] = "plain"

@@ -21,8 +21,6 @@ from sft_play.trace import build, fakes, kernels, liger, patches, replacements
 from sft_play.trace.settings import BY_BOUNDARIES, StepSettings, TracedPeak, TraceUnavailable
 from sft_play.trace.storages import StorageLog, replay
 
-logger = logging.getLogger(__name__)
-
 
 def trace_step(settings: StepSettings) -> TracedPeak:
     """The highest bytes of one rank's step; seconds of work, no GPU, no weights. Raises TraceUnavailable: the libraries
