@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -177,11 +177,17 @@ def _results(facts: CardFacts) -> list[list[str]]:
     before, after = facts.summary.get("before") or {}, facts.summary.get("after") or {}
     count, split = after.get("rows") or before.get("rows"), str(facts.summary.get("split"))
     rows = [[f"{count:,} {'validation' if split == 'val' else split} rows" if count else "", "before", "after"]]
-    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
-        values = [figures.get(name.replace(" ", "_")) for figures in (before, after)]
-        if any(value is not None for value in values):
-            rows.append([name, *("not measured" if value is None else form.format(value) for value in values)])
+    rows += map(list, figures_of(facts.summary))
     return rows if len(rows) > 1 else []
+
+
+def figures_of(summary: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Name and values, in words, of each figure that was measured before training or after."""
+    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
+        both = [(summary.get(when) or {}).get(name.replace(" ", "_")) for when in ("before", "after")]
+        if any(value is not None for value in both):
+            before, after = ("not measured" if value is None else form.format(value) for value in both)
+            yield name, before, after
 
 
 def _data(facts: CardFacts) -> list[list[str]]:

@@ -79,16 +79,13 @@ def evaluate(trainer: PlannedLoop, eval_set: EvalSet) -> Figures | None:
     split, name, asked = eval_set.split, eval_set.name, eval_set.asked
     if split is None:
         return None
+    prefix = "test" if name == "test" else "eval"
     last_step, metrics = trainer.last_metrics
     is_current = last_step == trainer.state.global_step > 0 and not trainer.args.load_best_model_at_end
-    if name == "val" and is_current:  # training ended with this very evaluation
-        return Figures(
-            metrics["eval_loss"], metrics.get("eval_exact_match"), len(split.rows), tuple(trainer.last_answers)
-        )
-    with_answers = f", with {len(asked):,} answers generated" if asked else ""
-    logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", with_answers)
-    prefix = "test" if name == "test" else "eval"
-    metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=asked)
+    if name == "test" or not is_current:  # else training ended with this very evaluation
+        with_answers = f", with {len(asked):,} answers generated" if asked else ""
+        logger.info("Evaluation on %s: %s rows%s", name, f"{len(split.rows):,}", with_answers)
+        metrics = trainer.evaluate(to_dataset(split.rows), metric_key_prefix=prefix, questions=asked)
     answers = tuple(trainer.last_answers) if asked else ()
     return Figures(metrics[f"{prefix}_loss"], metrics.get(f"{prefix}_exact_match"), len(split.rows), answers)
 

@@ -16,7 +16,7 @@ from sft_play.log import one_line
 from sft_play.runs.files import evaluations, free_bytes, room
 from sft_play.starter import CONFIG
 from sft_play.training.checkpoints import full_state_dict
-from sft_play.training.checkpoints.card import CardFacts, stops_of, write_card
+from sft_play.training.checkpoints.card import CardFacts, figures_of, stops_of, write_card
 from sft_play.training.checkpoints.model_saving import save_model, set_stop_tokens
 from sft_play.training.checkpoints.tensor_files import base_files
 from sft_play.training.job import RunJob, resume_command
@@ -99,14 +99,9 @@ def summary_lines(job: RunJob, summary: Mapping[str, Any], *, earlier: int) -> l
 
 
 def _figure_lines(summary: Mapping[str, Any]) -> list[str]:
-    lines, both = [], [summary[when] or {} for when in ("before", "after")]
-    for name, form in (("loss", "{:.4f}"), ("exact match", "{:.1%}")):
-        values = [figures.get(name.replace(" ", "_")) for figures in both]
-        if any(value is not None for value in values):
-            shown = [form.format(value) if value is not None else "not measured" for value in values]
-            rows = both[1].get("rows") or both[0].get("rows")
-            lines.append(f"Held-out {name} ({summary['split']}, {rows} rows): {shown[0]} before, {shown[1]} after")
-    return lines
+    rows = (summary["after"] or {}).get("rows") or (summary["before"] or {}).get("rows")
+    where = f"({summary['split']}, {rows} rows)"
+    return [f"Held-out {name} {where}: {before} before, {after} after" for name, before, after in figures_of(summary)]
 
 
 def _answer_lines(shown: Sequence[Mapping[str, Any]]) -> list[str]:
